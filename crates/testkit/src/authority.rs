@@ -22,7 +22,8 @@ pub fn authority(folder: &Path) {
     }
 }
 
-/// Creates NAME-cert.pem and NAME-key.pem in the folder of an authority, for these subject alternative names.
+/// Creates NAME-cert.pem and NAME-key.pem in the folder of an authority. `names` are the certificate's subject
+/// alternative names.
 pub fn certify(folder: &Path, name: &str, names: &str, usage: &str) {
     let path = |name: &str| folder.join(name).to_str().unwrap().to_string();
     let (ca, ca_key) = (path("ca-cert.pem"), path("ca-key.pem"));

@@ -1,4 +1,4 @@
-//! A served datastore with machines whose guests boot nothing.
+//! A served datastore with machines that have nothing to boot.
 
 use crate::nbd::Client;
 use crate::pattern;
@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-/// Enough memory for the firmware, which finds nothing to boot and waits.
+/// Memory that is sufficient for the firmware, which finds nothing to boot and waits.
 pub const MEMORY: &str = "32M";
 pub const MIB: u64 = 1 << 20;
 
-/// The datastore and its server. Its machines are stopped when this is dropped.
+/// The datastore and its server. Dropping this value stops the machines.
 pub struct Fleet {
     pub store: Store,
     pub server: Option<Serving>,
@@ -77,8 +77,8 @@ impl Fleet {
         list["snapshots"].as_array().unwrap().iter().map(of).collect()
     }
 
-    /// Kills a command with SIGKILL, and waits for the end of a process that it was starting: between fork and exec
-    /// that process is a copy of the command and holds its locks.
+    /// Kills a command with SIGKILL, and waits for the end of a process that it was starting: between fork and exec,
+    /// this process is a copy of the command and so holds the command's locks.
     pub fn kill(&self, command: &mut Child) {
         command.kill().unwrap();
         command.wait().unwrap();
@@ -124,7 +124,7 @@ fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
     let folder = folder.to_str().unwrap();
     for entry in std::fs::read_dir("/proc").unwrap() {
         let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // A process that has just ended has no command line.
+        // A process that has just ended has an empty command line.
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let words: Vec<String> =
             line.split(|byte| *byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
@@ -153,7 +153,7 @@ pub fn write(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
     client.flush().unwrap();
 }
 
-/// Whether the disk has that data.
+/// Whether the disk has the data of [`write`].
 pub fn contains(fleet: &Fleet, disk: &str, at: u64, seed: u64) -> bool {
     let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
     client.read(at, MIB as u32).unwrap() == pattern::bytes(seed, MIB as usize)

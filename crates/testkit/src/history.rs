@@ -1,9 +1,10 @@
 //! A model of a disk that is written to: for each sector of the disk and of its snapshots, the versions that a crash
 //! may leave.
 //!
-//! Rounds of requests that do not overlap are sent at once, and all are answered before the next round. The first
-//! version in the list of a sector is the last one that a flush or FUA made durable, the last version is the newest.
-//! Without a crash a read must return the newest version; after a crash any of them, and the one found must stay.
+//! The requests of a round do not overlap, are sent together, and are answered before the next round. The first version
+//! in the list of a sector is the last one that a flush or FUA made durable, the last version is the newest. Without a
+//! crash a read must return the newest version; after a crash it may return any of the versions, and from then on must
+//! return the same one.
 
 use crate::Random;
 use crate::nbd::{Client, Command, Failure};
@@ -43,12 +44,13 @@ impl History {
         }
     }
 
-    /// Sends requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, with all in flight at once.
     pub fn round(&mut self, client: &mut Client) -> Result<(), Failure> {
         let all = self.sectors.len() as u64;
         let mut sent: Vec<(u64, std::ops::Range<usize>, bool)> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
-            // Mostly single blocks, some larger, some not aligned to blocks, often in one small area of the disk.
+            // Chooses a range: mostly single blocks, some larger, some not aligned to blocks, often in one small area
+            // of the disk.
             let (align, length) = match self.random.below(8) {
                 0 => (1, 1 + self.random.below(24)),
                 1 => (8, 8 * (1 + self.random.below(REQUEST_SECTORS_MAX / 8))),
@@ -88,7 +90,7 @@ impl History {
         Ok(())
     }
 
-    /// Flushes: everything sent so far is durable.
+    /// Sends a flush, after which everything sent so far is durable.
     pub fn flush(&mut self, client: &mut Client) -> Result<(), Failure> {
         client.flush()?;
         let snapshots = self.snapshots.iter_mut().map(|(_, sectors)| sectors);
@@ -109,8 +111,8 @@ impl History {
         self.snapshots.push((name.to_owned(), self.sectors.clone()));
     }
 
-    /// After a crash: checks each sector against the allowed versions. Returns the number of sectors that are newer
-    /// than the durable version.
+    /// After a crash: checks each sector against the allowed versions. Returns the number of sectors with a version
+    /// newer than the durable one.
     pub fn verify(&mut self, store: &Store) -> usize {
         verify(&read_export(store, &self.name), &self.name, self.number, &mut self.sectors)
     }
@@ -126,13 +128,13 @@ impl History {
         }
     }
 
-    /// Without a crash: checks that bytes read in any way are the newest versions.
+    /// Without a crash: checks that the bytes of a read have the newest versions.
     #[track_caller]
     pub fn is(&self, bytes: &[u8], what: &str) {
         is(bytes, what, self.number, &self.sectors);
     }
 
-    /// Without a crash: checks that bytes read from a snapshot are its versions.
+    /// Without a crash: checks that the bytes of a read of a snapshot have the snapshot's versions.
     #[track_caller]
     pub fn snapshot_is(&self, snapshot: &str, bytes: &[u8], what: &str) {
         let (_, sectors) = self.snapshots.iter().find(|(name, _)| name == snapshot).unwrap();

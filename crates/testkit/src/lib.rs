@@ -1,5 +1,5 @@
-//! Shared by the tests of several crates, as a dev-dependency only: seeded random numbers, content that identifies its
-//! location, a simple NBD client, running the built program, and file systems for tests.
+//! Code that the tests of several crates share, as a dev-dependency only: seeded random numbers, content that
+//! identifies its location, a simple NBD client, running the built program, and file systems for tests.
 
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "only tests use this crate")]

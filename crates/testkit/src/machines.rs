@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Time limit for any step of a guest on a loaded machine.
+/// Time limit for each step of a guest on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// The guest's folder, built if necessary.
+/// The folder of the guest, which is built if necessary.
 pub fn guest() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-        // Next to the output of cargo, wherever that is.
+        // The folder is next to the output of cargo, which the user may have configured.
         let folder = process::program().ancestors().nth(2).unwrap().join("guest");
         tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
         folder
@@ -45,7 +45,7 @@ impl Room {
         self.boot_from("vm-initrd", name, &format!("--memory {memory}"), append);
     }
 
-    /// Boots a machine with another guest and further arguments.
+    /// Boots a machine with another initial RAM disk and further arguments.
     pub fn boot_from(&self, initrd: &str, name: &str, arguments: &str, append: &str) {
         let [kernel, initrd] = ["vmlinuz", initrd].map(|file| guest().join(file));
         let line = format!("console=ttyS0 quiet panic=-1 {append}");
@@ -59,7 +59,7 @@ impl Room {
         }
     }
 
-    /// The console output.
+    /// The console output of a machine.
     pub fn console(&self, name: &str) -> String {
         self.run(&format!("vm console {name} --said")).stdout
     }
@@ -116,7 +116,7 @@ impl Room {
         disks.iter().map(|one| one["name"].as_str().unwrap().to_string()).collect()
     }
 
-    /// The last number that the guest's workload has printed; `None` before the first one.
+    /// The last number that the guest's workload has printed; `None` if it has printed none.
     pub fn tick(&self, name: &str) -> Option<u64> {
         ticks(&self.console(name)).last().copied()
     }
@@ -187,12 +187,12 @@ impl Room {
         files
     }
 
-    /// Images of instant clones.
+    /// Names of the memory images of instant clones.
     pub fn images(&self) -> Vec<String> {
         crate::process::files(&self.store.path().join("memory-images"))
     }
 
-    /// Stops everything, and checks that nothing is left.
+    /// Stops the machines and the server, and checks that no files or processes remain.
     pub fn close(mut self) {
         self.end_machines();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
@@ -209,7 +209,7 @@ impl Room {
 impl Drop for Room {
     fn drop(&mut self) {
         if self.server.is_some() {
-            // Machines are ended after a failure too, so that no process outlives its test.
+            // Machines are also ended after a failure, so that no process continues after its test.
             self.end_machines();
         }
         let _ = std::fs::remove_dir_all(self.memory());

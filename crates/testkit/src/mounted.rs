@@ -1,16 +1,16 @@
-//! A small file system for a test, which can become full: a tmpfs in a mount namespace, in which the test runs itself
-//! with `unshare` (without root, if user namespaces are allowed); and, for root, other file systems on a loop device.
-//! The mounts end with the namespace.
+//! A small file system for a test, which can become full: a tmpfs, or, for root, another file system on a loop device.
+//! The test runs itself again with `unshare` in a mount namespace (without root, if user namespaces are allowed). The
+//! mounts end with the namespace.
 
 use crate::process::tool;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Environment variable with the path of the file system, for the inner process.
+/// Environment variable by which the inner process receives the path of the file system.
 const INSIDE: &str = "LAMINA_TEST_FULL";
 
-/// Runs a script in a mount namespace. It gets the test program as `$0`, the test's name as `$TEST`, and a folder as
-/// `$FOLDER`; `inside` is the environment variable for the inner process and its value.
+/// Runs a script in a mount namespace. The script has the test program as `$0`, the test's name as `$TEST`, and a
+/// folder as `$FOLDER`; `inside` is the environment variable for the inner process and its value.
 pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path, inside: (&str, &Path)) {
     let status = Command::new("unshare")
         .args(unshare)
@@ -24,7 +24,7 @@ pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path,
     assert!(status.success(), "the run on a file system of its own failed");
 }
 
-/// Runs one test of this file again after `script`, which mounts a file system on `$FOLDER/mounted`.
+/// Runs one test again in an inner process, after `script` has mounted a file system on `$FOLDER/mounted`.
 fn mounted_by(test: &str, unshare: &[&str], script: &str) {
     let folder = tempfile::tempdir().unwrap();
     let script = format!("set -e; {script}; exec \"$0\" --exact \"$TEST\" --include-ignored --nocapture");
@@ -60,13 +60,13 @@ fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&P
     }
 }
 
-/// Runs a test on ext4 with blocks of 1 KiB, the default of `mke2fs` for small file systems, so that a block of a disk
-/// may be allocated partly.
+/// Runs a test on ext4 with blocks of 1 KiB, the default of `mke2fs` for small file systems. With this block size, a
+/// block of a disk may be allocated only in part.
 pub fn on_ext4(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 96, "mke2fs -q -t ext4 -b 1024 -m 0", "", fill_up);
 }
 
-/// Runs a test on XFS of the smallest size that its tools allow.
+/// Runs a test on XFS of the smallest size that XFS's tools allow.
 pub fn on_xfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 300, "mkfs.xfs -q", "", fill_up);
 }
@@ -76,7 +76,7 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// Runs a test on a btrfs with free space, in a subvolume whose quota is used up. Quotas of ext4 and XFS do not apply
+/// Runs a test on a btrfs with free space, in a subvolume whose quota is exhausted. Quotas of ext4 and XFS do not apply
 /// to root, and a kernel for tests may lack them.
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
@@ -92,13 +92,13 @@ pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     }
 }
 
-/// Bytes that are free for new data: in a file system, or in the quota of a folder.
+/// Bytes that are available for new data: in the file system, or in the quota of the folder.
 pub fn free(folder: &Path) -> u64 {
     let path = folder.to_str().unwrap();
     if is_btrfs(folder) && folder.ends_with("limited") {
         tool("sync", &["-f", path]);
         let groups = tool("btrfs", &["qgroup", "show", "-r", "--raw", "-f", path]);
-        // Number, referenced, exclusive, limit of referenced, path.
+        // The columns: number, referenced, exclusive, limit of referenced, path.
         let group: Vec<&str> = groups.lines().last().unwrap().split_whitespace().collect();
         let [referenced, most] = [group[1], group[3]].map(|number| number.parse::<u64>().unwrap());
         return most.saturating_sub(referenced);
@@ -131,8 +131,8 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
-/// Fills a file system except for this many bytes, according to the file system itself, because a quota does not show
-/// as missing space.
+/// Fills a file system except for this many bytes, according to the file system's free space, which does not include
+/// the limit of a quota.
 pub fn leave(folder: &Path, name: &str, bytes: u64) {
     let reserve = |path: &Path, offset: u64, length: u64| {
         let [offset, length] = [offset, length].map(|number| number.to_string());
@@ -140,7 +140,7 @@ pub fn leave(folder: &Path, name: &str, bytes: u64) {
         taken.args(["-o", &offset, "-l", &length]).arg(path).stderr(std::process::Stdio::null());
         taken.status().unwrap_or_else(|e| panic!("fallocate: {e}; the tests need it")).success()
     };
-    // A full quota may refuse to truncate a file, but not to remove one.
+    // When a quota is exhausted, truncating a file may be refused, but removing it is not.
     let left = folder.join(format!("{name}-left"));
     reserve(&left, 0, bytes);
     let path = folder.join(name);
@@ -166,12 +166,12 @@ pub fn take_the_rest(folder: &Path, name: &str) {
     fill_rest(folder, &format!("{name}-end"));
 }
 
-/// Fills the last block, and the space for further names.
+/// Fills the last block, and the space for further file names.
 pub fn fill_with_names(folder: &Path, name: &str) {
     fill_rest(folder, name);
     let names = folder.join(format!("{name}-names"));
     if std::fs::create_dir(&names).is_ok() {
-        // Long names, because fewer of them fill the space.
+        // The names are long, because fewer of them fill the space.
         (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("{i:0>250}"))).is_err());
     }
 }
@@ -180,7 +180,7 @@ pub fn is_btrfs(folder: &Path) -> bool {
     tool("stat", &["-f", "-c", "%T", folder.to_str().unwrap()]).trim() == "btrfs"
 }
 
-/// Deletes the files with which these functions have filled a file system, by the prefix of their names.
+/// Deletes the files that these functions have created, by the prefix of their names.
 pub fn make_room(folder: &Path, names: &str) {
     for entry in std::fs::read_dir(folder).unwrap().flatten() {
         if entry.file_name().to_string_lossy().starts_with(names) {
@@ -195,7 +195,7 @@ pub fn make_room(folder: &Path, names: &str) {
 pub fn fill_rest(folder: &Path, name: &str) {
     // If not even a name can be created, the file system is full.
     let Ok(mut rest) = std::fs::File::create(folder.join(name)) else { return };
-    // Most bytes are written in large steps; a block with a single byte counts as full.
+    // Most bytes are written in large steps. A block in which a single byte was written counts as full.
     for (length, most) in [(1 << 20, u32::MAX), (4096, u32::MAX), (1, 64)] {
         let mut left = most;
         while left > 0 && std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {

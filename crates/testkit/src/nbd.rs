@@ -1,8 +1,8 @@
 //! A small NBD client for tests: the basic protocol (fixed newstyle, simple replies) over a unix socket.
 //!
-//! The public clients test compatibility. This client is for tests that need more control: to know which request was
-//! answered when the server was killed, to see the error of a single block, to keep many writes in flight. It does not
-//! panic if the server disconnects, but returns [`Failure::Gone`].
+//! The public clients test compatibility. This client is for tests that need more control: for example, which request
+//! was answered when the server was killed, the error of a single block, or many writes in flight. It does not panic if
+//! the server disconnects, but returns [`Failure::Gone`].
 
 use std::collections::HashMap;
 use std::io::{self, BufReader, Read, Write};
@@ -19,16 +19,16 @@ pub const REP_ACK: u32 = 1;
 pub const REP_INFO: u32 = 3;
 const FLAG_FUA: u16 = 1;
 
-/// Error numbers of the protocol.
+/// Error numbers of the NBD protocol.
 pub const EIO: u32 = 5;
 pub const ENOSPC: u32 = 28;
 
-/// Why a request failed.
+/// The reason why a request failed.
 #[derive(Debug)]
 pub enum Failure {
-    /// The server answered with an error.
+    /// The server replied with this error number.
     Errno(u32),
-    /// The connection ended.
+    /// The connection has ended.
     Gone(io::Error),
 }
 

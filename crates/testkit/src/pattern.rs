@@ -1,9 +1,9 @@
 //! Content that identifies its location: every sector contains its disk, number and version, so that a misplaced,
-//! outdated or torn sector is detected. Version 0 is a sector of zeros.
+//! outdated or torn sector is detected. A sector of zeros has version 0.
 
 use crate::random::{Random, mix};
 
-/// The unit that a crash does not tear.
+/// Bytes of a sector, the unit that a crash does not tear.
 pub const SECTOR: usize = 512;
 
 /// Fills one sector.
@@ -30,7 +30,7 @@ pub fn version(sector: &[u8], disk: u64, number: u64) -> Result<u64, String> {
     Err(format!("sector {number} of disk {disk} holds nothing that was written there (version word {version:#x})"))
 }
 
-/// Bytes from a seed, for tests that compare whole buffers.
+/// Random bytes from a seed, for tests that compare whole buffers.
 pub fn bytes(seed: u64, length: usize) -> Vec<u8> {
     Random(seed).bytes(length)
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// Default time limit of a step before the test fails.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// Time limit of a command or the start of a server, sufficient for a check of all data on a loaded machine.
+/// Time limit of a command or of the start of a server, sufficient for a check of all data on a busy machine.
 const COMMAND_MAX: Duration = Duration::from_secs(300);
 
 /// The built program, next to the test program.
@@ -21,7 +21,7 @@ pub fn program() -> PathBuf {
     program
 }
 
-/// The program, in an environment without lamina's variables.
+/// A command that runs the program, in an environment without lamina's variables.
 pub fn lamina() -> Command {
     let mut command = Command::new(program());
     for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"] {
@@ -63,8 +63,8 @@ impl Done {
         serde_json::from_str(&self.ok()).unwrap()
     }
 
-    /// Asserts that the command failed with `code`, printed nothing to stdout, and one line to stderr that contains
-    /// `words` and begins with `lamina:`, or is an error as JSON.
+    /// Asserts that the command failed with `code`, printed nothing to stdout, and printed one line to stderr. The line
+    /// contains `words`, and begins with `lamina:` or is an error as JSON.
     #[track_caller]
     pub fn fails(self, code: i32, words: &str) {
         assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{self:?}");
@@ -86,7 +86,7 @@ pub fn run(arguments: &str) -> Done {
     output(lamina().args(arguments.split_whitespace())).into()
 }
 
-/// Runs a command. If it does not end, the test fails and prints what each of its threads waits for.
+/// Runs a command. If the command does not end, the test fails, and prints for each of its threads what it waits for.
 #[track_caller]
 pub fn output(command: &mut Command) -> Output {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -99,7 +99,7 @@ pub fn output(command: &mut Command) -> Output {
     }
 }
 
-/// Ends a process that does not end or answer, and fails the test.
+/// Ends a process that does not end or answer by itself, and fails the test.
 #[track_caller]
 fn stuck(pid: u32, what: &str) -> ! {
     let mut threads = String::new();
@@ -150,7 +150,7 @@ impl Store {
         store
     }
 
-    /// Its NBD socket while it is served.
+    /// The datastore's NBD socket, which exists while the datastore is served.
     pub fn socket(&self) -> PathBuf {
         self.path().join("nbd.sock")
     }
@@ -160,7 +160,8 @@ impl Store {
         format!("nbd+unix:///{export}?socket={}", self.socket().display())
     }
 
-    /// Checks that there are no findings, including checksums of all data. The datastore need not be served.
+    /// Checks that a check of the datastore, including the checksums of all data, finds no problems. The datastore need
+    /// not be served.
     #[track_caller]
     pub fn is_clean(&self) {
         let text = self.run("check --data").ok();
@@ -174,7 +175,7 @@ impl Store {
 }
 
 impl Drop for Store {
-    /// The datastore of a failed test is kept for inspection.
+    /// If the test has failed, its datastore is kept for inspection.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.folder.disable_cleanup(true);
@@ -210,7 +211,7 @@ impl Serving {
         serving
     }
 
-    /// Its log.
+    /// The server's log.
     pub fn log(&self) -> String {
         let mut bytes = vec![0; self.log.metadata().unwrap().len() as usize];
         self.log.read_exact_at(&mut bytes, 0).unwrap();
@@ -221,13 +222,14 @@ impl Serving {
         self.child.id()
     }
 
-    /// Sends a signal and waits for the end; returns the exit code, or `None` if the signal killed it.
+    /// Sends a signal to the server and waits for its end. Returns the exit code, or `None` if the signal killed the
+    /// server.
     pub fn stop(&mut self, signal: &str) -> Option<i32> {
         send(self.pid(), signal);
         wait(&mut self.child)
     }
 
-    /// Kills the server with SIGKILL directly, without starting a program that sends it.
+    /// Kills the server with SIGKILL by a system call, without running another program.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         assert_eq!(wait(&mut self.child), None, "it was killed");
@@ -266,7 +268,7 @@ pub fn wait(child: &mut Child) -> Option<i32> {
     }
 }
 
-/// Waits until a process catches SIGINT, so that it can handle an interruption.
+/// Waits until a process handles SIGINT, so that a test can interrupt it.
 pub fn wait_until_interruptible(pid: u32) {
     until("SIGINT is caught", || {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -302,8 +304,8 @@ pub fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Processes that hold lock files of a folder open. Between fork and exec, a process that becomes QEMU holds the locks
-/// of the command that starts it, and may have no command line.
+/// Processes that have lock files of a folder open. Between fork and exec, a process that becomes QEMU has the locks of
+/// the command that starts it, and may have an empty command line.
 pub fn lockers(folder: &Path) -> Vec<u32> {
     let folder = folder.canonicalize().unwrap();
     let is_lock = |file: &Path| {
@@ -312,7 +314,7 @@ pub fn lockers(folder: &Path) -> Vec<u32> {
     let processes = std::fs::read_dir("/proc").unwrap();
     let numbers = processes.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
     let has_one = |pid: &u32| {
-        // A process that has just ended has no files.
+        // A process that has just ended has no open files.
         let Ok(open) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
         open.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok()).any(|file| is_lock(&file))
     };

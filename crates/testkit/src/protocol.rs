@@ -1,4 +1,4 @@
-//! An NBD client written from the protocol document. It shares no code with the server, so that a wrong constant is not
+//! An NBD client written from the protocol document. The client shares no code with the server, so that no constant is
 //! wrong on both sides. It blocks, uses one thread, and panics on every violation of the protocol.
 
 use std::collections::HashMap;
@@ -140,7 +140,7 @@ impl Client {
         bytes
     }
 
-    /// True if the server has closed the connection and all input was read.
+    /// Whether the server has closed the connection and all input was read.
     pub fn at_end(&mut self) -> bool {
         let mut byte = [0];
         matches!(self.stream.read(&mut byte), Ok(0) | Err(_))
@@ -242,7 +242,7 @@ impl Client {
         replies.last().unwrap().0
     }
 
-    /// Encodes a request; writes in extended mode get the payload flag.
+    /// Encodes a request. Writes in extended mode have the payload flag.
     pub fn encode(&mut self, command: u16, flags: u16, offset: u64, length: u64, payload: &[u8]) -> (u64, Vec<u8>) {
         self.cookie += 7;
         let mut out = Vec::with_capacity(32 + payload.len());
@@ -279,7 +279,7 @@ impl Client {
         cookie
     }
 
-    /// Receives until a request is completely answered.
+    /// Receives until one of the requests is completely answered.
     pub fn receive(&mut self) -> (u64, Reply) {
         loop {
             let magic = be32(&self.take(4));

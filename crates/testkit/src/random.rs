@@ -5,7 +5,7 @@
 pub struct Random(pub u64);
 
 impl Random {
-    /// A generator for one of several consecutive seeds, whose sequences must not be related.
+    /// A generator for a seed. The sequences of consecutive seeds are unrelated.
     pub fn new(seed: u64) -> Self {
         Self(mix(seed ^ 0x6c61_6d69_6e61))
     }
@@ -32,7 +32,7 @@ impl Random {
         from + self.below(to - from + 1)
     }
 
-    /// A number below `limit`, where each order of magnitude is equally likely.
+    /// A number below `limit`, for which each order of magnitude is equally likely.
     pub fn scaled(&mut self, limit: u64) -> u64 {
         let bits = 64 - limit.leading_zeros() as u64;
         (self.next() >> (64 - bits).min(63) >> self.below(bits)) % limit
@@ -67,7 +67,7 @@ impl Random {
         bytes
     }
 
-    /// A new generator seeded by this one, for an independent part of a test.
+    /// A new generator that is seeded by this one, for an independent part of a test.
     pub fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -1,4 +1,4 @@
-//! Progress of long work, controlled by a function.
+//! A progress for tests, which calls a function.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
