@@ -3,16 +3,16 @@
 use serde_json::Value;
 use std::path::{Component, Path, PathBuf};
 
-/// A place in a file that does not compile.
+/// A place in a file at which the compiler has reported an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The file, relative to the root of the workspace.
     pub file: PathBuf,
-    /// The place in the file.
+    /// The byte offset of the place in the file.
     pub byte: usize,
 }
 
-/// The places that errors refer to, from the lines of `cargo --message-format=json`.
+/// The places to which errors refer, from the lines of `cargo --message-format=json`.
 pub fn faults(lines: &str) -> Vec<Fault> {
     let mut out = Vec::new();
     for message in errors(lines) {
@@ -33,7 +33,7 @@ fn errors(lines: &str) -> impl Iterator<Item = Value> + '_ {
     messages.filter(|message| message["level"] == "error")
 }
 
-/// Adds the place of a span, and the places of the macro calls that it comes from.
+/// Adds the place of a span, and the places of the macro calls from which it was expanded.
 fn add(span: &Value, out: &mut Vec<Fault>) {
     if let (Some(file), Some(byte)) = (span["file_name"].as_str(), span["byte_start"].as_u64()) {
         out.push(Fault { file: plain(Path::new(file)), byte: byte as usize });
@@ -43,7 +43,7 @@ fn add(span: &Value, out: &mut Vec<Fault>) {
     }
 }
 
-/// A path without `..`, as in the path of a file that two crates share.
+/// Removes `..` from a path, as in the path of a file that two crates share.
 fn plain(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for component in path.components() {

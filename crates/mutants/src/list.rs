@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! === name
-//! breaks: what the fault does, in one sentence
+//! breaks: the effect of the fault, in one sentence
 //! file: path from the root of the repository
 //! test: arguments of `cargo test` that must fail
 //! --- find
 //! text that occurs exactly once in the file
 //! --- replace
-//! text that takes its place
+//! text that replaces it
 //! ```
 //!
 //! Lines before the first block, and lines that begin with `#` between blocks, are comments.
@@ -24,7 +24,7 @@ pub struct Mutant {
     pub name: String,
     /// The fault, in one sentence.
     pub breaks: String,
-    /// The file that it changes, relative to the root of the repository.
+    /// The file that the fault changes, relative to the root of the repository.
     pub file: String,
     /// Arguments of `cargo test`.
     pub test: Vec<String>,
@@ -50,8 +50,8 @@ impl Mutant {
         Ok(format!("{}{new}{}", &text[..range.start], &text[range.end..]))
     }
 
-    /// The bytes of the file that differ with the fault, and their replacement. Text that `find` and `replace` have in
-    /// common at their beginnings and ends is not part of it.
+    /// The range of the file that the fault changes, and its replacement, without the text that `find` and `replace`
+    /// have in common at their beginnings and ends.
     pub fn change(&self, text: &str) -> Result<(Range<usize>, &str), Stale> {
         let at = match text.matches(&self.find).count() {
             0 => return Err(Stale::Missing),
@@ -67,7 +67,7 @@ impl Mutant {
     }
 }
 
-/// How many bytes two texts have in common.
+/// Number of bytes at the beginning that two texts have in common.
 fn common(one: impl Iterator<Item = char>, other: impl Iterator<Item = char>) -> usize {
     one.zip(other).take_while(|(one, other)| one == other).map(|(one, _)| one.len_utf8()).sum()
 }

@@ -1,8 +1,9 @@
-//! Plants deliberate faults, and reports for each whether the test that must detect it fails.
+//! Plants deliberate faults (mutants), and reports for each fault whether the test that must detect it fails.
 //!
 //! `lamina-mutants [--list] [--check] [--only NAME]... [--json] [--no-baseline] [--seconds N]`
 //!
-//! Most faults are built together, each behind a switch that is then switched on. The others are built alone.
+//! Most faults are built together, each behind a switch, and then switched on one at a time. The others are built
+//! alone.
 
 #![forbid(unsafe_code)]
 
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 
 /// The longest time for the test of a mutant. A test that takes longer counts as hanging.
 const TEST_SECONDS: u64 = 300;
-/// A test also counts as hanging when it takes so many times as long as without a fault, and so much longer.
+/// A test also counts as hanging if it takes this many times as long as without a fault, and this much longer.
 const HANGING: (u32, Duration) = (10, Duration::from_secs(30));
 
 struct Arguments {
@@ -101,7 +102,8 @@ fn work(arguments: &Arguments) -> Result<bool, String> {
     }
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
     let target = std::path::absolute(&target).map_err(|error| format!("{}: {error}", target.display()))?;
-    // The switches of all mutants are planted, also of those that are not judged: the sources stay as they are built.
+    // The switches of all mutants are planted, even of those that are not tested in this run, so that the sources are
+    // the same in each build.
     let mut plan = Plan::make(&root, &all);
     let scratch = Scratch::make(&root, &target.join("mutants"), &plan, arguments.time)?;
     judge_all(&scratch, &mut plan, mutants, arguments)
@@ -128,7 +130,7 @@ fn check(root: &Path, mutants: &[Mutant]) -> Result<bool, String> {
     Ok(stale == 0)
 }
 
-/// Builds the tests, judges the mutants and reports. Returns whether all are detected.
+/// Builds the tests, runs the test of each mutant, and reports. Returns whether all mutants are detected.
 fn judge_all(
     scratch: &Scratch,
     plan: &mut Plan,
@@ -138,7 +140,8 @@ fn judge_all(
     let began = Instant::now();
     let tests: Vec<Vec<String>> = mutants.iter().map(|mutant| mutant.test.clone()).collect();
     let failures = scratch.build(plan, tests.iter().map(Vec::as_slice))?;
-    // Mutants that are planted alone come last, those of a file together: each of them changes what is built.
+    // Mutants that are planted alone are tested last, and those of the same file one after another, because each
+    // changes the files that are built.
     mutants.sort_by_cached_key(|mutant| match plan.alone(mutant) {
         None => (false, String::new(), mutant.test.clone()),
         Some(_) => (true, mutant.file.clone(), mutant.test.clone()),
@@ -184,7 +187,7 @@ fn judge_all(
     Ok(killed == mutants.len())
 }
 
-/// Prints the line of a mutant. `alone` is the reason why it was not behind a switch.
+/// Prints the result of a mutant on one line. `alone` is the reason why it was not behind a switch.
 fn report(mutant: &Mutant, outcome: &Outcome, alone: Option<String>, took: Duration, json: bool) {
     if json {
         let why = match outcome {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// The files that mutants change.
 pub struct Plan {
     files: BTreeMap<PathBuf, Source>,
-    /// Mutants that turned out not to compile behind a switch.
+    /// Mutants that were removed from the build because they do not compile behind a switch.
     taken_out: BTreeSet<String>,
 }
 
@@ -42,13 +42,13 @@ impl Plan {
         readable.map(|(path, file)| (path.clone(), file.switched.text.as_str())).collect()
     }
 
-    /// The file of a mutant without any fault, and its text with switches.
+    /// The original text of a mutant's file, and the text with switches.
     pub fn file(&self, mutant: &Mutant) -> Result<(&str, &str), String> {
         let file = self.files.get(Path::new(&mutant.file)).ok_or_else(|| format!("{} is not planned", mutant.name))?;
         file.original.as_ref().map(|text| (text.as_str(), file.switched.text.as_str())).map_err(Clone::clone)
     }
 
-    /// Why a mutant must be planted alone; nothing if it is behind a switch.
+    /// The reason why a mutant must be planted alone; `None` if it is behind a switch.
     pub fn alone(&self, mutant: &Mutant) -> Option<String> {
         let file = self.files.get(Path::new(&mutant.file))?;
         if self.taken_out.contains(&mutant.name) {
@@ -60,8 +60,8 @@ impl Plan {
         }
     }
 
-    /// Takes out the mutants that errors of the compiler belong to, or with `files` all mutants of the files. Returns
-    /// their names.
+    /// Removes from the build the mutants in which the compiler has found errors; with `files`, all mutants in files
+    /// with errors. Returns their names.
     pub fn take_out(&mut self, faults: &[Fault], files: bool) -> BTreeSet<String> {
         let mut out = BTreeSet::new();
         for fault in faults {

@@ -1,4 +1,4 @@
-//! Runs a command with a limit of time, and ends a run of tests at the first failure.
+//! Runs a command with a time limit, and ends a run of tests at the first failure.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -7,29 +7,29 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// How often a process is polled.
+/// Interval at which a process is polled.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The longest time that one poll adds to the time of a command.
+/// The longest time that one interval adds to the running time of a command.
 const LONGEST_POLL: Duration = Duration::from_secs(1);
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// With success.
+    /// The command succeeded.
     Well,
-    /// With a failure.
+    /// The command failed.
     Badly,
-    /// It was killed after the limit of time.
+    /// The command was killed after the time limit.
     TooLate,
 }
 
 /// Runs a command that writes into `log`. With `until_failure`, the command is killed when the name of a failed test is
-/// in the log, unless the test program has child processes: these could have mounted file systems or started servers,
-/// and remove them at the end of their test.
+/// in the log, unless the test program has child processes: these may have mounted file systems or started servers,
+/// which they remove at the end of their test.
 pub fn run(command: &mut Command, log: &Path, limit: Duration, until_failure: bool) -> Result<Ended, String> {
     let failed = |error: std::io::Error| format!("running cargo: {error}");
-    // With a process group of its own, a test that hangs is killed together with its child processes.
+    // The command has its own process group, so that a test that hangs can be killed together with its child processes.
     let mut child = command.process_group(0).spawn().map_err(failed)?;
     let (mut spent, mut seen) = (Duration::ZERO, Instant::now());
     let mut watch = Watch { file: File::open(log).map_err(failed)?, rest: Vec::new(), failed: false };
@@ -37,7 +37,7 @@ pub fn run(command: &mut Command, log: &Path, limit: Duration, until_failure: bo
         if let Some(status) = child.try_wait().map_err(failed)? {
             return Ok(if status.success() { Ended::Well } else { Ended::Badly });
         }
-        // Time in which this process was stopped does not count: the test was stopped too.
+        // A time in which this process was stopped (suspended) does not count, because the test was stopped too.
         spent += seen.elapsed().min(LONGEST_POLL);
         seen = Instant::now();
         if spent > limit {
@@ -91,7 +91,7 @@ fn is_failure(line: &[u8]) -> bool {
     line.starts_with(b"test ") && line.ends_with(b" ... FAILED")
 }
 
-/// Whether all children of a process have no children themselves. False where the kernel does not say.
+/// Whether all children of a process have no children themselves. False if the kernel does not report children.
 fn runs_nothing_else(process: u32) -> bool {
     let has_none = |child: &u32| children(*child).is_some_and(|children| children.is_empty());
     children(process).is_some_and(|children| children.iter().all(has_none))
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
     use std::process::Stdio;
 
-    /// Runs a shell script in place of cargo, and returns how it ended and its log.
+    /// Runs a shell script in place of cargo. Returns how the script ended, and its log.
     fn shell(name: &str, script: &str, limit: Duration) -> (Ended, String) {
         shell_until(name, script, limit, true)
     }

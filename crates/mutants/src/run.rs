@@ -1,7 +1,4 @@
-//! Builds the copy with its faults and runs the tests that must detect them.
-//!
-//! All work is done in a copy of the repository below `target/mutants` with its own build folder, so the repository is
-//! never changed and builds are incremental.
+//! Builds a copy of the repository with its faults, and runs the tests that must detect them.
 
 use crate::diagnostics::{self, Fault};
 use crate::list::Mutant;
@@ -17,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// The longest time for building a mutant.
 const BUILD_TIME: Duration = Duration::from_secs(1800);
-/// After so many builds that failed, a build that fails takes out all mutants of the files with errors.
+/// After this number of failed builds, a build that fails removes all mutants in the files with errors.
 const EXACT_BUILDS: usize = 12;
 /// Options of `cargo test` that have a value and select what is built.
 const SELECT: [&str; 7] = ["-p", "--package", "--test", "--bin", "--example", "--bench", "--features"];
@@ -31,12 +28,12 @@ pub enum Outcome {
     TimedOut,
     /// The test passed: it does not detect the fault.
     Survived,
-    /// The mutant cannot be planted, built or judged.
+    /// The mutant cannot be planted or built, or its test cannot be run.
     Broken(String),
 }
 
 impl Outcome {
-    /// True when the test detected the fault.
+    /// Whether the test detected the fault.
     pub fn is_killed(&self) -> bool {
         matches!(self, Outcome::Killed | Outcome::TimedOut)
     }
@@ -52,24 +49,24 @@ impl Outcome {
     }
 }
 
-/// What a run of cargo is for.
+/// The purpose of a run of cargo.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose<'a> {
-    /// Building. The messages of the compiler go into a file as JSON.
+    /// Building. The messages of the compiler are written to a file as JSON.
     Build,
-    /// Running the tests without a fault. The log must explain a failure, so all of them run to their end.
+    /// Running the tests without a fault. All tests run to their end, because the log must explain a failure.
     Baseline,
-    /// Running the tests up to the first failure, with a mutant switched on or with one that is planted.
+    /// Running the tests up to the first failure, with a mutant that is switched on or planted.
     Judge(Option<&'a str>),
 }
 
-/// The copy in which faults are planted.
+/// The copy of the repository in which faults are planted.
 pub struct Scratch {
     tree: PathBuf,
     build: PathBuf,
     log: PathBuf,
     messages: PathBuf,
-    /// The folder for temporary files of tests. A killed test leaves its files there.
+    /// The folder for temporary files of tests, which a killed test leaves there.
     temporary: PathBuf,
     /// The longest time for a test without a fault.
     time: Duration,
@@ -83,7 +80,7 @@ impl Scratch {
             build: folder.join("target"),
             log: folder.join("log.txt"),
             messages: folder.join("messages.json"),
-            // Not below the folder: the path of a Unix socket has at most 108 bytes.
+            // This folder is not below the copy, because the path of a Unix socket has at most 108 bytes.
             temporary: std::env::temp_dir().join(format!("mutants-{}", std::process::id())),
             time,
         };
@@ -91,7 +88,7 @@ impl Scratch {
         Ok(scratch)
     }
 
-    /// Builds the test programs of all commands. Takes mutants that do not compile out of the plan. Returns the
+    /// Builds the test programs of all commands. Removes mutants that do not compile from the plan. Returns the
     /// commands that cannot be built, each with the reason.
     pub fn build<'a>(
         &self,
@@ -114,7 +111,7 @@ impl Scratch {
                             for (path, text) in plan.texts() {
                                 tree::write(&self.tree.join(path), text.as_bytes())?;
                             }
-                            // Programs that were built before have other sources now.
+                            // Programs that were built before now have other sources, so they are built again.
                             built.retain(|_, result| result.is_some());
                             continue;
                         }
@@ -130,7 +127,7 @@ impl Scratch {
         Ok(failures)
     }
 
-    /// Builds the programs of one selection. Returns the places of the errors if that fails.
+    /// Builds the programs of one selection. If this fails, returns the places of the errors.
     fn build_switched(&self, selection: &[String]) -> Result<Option<Vec<Fault>>, String> {
         if self.cargo(selection, Purpose::Build, BUILD_TIME)? == Ended::Well {
             return Ok(None);
@@ -139,8 +136,8 @@ impl Scratch {
         Ok(Some(diagnostics::faults(&messages)))
     }
 
-    /// Runs a test command without any fault, and returns the time that it takes. After an error, a failure of the test
-    /// would prove nothing.
+    /// Runs a test command without a fault, and returns its duration. If it fails, its failure with a fault would prove
+    /// nothing, so an error is returned.
     pub fn baseline(&self, test: &[String]) -> Result<Duration, String> {
         let command = test.join(" ");
         if self.cargo(test, Purpose::Build, BUILD_TIME)? != Ended::Well {
@@ -155,13 +152,13 @@ impl Scratch {
         }
     }
 
-    /// Runs the test of a mutant that is behind a switch. After `limit` it counts as hanging.
+    /// Runs the test of a mutant that is behind a switch. After `limit` the test counts as hanging.
     pub fn judge_switched(&self, mutant: &Mutant, limit: Duration) -> Outcome {
         let ended = self.cargo(&mutant.test, Purpose::Judge(Some(&mutant.name)), limit);
         self.outcome(mutant, ended).unwrap_or_else(Outcome::Broken)
     }
 
-    /// Plants a fault, runs its test, and removes the fault. Other files keep their switches.
+    /// Plants a fault, runs its test, and removes the fault. All other files have their switches.
     pub fn judge_alone(&self, mutant: &Mutant, plan: &Plan, limit: Duration) -> Outcome {
         let judge = || {
             let (original, switched) = plan.file(mutant)?;
@@ -193,7 +190,7 @@ impl Scratch {
         })
     }
 
-    /// True when the last test command ran no test at all.
+    /// Whether the last test command ran no test at all.
     fn ran_nothing(&self) -> bool {
         !self.log_has(|line| line.starts_with("test result: ok.") && !line.contains(" 0 passed"))
     }
@@ -208,7 +205,7 @@ impl Scratch {
         let log = File::create(&self.log).map_err(failed)?;
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command.arg("test").current_dir(&self.tree).env("CARGO_TARGET_DIR", &self.build);
-        // Variables of the surrounding cargo must not influence the build.
+        // Variables that cargo has set for this program must not influence the build.
         for name in ["CARGO_MANIFEST_DIR", "RUSTFLAGS", "RUSTC_WRAPPER", switch::VARIABLE] {
             command.env_remove(name);
         }
@@ -233,13 +230,14 @@ impl Scratch {
             let mut log = File::options().append(true).open(&self.log).map_err(failed)?;
             log.write_all(diagnostics::rendered(&messages).as_bytes()).map_err(failed)?;
         }
-        // Files that remain after this do no harm to the next test.
+        // Files that cannot be removed do not affect the next test.
         let _ = fs::remove_dir_all(&self.temporary);
         ended
     }
 }
 
-/// The part of a test command that selects what is built: without names of tests, and arguments of the test program.
+/// The part of a test command that selects what is built: without the names of tests and without arguments of the test
+/// program.
 fn selection(test: &[String]) -> Vec<String> {
     let mut out = Vec::new();
     let mut words = test.iter().take_while(|word| *word != "--");

@@ -1,9 +1,9 @@
-//! Plants all mutants of a file at once, each behind a switch that is read when the program runs.
+//! Plants all mutants of a file at once, each behind a switch that is read at run time.
 //!
-//! The body of a function that mutants change becomes a choice between several bodies, one per mutant, and the original
-//! one. The environment variable [`VARIABLE`] has the name of the mutant that takes effect. The switch is local to the
-//! function, so that it works in every crate that compiles the file. It uses only the standard library: schedulers and
-//! models of the tests have no step for it.
+//! If mutants change a function, its body becomes a choice between several bodies: one per mutant, and the original
+//! body. The environment variable [`VARIABLE`] has the name of the mutant that takes effect. The switch is local to the
+//! function, so that it works in every crate that compiles the file. The switch uses only the standard library, so that
+//! schedulers that simulate threads in tests do not see it.
 
 use crate::list::Mutant;
 use proc_macro2::extra::DelimSpan;
@@ -12,7 +12,7 @@ use std::fmt::Write;
 use std::ops::Range;
 use syn::visit::{self, Visit};
 
-/// The variable that switches a mutant on.
+/// The environment variable that switches a mutant on.
 pub const VARIABLE: &str = "LAMINA_MUTANT";
 
 /// A file with mutants behind switches.
@@ -29,24 +29,24 @@ pub struct Switched {
 /// A part of a file with switches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Its place in the text.
+    /// The range of the part in the text.
     pub bytes: Range<usize>,
-    /// The mutants that the part contains. A body with a fault contains one.
+    /// The mutants that the part contains. A body with a fault contains exactly one.
     pub mutants: Vec<String>,
 }
 
 /// A function of the original file.
 struct Function {
-    /// Its body, with the braces.
+    /// The range of the body, including the braces.
     body: Range<usize>,
-    /// Why its body cannot be behind a switch.
+    /// The reason why the body cannot be behind a switch.
     fixed: Option<&'static str>,
-    /// The mutants that change it: their names, and the bodies with the faults.
+    /// The mutants that change the function: their names, and the bodies with the faults.
     variants: Vec<(String, String)>,
 }
 
 impl Switched {
-    /// The mutants of the smallest part that contains a place of the text.
+    /// The mutants in the smallest part that contains a place of the text.
     pub fn at(&self, byte: usize) -> &[String] {
         let around = self.regions.iter().filter(|region| region.bytes.contains(&byte));
         around.min_by_key(|region| region.bytes.len()).map_or(&[], |region| &region.mutants)
@@ -92,7 +92,7 @@ fn add(text: &str, functions: &mut [Function], mutant: &Mutant) -> Result<(), St
         return Err(why.into());
     }
     let body = format!("{}{new}{}", &text[function.body.start..range.start], &text[range.end..function.body.end]);
-    // A replacement can end the function and begin another one.
+    // A replacement can end the function and begin another one, which a switch cannot contain.
     syn::parse_str::<syn::Block>(&body).map_err(|_| "the body with the fault is not one block")?;
     function.variants.push((mutant.name.clone(), body));
     Ok(())
@@ -101,14 +101,14 @@ fn add(text: &str, functions: &mut [Function], mutant: &Mutant) -> Result<(), St
 /// Writes the file with the switches.
 struct Writer<'a> {
     source: &'a str,
-    /// The functions with mutants, by their beginnings.
+    /// The functions with mutants, in the order of their beginnings.
     functions: &'a [Function],
     text: String,
     regions: Vec<Region>,
 }
 
 impl Writer<'_> {
-    /// Copies a part of the original file. Functions in it with mutants get a switch.
+    /// Copies a part of the original file. Functions with mutants in this part receive a switch.
     fn copy(&mut self, part: Range<usize>) {
         let mut from = part.start;
         for function in self.functions {
@@ -160,7 +160,7 @@ impl Functions {
         opaque.visit_return_type(&signature.output);
         let fixed = match signature.constness {
             Some(_) => Some("it changes a const fn"),
-            // The bodies have different types.
+            // The bodies would have different types.
             None if opaque.0 => Some("it changes a function that returns an impl Trait"),
             None => None,
         };

@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 const LEFT_OUT: [&str; 3] = ["target", ".git", "bench-results"];
 
 /// Makes `to` a copy of `from` in which some files have another text, and removes all other files from `to`. Files that
-/// are already as they must be keep their times, so that they are not built again.
+/// have the right content already keep their modification times, so that cargo does not build them again.
 pub fn mirror(from: &Path, to: &Path, texts: &BTreeMap<PathBuf, &str>) -> Result<(), String> {
     mirror_folder(from, to, Path::new(""), texts)
 }
 
-/// Gives a file a text, unless it has it already.
+/// Writes a text to a file, unless the file has this text already.
 pub fn write(path: &Path, text: &[u8]) -> Result<(), String> {
     if fs::read(path).is_ok_and(|found| found == text) {
         return Ok(());

@@ -96,7 +96,7 @@ fn each_mutant_gets_its_outcome() {
     let outcomes: Vec<_> = mutants[..8].iter().map(judge).collect();
     let expected = ["killed", "killed", "killed", "killed", "SURVIVED", "killed (time)", "BROKEN", "BROKEN"];
     assert_eq!(outcomes, expected);
-    // Mutants that are planted alone leave the switches as they were.
+    // After mutants were planted alone, the switches are as they were before.
     scratch.baseline(&mutants[0].test).expect("it passes");
     assert_eq!(scratch.judge_switched(&mutants[0], LIMIT), Outcome::Killed);
     fs::remove_dir_all(&folder).expect("the folder is there");

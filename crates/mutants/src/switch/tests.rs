@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Mutants that replace a text by another one. Their names are `a`, `b`, `c` and so on.
+/// Mutants that replace a text by another text. Their names are `a`, `b`, `c` and so on.
 fn mutants(changes: &[(&str, &str)]) -> Vec<Mutant> {
     let one = |(number, (find, replace)): (usize, &(&str, &str))| Mutant {
         name: char::from(b'a' + number as u8).to_string(),
@@ -22,7 +22,7 @@ fn switched(text: &str, changes: &[(&str, &str)]) -> Switched {
     switched
 }
 
-/// The text without the code of the switches, which only has a choice of bodies: `[a {…} b {…} else {…}]`.
+/// The text in a short form, in which the code of a switch is only a choice of bodies: `[a {…} b {…} else {…}]`.
 fn brief(switched: &Switched) -> String {
     let mut out = String::new();
     let mut rest = switched.text.as_str();
