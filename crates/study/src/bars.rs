@@ -1,4 +1,4 @@
-//! One module per study: each creates its disks, measures, and returns findings and raw samples.
+//! One module per study. Each study creates its disks, measures, and returns findings and raw samples.
 
 pub mod background;
 pub mod chains;
@@ -33,7 +33,7 @@ use crate::report::Outcome;
 use crate::scratch::Scratch;
 use std::path::PathBuf;
 
-/// Bytes of a block: the unit of mapping and of all random requests.
+/// Bytes of a block, which is the unit of mapping and the size of all random requests.
 pub const BLOCK: u64 = 4096;
 /// Requests in flight while a disk is filled.
 const LAYOUT_DEPTH: usize = 16;
@@ -45,9 +45,9 @@ pub struct Setting {
     pub plan: Plan,
     /// The work folder.
     pub scratch: Scratch,
-    /// The product.
+    /// The lamina program that is measured.
     pub lamina: PathBuf,
-    /// Another lamina program to compare with.
+    /// Another lamina program, with which the measured one is compared.
     pub baseline: Option<PathBuf>,
     /// Folder with the results of earlier runs.
     pub results: PathBuf,
@@ -91,7 +91,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
     }
 }
 
-/// Prints what is being done, to stderr.
+/// Prints the current step to stderr.
 fn say(what: &str) {
     eprintln!("  {what}");
 }
@@ -112,7 +112,7 @@ fn fill(endpoint: &Endpoint, size: u64) -> Result<()> {
     client.flush()
 }
 
-/// Writes blocks of `bytes` bytes at these indices, and makes them durable.
+/// Writes blocks of `bytes` bytes with these indices, and makes them durable.
 fn write_blocks(endpoint: &Endpoint, indices: impl IntoIterator<Item = u64>, bytes: u64) -> Result<()> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let requests = indices.into_iter().map(|i| Request::Write { offset: i * bytes, length: bytes as u32 });

@@ -1,8 +1,8 @@
 //! lamina's command line, as used by the studies.
 //!
-//! Commands use the server if one is running (the command line finds it), and their time includes the start of a
-//! process, as in a script. Where that would dominate the measured time, [`Control`] sends the same requests over the
-//! datastore's control socket.
+//! If a server is running, commands use it. Their time includes the start of a process, as in a script. If this would
+//! dominate the measured time, a study uses [`Control`], which sends the same requests over the datastore's control
+//! socket.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -34,12 +34,12 @@ pub struct Datastore {
 
 /// Time limit of a reply on the control socket.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
-/// A connection to a server's control socket, which sends and receives lines of JSON.
+/// A connection to a server's control socket, over which lines of JSON are sent and received.
 #[derive(Debug)]
 pub struct Control {
     stream: BufReader<UnixStream>,
-    /// Protocol version of the server, so that older programs can be measured: the requests used here are the same in
-    /// all versions.
+    /// Protocol version of the server. It is queried, so that older programs can be measured too: the requests used
+    /// here are the same in all versions.
     version: u64,
 }
 
@@ -77,16 +77,16 @@ impl Control {
     }
 }
 
-/// How a datastore is served.
+/// The way in which a datastore is served.
 #[derive(Clone, Debug)]
 pub struct Serving {
-    /// Buffered or direct.
+    /// Whether data files are opened buffered or direct.
     pub mode: Mode,
     /// Limit of the metadata cache in bytes; `None` for the default.
     pub metadata_cache: Option<u64>,
     /// Whether to refuse writes.
     pub read_only: bool,
-    /// What is served over TCP on loopback, with TLS and client certificates; `None` for the unix socket only.
+    /// The service that listens on TCP on loopback, with TLS and client certificates; `None` for the unix socket only.
     pub over_tcp: Option<(OverTcp, Keys)>,
 }
 
@@ -100,7 +100,7 @@ pub enum OverTcp {
 }
 
 impl OverTcp {
-    /// The name of its option and of its address in the status.
+    /// The name of the service's option, and of its address in the status.
     fn name(self) -> &'static str {
         match self {
             OverTcp::Nbd => "tcp",
@@ -109,12 +109,12 @@ impl OverTcp {
     }
 }
 
-/// A self-signed certificate for this machine, used by servers and clients.
+/// A self-signed certificate for this host, which servers and clients use.
 #[derive(Clone, Debug)]
 pub struct Keys {
     /// The certificate, PEM.
     pub certificate: PathBuf,
-    /// Its key, PEM.
+    /// The private key, PEM.
     pub key: PathBuf,
 }
 
@@ -133,7 +133,7 @@ impl Keys {
 }
 
 impl Serving {
-    /// Defaults except for the mode.
+    /// The default settings, except for the mode.
     pub fn plain(mode: Mode) -> Serving {
         Serving { mode, metadata_cache: None, read_only: false, over_tcp: None }
     }
@@ -253,7 +253,7 @@ impl Datastore {
             stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;
             Ok(Control { stream: BufReader::new(stream), version })
         };
-        // A request with version 0 is refused with an error that has the server's version.
+        // The server refuses a request with version 0, and the error has the server's version.
         let refusal = connect(0)?.exchange(Some(&json!({ "version": 0, "message": "cancel" })))?;
         let version = refusal["version"].as_u64();
         connect(version.ok_or_else(|| Error::Answer(format!("control socket: {refusal}")))?)
@@ -276,8 +276,8 @@ impl Datastore {
     pub fn serve(&self, serving: &Serving, export: &str) -> Result<(Server, Duration)> {
         let mut command = Command::new(&self.program);
         command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
-        // Without grace, because fio disconnects without a disconnect request, and its disks are reverted and deleted
-        // directly afterwards.
+        // The grace time for clients that may reconnect is 0, because fio disconnects without a disconnect request, and
+        // its disks are reverted and deleted directly afterwards.
         if self.has_grace {
             command.args(["--client-grace", "0"]);
         }
@@ -296,7 +296,8 @@ impl Datastore {
         let service = Service::start(&mut command, &self.log)?;
         let endpoint = self.endpoint(export);
         peers::wait_ready(&service, &endpoint)?;
-        // NBD is ready shortly before the control socket; the server is ready when both are.
+        // NBD is ready shortly before the control socket, so the loop waits for the ready line, which is printed when
+        // both are.
         while !service.has_said("ready:") {
             if service.ended() || began.elapsed() > peers::START_TIME_MAX {
                 return Err(service.failure("does not get ready"));

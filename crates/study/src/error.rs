@@ -8,9 +8,9 @@ pub enum Error {
     /// A file or socket failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, and with which file or socket.
+        /// The operation that failed, and its file or socket.
         what: String,
-        /// The error of the system.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A server answered a request with an error.
@@ -21,13 +21,13 @@ pub enum Error {
     Command {
         /// The command line.
         command: String,
-        /// Exit status and the end of its standard error.
+        /// The exit status, and the end of the standard error.
         detail: String,
     },
     /// The output of a program or the reply of a server cannot be parsed.
     #[error("unexpected answer: {0}")]
     Answer(String),
-    /// The options request something that is not possible.
+    /// The options request an impossible measurement.
     #[error("{0}")]
     Usage(String),
     /// The user or the system has requested a stop.
@@ -35,12 +35,12 @@ pub enum Error {
     Interrupted,
 }
 
-/// Result of this crate.
+/// Result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Adds to an I/O error what was being done.
+/// Adds to an I/O error the operation that failed.
 pub trait Doing<T> {
-    /// Adds the description.
+    /// Adds the description of the operation.
     fn doing(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 

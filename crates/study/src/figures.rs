@@ -1,8 +1,8 @@
 //! Generates the pages of figures from stored result files, so that no figure is typed by hand: `docs/figures.md` has
-//! every finding of the files in `docs/figures`, and README.md, between two markers, those of [`HEADLINES`].
+//! every finding of the files in `docs/figures`. README.md has those of [`HEADLINES`], between two markers.
 //!
 //! A result file is written by a study to the results folder, and may have any name that ends with `.json`. Both pages
-//! are functions of the files; `tests/figures.rs` checks that the pages in the repository match.
+//! depend on the files only, and `tests/figures.rs` checks that the pages in the repository match the files.
 
 use crate::error::{Doing, Error, Result};
 use crate::plan::{Options, Study};
@@ -29,9 +29,9 @@ pub const END: &str = "<!-- figures: end -->";
 /// A row of the table in README.md.
 struct Headline {
     study: Study,
-    /// Beginning and end of the finding's name; if several findings match, the last one is used.
+    /// The beginning and the end of the finding's name. If several findings match, the last one is used.
     of: (&'static str, &'static str),
-    /// Its name in README.md.
+    /// The finding's name in README.md.
     called: &'static str,
 }
 
@@ -313,7 +313,7 @@ fn headlines(kept: &[Kept]) -> String {
         let mut all = files.flat_map(|kept| kept.findings.iter().map(move |found| (kept, found)));
         let found = all.rfind(|(_, found)| found.what.starts_with(begin) && found.what.ends_with(end));
         if let Some((kept, found)) = found {
-            // The finding's name may contain a count or a depth, which is added.
+            // The rest of the finding's name may be a count or a depth, which is added to the headline.
             let number = found.what.strip_prefix(begin).filter(|_| begin.ends_with(' ') || begin.is_empty());
             let number = number.and_then(|rest| rest.split([' ', ':']).find(|word| word.parse::<u64>().is_ok()));
             let detail = number.map(|number| format!(" ({number})")).unwrap_or_default();
@@ -346,7 +346,7 @@ fn headlines(kept: &[Kept]) -> String {
     out
 }
 
-/// README.md with the table for these files between its markers.
+/// Returns README.md with the table of these files between its markers.
 pub fn with_headlines(readme: &str, kept: &[Kept]) -> Result<String> {
     let parts = readme.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
     let (before, after) = parts.ok_or_else(|| Error::Answer(format!("{README} lacks the lines {BEGIN} and {END}")))?;

@@ -1,7 +1,7 @@
 //! Runs fio on an NBD export and parses its output.
 //!
-//! On two cores with the fastest server, fio's own threads use about half a core, so that the servers are the
-//! bottleneck.
+//! On two cores with the fastest server, fio's own threads use about half a core, so the servers are the bottleneck and
+//! not fio.
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
@@ -45,12 +45,12 @@ pub enum Pattern {
 }
 
 impl Pattern {
-    /// Whether it changes the disk.
+    /// Whether the pattern changes the disk.
     pub fn writes(self) -> bool {
         matches!(self, Pattern::RandomWrite | Pattern::Write)
     }
 
-    /// Whether the order is random.
+    /// Whether the order of the requests is random.
     pub fn random(self) -> bool {
         matches!(self, Pattern::RandomRead | Pattern::RandomWrite)
     }
@@ -75,7 +75,7 @@ pub enum Length {
         /// Seconds of the ramp.
         ramp: f64,
     },
-    /// A fixed number of bytes, no block twice, including a final flush.
+    /// A fixed number of bytes, in which no block is used twice, and a flush at the end.
     Bytes(u64),
 }
 
@@ -94,7 +94,7 @@ pub struct Job {
     pub length: Length,
     /// Bytes of the disk to use, from offset 0.
     pub size: u64,
-    /// Seed of the offsets, the same for every side of a comparison.
+    /// Seed of the offsets. Every side of a comparison has the same seed.
     pub seed: u64,
 }
 
@@ -149,7 +149,7 @@ pub fn run(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> 
     parse(&text, job.pattern.writes())
 }
 
-/// Parses fio's JSON output, which follows a line printed by its NBD engine.
+/// Parses fio's JSON output, which begins after a line that fio's NBD engine prints.
 fn parse(text: &str, writes: bool) -> Result<Sample> {
     let start = text.find("\n{").map_or(0, |at| at + 1);
     let value: Value =

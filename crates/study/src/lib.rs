@@ -1,14 +1,14 @@
-//! Measures lamina and compares it with other servers and with its own limits, from outside.
+//! Measures lamina through its public interfaces, and compares it with other servers and with its own limits.
 //!
 //! Invariants of the measurements:
 //!
-//! 1. lamina is used as by any client, through command line and NBD; none of its code is linked.
+//! 1. lamina is used through its command line and NBD, as by any client; none of its code is linked.
 //! 2. Sides of a comparison alternate run by run on the same file system, in a rotating order, so that other load, a
 //!    warming CPU or a filling disk affects all sides alike. Figures are medians.
-//! 3. Every side begins a run in the same state: dirty pages are written back, and caches are warm (buffered) or
-//!    dropped (direct).
+//! 3. Every side begins a run in the same state: dirty pages are written back, and the side's data is in the page cache
+//!    (buffered) or dropped from it (direct).
 //! 4. Raw samples are stored with the findings, together with the machine and the options.
-//! 5. Processes and files of a run are removed at its end, also if it fails or is interrupted.
+//! 5. At the end of a run its processes are ended and its files removed, also if the run fails or is interrupted.
 //!
 //! Modules: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a sparse file system larger than the
 //! storage), [`process`] (child processes and interruption), [`nbd`] (a small pipelined client for layouts and

@@ -1,4 +1,4 @@
-//! The machine that the figures were measured on.
+//! The machine on which the figures were measured.
 
 use serde::Serialize;
 use std::fs;
@@ -10,7 +10,7 @@ use std::process::Command;
 pub struct Machine {
     /// Date and time, UTC.
     pub date: String,
-    /// Revision of the source, with `+` if it was modified since.
+    /// Revision of the source, followed by `+` if the source was modified since.
     pub revision: String,
     /// Processor model.
     pub processor: String,
@@ -22,7 +22,7 @@ pub struct Machine {
     pub kernel: String,
     /// File system of the work folder.
     pub file_system: String,
-    /// Load averages at the start, which show whether other work was running.
+    /// Load averages at the start, which show whether other programs were running.
     pub load: String,
     /// Version of each tool: the first line of its output.
     pub tools: Vec<String>,

@@ -45,8 +45,8 @@ fn beside() -> PathBuf {
     here.unwrap_or_else(|| PathBuf::from("lamina"))
 }
 
-/// Runs the requested studies; returns whether every limit was met. If a study fails, the others are run, and an error
-/// is returned in the end.
+/// Runs the requested studies. Returns whether every limit was met. If a study fails, the remaining studies are run,
+/// and an error is returned at the end.
 fn measure(options: &Options) -> Result<bool> {
     let settings = &options.settings;
     let plan = settings.plan().map_err(Error::Usage)?;
@@ -94,7 +94,7 @@ fn measure(options: &Options) -> Result<bool> {
     failed.map_or(Ok(missed.is_empty()), Err)
 }
 
-/// An empty work folder, so that files of one study do not affect the next one.
+/// Replaces the work folder by an empty one, so that files of one study do not affect the next.
 fn renewed(old: Scratch, options: &Options) -> Result<Scratch> {
     drop(old);
     Scratch::new(&options.settings.work, options.settings.keep)

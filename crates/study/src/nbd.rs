@@ -1,8 +1,9 @@
-//! A small pipelined NBD client, which writes layouts block by block and times each request with the study's clock.
+//! A small pipelined NBD client, which writes layouts block by block and measures the time of each request with the
+//! study's clock.
 //!
-//! fio measures throughput better, but it cannot write exactly given blocks between two snapshots, nor report which
-//! requests were in flight while a snapshot was taken. The client uses only the basic protocol: fixed newstyle, simple
-//! replies.
+//! fio measures throughput better, but it cannot write a given set of blocks between two snapshots, and does not report
+//! which requests were in flight while a snapshot was taken. The client uses only the basic protocol: fixed newstyle,
+//! simple replies.
 //!
 //! Invariant: at most `depth` requests are in flight, each in its own slot, whose number is the cookie. A reply with
 //! another cookie, or no reply within [`REPLY_TIME_MAX`], is an error.
@@ -22,7 +23,7 @@ const REP_ACK: u32 = 1;
 const REP_INFO: u32 = 3;
 const REP_ERROR: u32 = 1 << 31;
 const INFO_EXPORT: u16 = 0;
-/// Fixed newstyle, no padding after the handshake.
+/// Flags of the client: fixed newstyle, no padding after the handshake.
 const CLIENT_FLAGS: u32 = 3;
 const REQUEST: u32 = 0x2560_9513;
 const SIMPLE_REPLY: u32 = 0x6744_6698;
@@ -31,7 +32,7 @@ const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const REPLY_TIME_MAX: Duration = Duration::from_secs(120);
 /// Most bytes in one request.
 pub const LENGTH_MAX: u32 = 4 << 20;
-/// Payloads of at least this length are sent without copying them.
+/// Payloads of at least this length are sent directly, without being copied into the send buffer.
 const SENT_ALONE_MIN: u32 = 32 << 10;
 /// Size of the blocks that [`Request::Stamped`] writes.
 const BLOCK: usize = 4096;
@@ -71,7 +72,7 @@ pub enum Request {
         /// Bytes.
         length: u32,
     },
-    /// Flushes: makes all writes answered so far durable.
+    /// Flushes: makes all writes durable that were answered before.
     Flush,
 }
 
@@ -91,7 +92,7 @@ impl Request {
 pub struct Timing {
     /// Time just before the request was sent.
     pub sent: Instant,
-    /// Just after its reply was read.
+    /// Time just after the reply was read.
     pub answered: Instant,
 }
 
@@ -112,8 +113,8 @@ fn head(message: &mut Vec<u8>, kind: u16, cookie: u64, offset: u64, length: u32)
     message.extend(length.to_be_bytes());
 }
 
-/// Appends the content of a version of a block: offset and version, followed by random bytes, so that neither another
-/// block's content nor an older version is taken for it.
+/// Appends the content of a version of a block: offset and version, followed by random bytes. So another block's
+/// content or an older version is detected.
 fn stamped(content: &[u8], offset: u64, version: u32, out: &mut Vec<u8>) {
     let from = Random::new(offset ^ u64::from(version) << 40).below(u64::from(LENGTH_MAX)) as usize;
     out.extend(offset.to_le_bytes());
@@ -204,8 +205,8 @@ impl Client {
         self.size
     }
 
-    /// Sends all requests with up to `depth` in flight, and calls `each` with the timing of each one when it is
-    /// answered. Returns the number of requests.
+    /// Sends all requests with up to `depth` in flight. When a request is answered, calls `each` with its timing.
+    /// Returns the number of requests.
     pub fn run(
         &mut self,
         depth: usize,
@@ -215,7 +216,7 @@ impl Client {
         self.run_told(depth, requests, |_, timing| each(timing))
     }
 
-    /// Like the previous function, with the answered request as an argument of `each`.
+    /// As [`Client::run`], but `each` also receives the answered request.
     pub fn run_told(
         &mut self,
         depth: usize,
@@ -271,7 +272,8 @@ impl Client {
             if free.len() == slots.len() {
                 return Ok(done);
             }
-            // All replies that have arrived are processed before sending again, so that requests are sent in batches.
+            // All replies that have arrived are processed before more requests are sent, so that requests are sent in
+            // batches.
             loop {
                 let slot = self.reply(&mut slots, &mut each)?;
                 free.push(slot);
@@ -318,8 +320,8 @@ impl Client {
         Ok(slot)
     }
 
-    /// Reads as many blocks at `offset` as there are versions; returns the number of blocks that do not have the
-    /// content of [`Request::Stamped`].
+    /// Reads as many blocks at `offset` as there are versions; returns the number of blocks whose content is not that
+    /// of [`Request::Stamped`].
     pub fn compare(&mut self, offset: u64, versions: &[u32]) -> Result<u64> {
         let doing = || "comparing what was written".to_string();
         let length = u32::try_from(versions.len() * BLOCK).ok().filter(|length| *length <= LENGTH_MAX);
@@ -358,7 +360,7 @@ impl Drop for Client {
         message.extend(REQUEST.to_be_bytes());
         message.extend([0, 0, 0, 2]);
         message.extend([0; 20]);
-        // Sends a disconnect request; an error is ignored, because the server may have ended.
+        // An error of sending the disconnect request is ignored, because the server may have ended.
         let _ = self.stream.write_all(&message);
     }
 }

@@ -1,4 +1,4 @@
-//! The servers of a comparison; each has an image file, a process and a socket.
+//! The servers of a comparison. Each has an image file, a process and a socket.
 //!
 //! | name | server and image | buffered | direct |
 //! |---|---|---|---|
@@ -8,8 +8,8 @@
 //! | `qcow2` | qemu-nbd on qcow2 as `qemu-img create` makes it | writeback, threads | none, Linux AIO |
 //! | `qcow2-ext` | qcow2 with extended_l2 and clusters of 128 KiB | writeback, threads | none, Linux AIO |
 //!
-//! The raw servers share one file that was written before, so that only the servers differ; only one of them is used at
-//! a time. nbdkit has no direct I/O; the direct column is the closest mode that it offers.
+//! The raw servers share one file that was written before, so that only the servers differ. Only one of them is used at
+//! a time. nbdkit has no direct I/O, so the direct column has its closest mode.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -33,7 +33,7 @@ pub enum Kind {
     Raw,
     /// A server of a qcow2 file.
     Qcow2,
-    /// A server of an image that lamina serves too.
+    /// A server of an image that lamina also serves.
     Image,
     /// lamina itself.
     Ours,
@@ -44,15 +44,15 @@ pub enum Kind {
 /// A running server with one disk.
 #[derive(Debug)]
 pub struct Server {
-    /// Its column in the report.
+    /// The server's name, for its column in the report.
     pub name: String,
-    /// Its kind.
+    /// The server's kind.
     pub kind: Kind,
-    /// Its endpoint.
+    /// The server's endpoint.
     pub endpoint: Endpoint,
-    /// The file or folder with its data.
+    /// The file or folder with the server's data.
     pub data: PathBuf,
-    /// Its process.
+    /// The server's process.
     pub service: Service,
 }
 
@@ -67,7 +67,7 @@ pub fn wait_ready(service: &Service, endpoint: &Endpoint) -> Result<Duration> {
         if service.ended() {
             return Err(service.failure("ended before it answered"));
         }
-        // The socket may not exist yet, or not be listened on; other errors are final.
+        // The socket may not exist yet, or no process may listen on it yet. Other errors are final.
         if !matches!(failed, Error::Io { .. }) || began.elapsed() > START_TIME_MAX {
             return Err(service.failure(&format!("does not answer: {failed}")));
         }
@@ -114,7 +114,7 @@ fn convert(from: &Path, to: &Path, options: Option<&str>) -> Result<()> {
     process::run(command.arg(from).arg(to)).map(|_| ())
 }
 
-/// Starts every server that this machine can run. A server that the kernel does not allow is returned with the reason.
+/// Starts every server that this machine can run. A server that the kernel does not permit is returned with the reason.
 pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Server>, Vec<String>)> {
     let mut servers = vec![start_one(scratch, "nbdkit", Kind::Raw, &images.raw, nbdkit("file", &images.raw, mode))?];
     let mut absent = Vec::new();
@@ -128,7 +128,7 @@ pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Serv
     for (name, kind, image, format, engine) in qemu {
         match start_one(scratch, name, kind, image, qemu_nbd(image, format, mode, engine)) {
             Ok(server) => servers.push(server),
-            // Containers often forbid io_uring; every other failure stops the study.
+            // Containers often forbid io_uring, so this failure is reported; any other failure ends the study.
             Err(Error::Command { detail, .. }) if engine == "io_uring" => {
                 absent.push(format!("{name} ({}) cannot run here: {detail}", mode.word()));
             }
@@ -140,7 +140,7 @@ pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Serv
 
 fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: Invocation) -> Result<Server> {
     let socket = scratch.socket(name);
-    // Removes the socket of the server with the other mode.
+    // Removes the socket of the same server in the other mode.
     let _ = std::fs::remove_file(&socket);
     let mut process = Command::new(command.program);
     process.arg(command.socket_option).arg(&socket).args(&command.arguments);
@@ -150,7 +150,7 @@ fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: In
     Ok(Server { name: name.into(), kind, endpoint, data: data.into(), service })
 }
 
-/// Starts qemu-nbd on an image of any format, with its parents; its name in reports is `qemu-nbd`.
+/// Starts qemu-nbd on an image of any format, with its parents. In reports the server is named `qemu-nbd`.
 pub fn start_image(scratch: &Scratch, image: &Path, format: &str, mode: Mode, writable: bool) -> Result<Server> {
     start_named(scratch, "qemu-nbd", image, format, mode, writable)
 }
@@ -172,7 +172,7 @@ pub fn start_named(
     start_one(scratch, name, Kind::Image, image, command)
 }
 
-/// Starts nbdkit on a folder of empty raw files with these names, each of which is an export.
+/// Starts nbdkit on a folder of empty raw files with these names. Each file is an export.
 pub fn start_folder(scratch: &Scratch, names: &[String], size: u64, mode: Mode) -> Result<Server> {
     let folder = scratch.path("files");
     std::fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
@@ -203,7 +203,7 @@ fn nbdkit(what: &str, path: &Path, mode: Mode) -> Invocation {
 }
 
 fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation {
-    // A comma ends an option's value unless it is doubled.
+    // In QEMU's options a comma ends a value unless it is doubled.
     let file = image.display().to_string().replace(',', ",,");
     let cache = if mode == Mode::Direct { "none" } else { "writeback" };
     let arguments = vec![
@@ -214,7 +214,7 @@ fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation 
         "--discard=unmap".into(),
         "--detect-zeroes=off".into(),
         "--image-opts".into(),
-        // Locking is off, because three servers share the raw file, one at a time.
+        // QEMU's locks are switched off, because three servers use the raw file, one after another.
         format!("driver={format},file.driver=file,file.filename={file},file.locking=off"),
     ];
     Invocation { program: "qemu-nbd", socket_option: "-k", arguments, export: String::new() }

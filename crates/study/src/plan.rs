@@ -102,7 +102,7 @@ impl Study {
         Study::Remote,
     ];
 
-    /// Name of the subcommand.
+    /// Name of the study's subcommand.
     pub fn word(self) -> &'static str {
         match self {
             Study::Speed => "speed",
@@ -144,7 +144,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Its name on command lines.
+    /// The mode's name on command lines.
     pub fn word(self) -> &'static str {
         match self {
             Mode::Buffered => "buffered",
@@ -231,10 +231,10 @@ pub struct Settings {
     pub blocks: Option<u32>,
 }
 
-/// The settings with every default filled in.
+/// The settings, in which every missing option has its default.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
-    /// Whether the run is a short one.
+    /// Whether the run is a short one (`--quick`).
     pub quick: bool,
     /// Seed of layouts and loads.
     pub seed: u64,
@@ -248,7 +248,7 @@ pub struct Plan {
     pub endurance: f64,
     /// Seconds before each run that are not counted.
     pub ramp: f64,
-    /// The modes to measure.
+    /// The modes that are measured.
     pub modes: Vec<Mode>,
     /// Bytes of each disk.
     pub disk_size: u64,
@@ -256,7 +256,7 @@ pub struct Plan {
     pub peers_only: bool,
     /// Parts of the names of the cells to measure; empty for all.
     pub cells: Vec<String>,
-    /// Whether to measure nothing and merge earlier results.
+    /// Whether to measure nothing and to merge the results of earlier runs.
     pub merge: bool,
     /// Snapshot depths in addition to 0.
     pub depths: Vec<u32>,
@@ -268,11 +268,11 @@ pub struct Plan {
     pub blocks: u32,
 }
 
-/// Smallest disk for the layouts of all studies.
+/// Smallest disk that is sufficient for the layouts of all studies.
 const DISK_SIZE_MIN: u64 = 64 << 20;
 
 impl Settings {
-    /// Fills in the defaults.
+    /// Determines the settings from the options and the defaults.
     pub fn plan(&self) -> Result<Plan, String> {
         let quick = self.quick;
         let pick = |full: u32, short: u32| if quick { short } else { full };
@@ -314,7 +314,7 @@ impl Settings {
 }
 
 impl Plan {
-    /// Whether a cell with this name is to be measured.
+    /// Whether a cell with this name has to be measured.
     pub fn wants(&self, cell: &str) -> bool {
         self.cells.is_empty() || self.cells.iter().any(|part| cell.contains(part.as_str()))
     }

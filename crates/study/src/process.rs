@@ -2,11 +2,11 @@
 //!
 //! Invariants:
 //!
-//! 1. Every child is in [`CHILDREN`] from its start until just before it is reaped. So signals for interruptions and
-//!    deadlines reach every child, but never another process that got the same pid later: signals are sent and entries
-//!    removed under one lock, and the child is reaped after the removal.
-//! 2. No child outlives the study: a service is stopped when it is dropped, a command at its deadline, and all of them
-//!    on SIGINT, SIGTERM and SIGHUP.
+//! 1. Every child is in [`CHILDREN`] from its start until just before it is reaped. Signals are sent and entries
+//!    removed under one lock, and a child is reaped after its entry was removed. So signals for interruptions and
+//!    deadlines are sent to every child, but never to another process that has the same pid later.
+//! 2. When the study ends, all children have ended: a service is stopped when it is dropped, a command is ended at its
+//!    deadline, and all children are ended on SIGINT, SIGTERM and SIGHUP.
 
 use crate::error::{Doing, Error, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
@@ -25,7 +25,7 @@ pub const COMMAND_TIME_MAX: Duration = Duration::from_secs(600);
 pub const STOP_TIME_MAX: Duration = Duration::from_secs(60);
 /// Interval at which deadlines are checked.
 const WATCH_INTERVAL: Duration = Duration::from_millis(100);
-/// Bytes of a child's standard error that an error message includes.
+/// Most bytes of a child's standard error in an error message.
 const LAST_WORDS_MAX: usize = 2000;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -42,12 +42,12 @@ fn children() -> MutexGuard<'static, BTreeMap<u32, Deadline>> {
 
 fn signal(id: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(id).ok().and_then(Pid::from_raw) {
-        // Fails only if the child has just ended.
+        // An error is ignored: the child has just ended.
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Starts watching for signals and deadlines. To be called once, before the first child is started.
+/// Starts watching for signals and deadlines. Called once, before the first child is started.
 pub fn watch() -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals =
@@ -75,12 +75,12 @@ pub fn watch() -> Result<()> {
     Ok(())
 }
 
-/// Returns an error if an interruption was requested.
+/// Returns an error if the user has requested an interruption.
 pub fn go_on() -> Result<()> {
     if INTERRUPTED.load(Ordering::SeqCst) { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-/// Sleeps, but ends early at an interruption.
+/// Sleeps for a time, but returns early at an interruption.
 pub fn pause(time: Duration) -> Result<()> {
     let end = Instant::now() + time;
     loop {
@@ -108,7 +108,7 @@ fn spawn(command: &mut Command, at: Option<Instant>) -> Result<Child> {
     Ok(child)
 }
 
-/// Waits for the end of a child, then reaps it. True if its deadline has ended it.
+/// Waits for the end of a child, then reaps it. Also returns whether the child was ended at its deadline.
 fn reap(child: &mut Child) -> Result<(ExitStatus, bool)> {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         // Waits without reaping, so that the pid stays reserved until the child is removed from the list.
@@ -142,7 +142,7 @@ pub fn run_within(command: &mut Command, time: Duration) -> Result<String> {
     });
     let mut output = Vec::new();
     if let Some(mut pipe) = child.stdout.take() {
-        // If reading fails early, the command's status or its output shows the error below.
+        // An error of reading is ignored, because the command's status or its output shows the failure below.
         let _ = pipe.read_to_end(&mut output);
     }
     let errors = errors.join().unwrap_or_default();
@@ -159,7 +159,7 @@ pub fn run_within(command: &mut Command, time: Duration) -> Result<String> {
     Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
-/// Clock ticks per second in `/proc`, on Linux for all common architectures.
+/// Clock ticks per second in `/proc`, which is 100 on all common architectures.
 const CLOCK_TICKS: u32 = 100;
 
 /// A process that runs until it is stopped.
@@ -180,12 +180,12 @@ impl Service {
         Ok(Service { child: Some(child), command: shown(command), log: log.to_path_buf() })
     }
 
-    /// Its pid.
+    /// The pid of the service.
     pub fn id(&self) -> u32 {
         self.child.as_ref().map_or(0, Child::id)
     }
 
-    /// Processor time that it has used so far, of all threads.
+    /// Processor time that all threads of the service have used so far.
     pub fn processor_time(&self) -> Result<Duration> {
         let path = format!("/proc/{}/stat", self.id());
         let text = std::fs::read_to_string(&path).doing(|| format!("reading {path}"))?;
@@ -196,14 +196,14 @@ impl Service {
         Ok(Duration::from_secs(ticks) / CLOCK_TICKS)
     }
 
-    /// Whether it has ended.
+    /// Whether the service has ended.
     pub fn ended(&self) -> bool {
         let Some(pid) = i32::try_from(self.id()).ok().and_then(Pid::from_raw) else { return true };
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         !matches!(waitid(WaitId::Pid(pid), options), Ok(None))
     }
 
-    /// Whether it has printed a line with this prefix.
+    /// Whether the service has printed a line with this prefix.
     pub fn has_said(&self, start: &str) -> bool {
         let log = std::fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&log).lines().any(|line| line.starts_with(start))
@@ -227,7 +227,8 @@ impl Service {
         field("VmRSS:").zip(field("VmHWM:")).ok_or_else(|| Error::Answer(format!("{path} has no VmRSS")))
     }
 
-    /// Stops the service with SIGTERM and waits; after [`STOP_TIME_MAX`] it is killed, which is an error.
+    /// Stops the service with SIGTERM and waits for its end. If it has not ended after [`STOP_TIME_MAX`], it is killed,
+    /// and an error is returned.
     pub fn stop(mut self) -> Result<()> {
         self.end()
     }

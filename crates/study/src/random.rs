@@ -1,6 +1,6 @@
 //! A seeded random number generator: the same seed gives the same layout and load for every side of a comparison.
 
-/// SplitMix64, which passes common statistical tests with eight bytes of state and a short computation per word.
+/// SplitMix64, which passes common statistical tests, has a state of eight bytes and needs few instructions per word.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -19,7 +19,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `limit`, which must not be 0. The bias is below 2^-32 for the limits used here.
+    /// A number below `limit`, which must not be 0. The bias is below 2^-32 for the limits that studies use.
     pub fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.word()) * u128::from(limit)) >> 64) as u64
     }

@@ -27,11 +27,11 @@ pub struct Finding {
     pub what: String,
     /// The figure.
     pub measured: f64,
-    /// Its unit.
+    /// The unit of the figure.
     pub unit: &'static str,
-    /// The limit, if any.
+    /// The limit; `None` if the figure has none.
     pub limit: Option<(Wanted, f64)>,
-    /// Whether the limit is met; true without a limit.
+    /// Whether the limit is met; true if there is none.
     pub met: bool,
 }
 
@@ -81,10 +81,10 @@ impl Finding {
     }
 }
 
-/// What one study returns.
+/// The results of one study.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// Its findings.
+    /// The findings of the study.
     pub findings: Vec<Finding>,
     /// Raw samples.
     pub raw: Value,
@@ -100,7 +100,7 @@ pub fn figure(number: f64) -> String {
     }
 }
 
-/// A table with two left-aligned columns, and right-aligned ones after them.
+/// A table whose first two columns are left-aligned, and the others right-aligned.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = head.iter().map(|h| h.chars().count()).collect();
     for row in rows {
@@ -153,7 +153,7 @@ pub fn earlier(folder: &Path, study: &str) -> Result<Vec<Value>> {
     let mut paths: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).collect();
     let name = |path: &PathBuf| path.file_name().is_some_and(|name| is_of(&name.to_string_lossy(), study));
     paths.retain(name);
-    // The names end with the time.
+    // The names end with the time, so this order is that of the measurements.
     paths.sort();
     let mut cells: Vec<Value> = Vec::new();
     for path in paths {

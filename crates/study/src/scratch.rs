@@ -4,7 +4,7 @@
 //!
 //! 1. All files of all sides are in one folder on one file system. Only sockets are elsewhere, because a socket's path
 //!    may not exceed 107 bytes.
-//! 2. The folder is removed at the end of the run. What a killed run left is removed when the next one starts.
+//! 2. The folder is removed at the end of the run. The folder of a killed run is removed when the next run starts.
 
 use crate::error::{Doing, Result};
 use rustix::fs::{Advice, fadvise, syncfs};
@@ -47,7 +47,7 @@ impl Scratch {
         &self.root
     }
 
-    /// The path of a file or folder in it, which is not created.
+    /// The path of a file or folder in the work folder. The file is not created.
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(name)
     }
@@ -57,7 +57,7 @@ impl Scratch {
         self.sockets.join(name)
     }
 
-    /// Removes a file or folder in it.
+    /// Removes a file or folder in the work folder.
     pub fn remove(&self, path: &Path) -> Result<()> {
         let done = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         done.doing(|| format!("removing {}", path.display()))
@@ -69,8 +69,8 @@ impl Scratch {
         syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
     }
 
-    /// Syncs the work folder, and waits until background work on `path` has ended: until the space it occupies has not
-    /// changed for a second, for ten seconds at most.
+    /// Syncs the work folder, and waits until background work on `path` has ended: until the space that `path` occupies
+    /// has not changed for a second, but for ten seconds at most.
     pub fn rest(&self, path: &Path) -> Result<()> {
         self.settle()?;
         let mut last = allocated(path)?;
@@ -97,7 +97,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the folders of runs whose process has ended.
+/// Removes the work folders of runs whose process has ended.
 fn remove_leftovers(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -112,7 +112,7 @@ fn remove_leftovers(parent: &Path) {
 }
 
 fn visit(path: &Path, depth: usize, each: &mut dyn FnMut(&Path, &fs::Metadata) -> Result<()>) -> Result<()> {
-    // A server may remove a file after it was listed; such a file is ignored.
+    // A file that a server has removed since it was listed is ignored.
     let Ok(metadata) = fs::symlink_metadata(path) else { return Ok(()) };
     each(path, &metadata)?;
     if metadata.is_dir() && depth < DEPTH_MAX {
@@ -140,7 +140,7 @@ fn allocated_to(path: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<u64> {
     Ok(sum)
 }
 
-/// Drops clean pages of a file or tree from the page cache. Dirty ones have to be written back first
+/// Drops the clean pages of a file or tree from the page cache. Dirty pages have to be written back before
 /// ([`Scratch::settle`]).
 pub fn drop_cached(path: &Path) -> Result<()> {
     visit(path, 0, &mut |p, m| {
@@ -208,14 +208,14 @@ pub fn data_allocated(datastore: &Path) -> Result<u64> {
     })
 }
 
-/// Waits until a file or tree occupies at most `bytes`, or until the time is over; returns the occupied bytes and the
-/// time taken.
+/// Waits until a file or tree occupies at most `bytes`, but at most for `time`. Returns the occupied bytes and the time
+/// taken.
 pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     wait_until(&|| allocated(path), bytes, time)
 }
 
-/// Waits until the blocks of a datastore's native disks occupy at most `bytes`, or for `time`. Returns the bytes that
-/// they occupy, and the time taken.
+/// Waits until the blocks of a datastore's native disks occupy at most `bytes`, but at most for `time`. Returns the
+/// bytes that they occupy, and the time taken.
 pub fn wait_data_allocated(datastore: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     wait_until(&|| data_allocated(datastore), bytes, time)
 }
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn a_run_removes_its_files_and_those_of_killed_runs() {
         let parent = std::env::temp_dir().join(format!("study-scratch-{}", std::process::id()));
-        // This pid is above the kernel's limit, so that no such process exists.
+        // This pid is above the kernel's limit, so there is no such process.
         fs::create_dir_all(parent.join("run-2000000000")).unwrap();
         let scratch = Scratch::new(&parent, false).unwrap();
         assert!(!parent.join("run-2000000000").exists());

@@ -11,8 +11,8 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// The percentile by nearest rank: the smallest sample that at least this share (0 to 1) of all samples does not
-/// exceed; 0 if there are none.
+/// The percentile by nearest rank: the smallest sample such that at least this share (0 to 1) of all samples is not
+/// larger. 0 if there are no samples.
 pub fn percentile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -25,7 +25,7 @@ pub fn largest(samples: &[f64]) -> f64 {
     samples.iter().copied().fold(0.0, f64::max)
 }
 
-/// `a / b`, or 0 if `b` is 0, so that a missing side never meets a limit.
+/// `a / b`, or 0 if `b` is 0: a limit is then never met because one side is missing.
 pub fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }

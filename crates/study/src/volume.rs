@@ -1,8 +1,8 @@
 //! A file system that is larger than the storage: ext4 on a sparse file, mounted through a loop device. Hundreds of GiB
-//! can be reserved on it, because little of that is ever written.
+//! can be reserved on this file system, because only a small part of them is ever written.
 //!
-//! It is unmounted and its file removed when the value is dropped, also if a study fails or is interrupted. Mounting
-//! needs root.
+//! When a [`Volume`] is dropped, it is unmounted and its file is removed, also if a study fails or is interrupted.
+//! Mounting needs root.
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Attempts to unmount, because a killed server may still hold files for a moment.
+/// Attempts to unmount. More than one may be needed, because a killed server may have files open for a moment.
 const UNMOUNT_TRIES: u32 = 50;
 
 /// A mounted file system.
@@ -29,7 +29,7 @@ impl Volume {
         let doing = || format!("making {}", image.display());
         File::create(&image).doing(doing)?.set_len(size).doing(doing)?;
         fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
-        // Few inodes, whose tables are not written, because a sparse file reads as zeros.
+        // The file system has few inodes, and their tables are not written, because a sparse file reads as zeros.
         let options = ["-q", "-F", "-m", "0", "-N", "65536", "-E", "lazy_itable_init=1,nodiscard"];
         process::run(Command::new("mkfs.ext4").args(options).arg(&image))?;
         let mounted = process::run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(&folder));
@@ -49,7 +49,7 @@ impl Volume {
 
 impl Drop for Volume {
     fn drop(&mut self) {
-        // Started directly, because `process` starts no more children after an interruption.
+        // The command is run directly, because `process` starts no further children after an interruption.
         let unmount = || {
             let mut command = Command::new("umount");
             command.arg(&self.folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -65,7 +65,7 @@ impl Drop for Volume {
         if !done {
             eprintln!("cannot unmount {}", self.folder.display());
         }
-        // Removed only if it is empty, because another volume may be mounted there.
+        // The folder is removed only if it is empty, because another volume may be mounted in it.
         let _ = fs::remove_dir(&self.folder);
         let _ = fs::remove_file(&self.image);
     }

@@ -30,7 +30,7 @@ fn table(heading: &str) -> Vec<(String, String)> {
     cells.map(|cells| (cells[0].to_owned(), cells.get(1).copied().unwrap_or_default().to_owned())).collect()
 }
 
-/// The keys in each section of a manifest.
+/// The keys in each section of a crate's manifest.
 fn sections(manifest: &str) -> BTreeMap<String, Names> {
     let (mut out, mut section) = (BTreeMap::<String, Names>::new(), String::new());
     for line in manifest.lines() {
@@ -44,7 +44,7 @@ fn sections(manifest: &str) -> BTreeMap<String, Names> {
     out
 }
 
-/// The folder of each crate by name.
+/// The folder of each crate, by the crate's name.
 fn crates() -> BTreeMap<String, PathBuf> {
     let entries = std::fs::read_dir(root().join("crates")).unwrap().map(|entry| entry.unwrap().path());
     entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path)).collect()
@@ -104,7 +104,7 @@ fn crates_use_what_the_page_allows() {
 fn every_dependency_is_used() {
     let mut complaints = Vec::new();
     for (name, path) in crates() {
-        // Its sources are those of another crate.
+        // The sources of this crate are those of another crate.
         if name == "schedules" {
             continue;
         }

@@ -1,4 +1,4 @@
-//! The study's NBD client with a server of another project.
+//! The study's NBD client, tested with nbdkit as the server.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ struct Memory {
     service: Option<Service>,
 }
 
-/// nbdkit with 64 MiB of memory and these filters.
+/// Starts nbdkit with a disk of 64 MiB in memory and these filters.
 fn serve(name: &str, words: &[&str]) -> Memory {
     let folder = std::env::temp_dir().join(format!("study-client-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();

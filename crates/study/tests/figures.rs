@@ -1,4 +1,4 @@
-//! The pages of figures match the stored result files.
+//! Checks that the pages of figures match the stored result files.
 
 #![allow(clippy::unwrap_used)]
 

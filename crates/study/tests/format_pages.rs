@@ -1,19 +1,19 @@
 //! Checks that the format pages match the code: each field of each record, each kind of page, batch and message, and
-//! each magic number must be described on its page. The test reads the sources, so that a new member of a type listed
-//! here fails until its page describes it. (Tests of the encoders check the operations of the journal and the bytes of
-//! the examples.)
+//! each magic number must be described on its page. The test reads the sources, so that it fails after a member was
+//! added to a type that is listed here, until the page describes the member. (Tests of the encoders check the
+//! operations of the journal and the bytes of the examples.)
 
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 
-/// A type in the code, and the section of the page that describes it; an empty section stands for the whole page.
+/// A type in the code, and the section of the page that describes the type. An empty section stands for the whole page.
 struct Item {
     source: &'static str,
     name: &'static str,
     page: &'static str,
     section: &'static str,
-    /// Names that the page uses for fields or variants, if they differ from the code.
+    /// Names of fields or variants on the page, if they differ from the names in the code.
     called: &'static [(&'static str, &'static str)],
 }
 
@@ -363,7 +363,7 @@ fn every_member_of_a_record_is_on_its_page() {
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
 }
 
-/// Every stored record in a source file with a listed one must be listed too.
+/// If a source file contains a listed record, every other stored record in this file must be listed too.
 #[test]
 fn every_stored_record_in_a_listed_file_is_listed() {
     let mut complaints = Vec::new();
@@ -387,7 +387,7 @@ fn every_stored_record_in_a_listed_file_is_listed() {
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
 }
 
-/// The header fields of VMFSsparse have no names in the code, so their offsets are checked.
+/// In the code, the header fields of VMFSsparse have no names, so their offsets are checked.
 #[test]
 fn every_offset_of_the_vmfssparse_header_has_a_row() {
     let source = read("crates/layer/src/vmfssparse/header.rs");
@@ -405,7 +405,7 @@ fn every_offset_of_the_vmfssparse_header_has_a_row() {
     assert!(missing.is_empty(), "docs/format/vmfssparse.md has no row for the offsets {missing:?}");
 }
 
-/// The magic numbers of structures in storage or on the wire, in crates whose formats have pages.
+/// The magic numbers of structures on storage or on the wire, in crates whose formats have pages.
 #[test]
 fn every_magic_number_is_on_a_page() {
     let mut pages = String::new();

@@ -1,5 +1,5 @@
-//! A complete small measurement with the real servers, and an interrupted one. Needs the tools that scripts/setup
-//! installs.
+//! A complete small measurement with the real servers, and an interrupted one. The tests need the tools that
+//! scripts/setup installs.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ fn study(folder: &Path, words: &[&str]) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Checks that no files and servers of the run are left.
+/// Checks that no files and servers of the run remain.
 fn clean(folder: &Path, id: u32) {
     assert_eq!(fs::read_dir(folder.join("work")).unwrap().count(), 0);
     let sockets = format!("lamina-study-run-{id}");
@@ -64,7 +64,7 @@ fn an_interrupted_run_leaves_no_files() {
     let folder = folder("interrupted");
     let child = study(&folder, &["speed", "--peers-only", "--seconds", "30", "--mode", "buffered"]);
     let id = child.id();
-    // Waits until fio runs with the first server.
+    // Waits until fio is running with the first server.
     let began = Instant::now();
     while !folder.join(format!("work/run-{id}/fio.json")).exists() {
         assert!(began.elapsed() < Duration::from_secs(60));

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 
 /// Most lines of a file that are neither blank nor comments.
 const CODE_LINES_MAX: usize = 600;
-/// Characters of a line of code.
+/// Most characters of a line of code.
 const LINE_LENGTH_MAX: usize = 120;
-/// Names that do not say what something is.
+/// Names that say nothing about the content.
 const EMPTY_NAMES: [&str; 8] = ["util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"];
 /// Folders that are not checked, because they are generated or not in the repository.
 const PASSED_OVER: [&str; 7] = ["target", ".git", "corpus", "artifacts", "coverage", "seeds", "bench-results"];
@@ -75,7 +75,7 @@ fn files_are_short_and_begin_with_a_description() {
         }
         for (number, line) in (1..).zip(file.text.lines()) {
             let length = line.chars().count();
-            // A string in code may be longer, because it is broken at a suitable point.
+            // A line with a string may be longer, because the string is broken at a suitable point.
             let sentence = line.contains('"') || line.ends_with('\\');
             if length > LINE_LENGTH_MAX && !sentence {
                 complaints.push(format!("{}:{number}: {length} characters, at most {LINE_LENGTH_MAX}", file.path));
@@ -99,7 +99,7 @@ fn names_are_specific() {
 
 #[test]
 fn no_markers_of_unfinished_work_are_left() {
-    // Assembled here, so that this file does not match.
+    // The markers are assembled here from parts, so that this file does not contain them.
     let markers: Vec<String> = [
         ("TO", "DO"),
         ("FIX", "ME"),
@@ -141,7 +141,7 @@ fn only_tests_may_unwrap_and_only_the_backend_is_unsafe() {
     none(complaints);
 }
 
-/// The anchor that common renderers give to a heading.
+/// The anchor of a heading in common renderers of Markdown.
 fn anchor(heading: &str) -> String {
     let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
     heading.trim().to_lowercase().chars().filter(kept).map(|c| if c == ' ' { '-' } else { c }).collect()
@@ -202,7 +202,7 @@ fn files_named_in_documents_and_comments_exist() {
         for word in file.text.split(|c: char| !(c.is_alphanumeric() || "/._-@".contains(c))) {
             let word = word.trim_end_matches(['.', '/']);
             let ours = ["crates/", "docs/", "scripts/", "packaging/"].iter().any(|start| word.starts_with(start));
-            // Paths with a number or placeholder are not checked.
+            // A path with a placeholder is not checked.
             if ours && !word.contains("..") && !root.join(word).exists() {
                 complaints.push(format!("{}: {word} does not exist", file.path));
             }

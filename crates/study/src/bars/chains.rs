@@ -1,10 +1,10 @@
 //! Random 4 KiB reads through 32 levels of deltas, compared with the flat base alone.
 //!
-//! Every block is in a random level, so that adjacent blocks are rarely in the same one. Each block then needs its own
-//! entry of the metadata cache, which is the worst case. There are two sizes of disk: one whose blocks all fit into the
-//! cache, which is warmed by reading the disk once, and one with several times as many blocks as the cache has entries.
+//! Every block is in a random level, so that adjacent blocks are rarely in the same level. Each block then needs its
+//! own entry of the metadata cache, which is the worst case. Two sizes of disk are measured: one whose entries all fit
+//! into the cache, after the disk was read once, and one with several times as many blocks as the cache has entries.
 //! Base and deltas have the same blocks in the page cache, so that only the lookups differ. Two equal bases are
-//! measured; the difference between them is the noise of the machine.
+//! measured; the difference between their rates is the noise of the machine.
 
 use super::layout::{Spread, snapshot_name};
 use super::slices::{self, Slice, share};
@@ -19,11 +19,11 @@ use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
 const PROPERTY: &str = "deep chains";
-/// Least share of the base's rate with a warm cache.
+/// Least rate with a warm cache, as a share of the base's rate.
 const WARM_SHARE_MIN: f64 = 0.95;
-/// Least share of the base's rate with a cache that overflows.
+/// Least rate with a cache that is too small, as a share of the base's rate.
 const OVERFLOWING_SHARE_MIN: f64 = 0.6;
-/// Most bytes of memory for each entry.
+/// Most memory for each entry of the metadata cache, in bytes.
 const ENTRY_MEMORY_MAX: f64 = 32.0;
 /// Default size of the metadata cache of a disk, in entries.
 const ENTRIES: u64 = 65_536;
@@ -56,12 +56,12 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
     for state in STATES.iter().filter(|state| DEPTHS.iter().any(|depth| plan.wants(&name(state, *depth)))) {
-        // A short run uses half as many blocks, which still overflow the cache.
+        // A short run uses half as many blocks, which are still too many for the cache.
         let halves = if plan.quick { state.halves.div_ceil(2) } else { state.halves };
         let size = ENTRIES * BLOCK * halves / 2;
         let datastore = Datastore::init(&setting.lamina, &setting.scratch, &format!("chains-{}", state.word))?;
         let disks = build(setting, &datastore, state, size)?;
-        // Restarts the server, so that its caches do not have what they got while the levels were written.
+        // The server is restarted, so that its caches are empty of data from the time when the levels were written.
         let (server, _) = datastore.serve(&Serving::plain(plan.mode()), &disks[0].0)?;
         for (disk, _) in &disks {
             if disk != BASE && disk != OTHER_BASE {

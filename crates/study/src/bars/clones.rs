@@ -1,7 +1,7 @@
 //! Thousands of linked clones of a disk with data, opening a datastore that has them, and a full clone.
 //!
-//! The clone command returns when its clones are durable, so the time of `cp` includes a flush. Both read a source that
-//! is in the page cache.
+//! A clone command returns when its clones are durable, so the time of `cp` includes a flush. Both commands read a
+//! source that is in the page cache.
 
 use super::{Setting, fill, say};
 use crate::datastore::{Datastore, Serving};
@@ -58,7 +58,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let before = scratch::allocated(datastore.path())?;
     let (count, source) = (plan.clones.to_string(), format!("{DISK}@golden"));
     let time = datastore.verb(&["clone", &source, "clone", "--count", &count])?;
-    // Their size is measured after a stop, when everything is written back.
+    // The size of the clones is measured after a stop of the server, when everything is written back.
     server.service.stop()?;
     setting.scratch.settle()?;
     let after = scratch::allocated(datastore.path())?;

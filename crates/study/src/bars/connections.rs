@@ -1,8 +1,8 @@
 //! Many connections: 8 and 16 of them, to one disk or to one disk each, compared with nbdkit serving as many raw files.
 //!
-//! There are two limits. At a rate that both servers can sustain, the 99th percentile of latency must not be higher
-//! than nbdkit's. At full speed, the connection that gets the least must get nearly as much as the one that gets the
-//! most. The servers take turns in each round, so that both see the same state of the machine.
+//! There are two limits. At a rate that both servers can sustain, the 99th percentile of lamina's latency must not be
+//! higher than that of nbdkit. At full speed, the rate of the slowest connection must be nearly that of the fastest
+//! one. The servers are measured alternately in each round, so that both are affected by the same state of the machine.
 //!
 //! Further cells measure a local client while clients without a certificate load the TCP port ([`strangers`]).
 
@@ -24,18 +24,18 @@ use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "many connections";
 const COUNTS: [usize; 2] = [8, 16];
-/// The common rate, relative to the slower server's rate at full speed.
+/// The common rate, relative to the rate of the slower server at full speed.
 const RATE_SHARE: f64 = 0.5;
 /// Requests in flight on each connection at full speed.
 const DEPTH: usize = 4;
 /// The least time of a run at full speed, except in quick runs: the kernel needs seconds to spread the threads of
-/// clients and server over the processors. Within one second, the slowest connection gets 0.4 to 0.9 of the fastest
-/// one, whatever the server.
+/// clients and server over the processors. Within one second, the slowest connection has 0.4 to 0.9 of the rate of the
+/// fastest one, with every server.
 const FAIR_SECONDS: f64 = 5.0;
 /// Least rate of the slowest connection, relative to the fastest one.
 const FAIRNESS_MIN: f64 = 0.8;
 
-/// Whether all connections use one disk, or one each.
+/// Whether all connections use one disk, or each its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
     OneDisk,
@@ -152,7 +152,7 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
     Ok(json!({ "cell": name, "rate": rate, "servers": [samples(ours), samples(peer)] }))
 }
 
-/// The servers in the order of a round; the order alternates.
+/// The servers in the order of a round, which alternates.
 fn turns(sides: &mut [Side; 2], round: u32) -> Vec<&mut Side> {
     let mut turns: Vec<_> = sides.iter_mut().collect();
     if round % 2 == 1 {
@@ -161,7 +161,7 @@ fn turns(sides: &mut [Side; 2], round: u32) -> Vec<&mut Side> {
     turns
 }
 
-/// Requests completed on each connection within a time: random 4 KiB reads and writes, half of each.
+/// Number of requests that each connection completes within a time: random 4 KiB reads and writes, half of each.
 fn at_full_speed(side: &Side, size: u64, seconds: f64, seed: u64) -> Result<Vec<f64>> {
     let connect = |endpoint: &Endpoint| Client::connect(&endpoint.socket, &endpoint.export);
     let clients = side.endpoints.iter().map(connect).collect::<Result<Vec<_>>>()?;
@@ -178,7 +178,7 @@ fn at_full_speed(side: &Side, size: u64, seconds: f64, seed: u64) -> Result<Vec<
     at_once(clients, run)
 }
 
-/// Latencies in milliseconds at a common rate, to which each connection contributes equally.
+/// Latencies in milliseconds at a common rate. All connections send requests at the same share of this rate.
 fn at_rate(side: &Side, size: u64, rate: u32, seconds: f64, seed: u64) -> Result<Vec<f64>> {
     let load = Load::paced(&side.endpoints, rate, seed, move |random| mixed(random, size / BLOCK))?;
     process::pause(Duration::from_millis(200))?;

@@ -1,7 +1,8 @@
 //! Consolidation of a chain of deltas into its base under random writes.
 //!
-//! The deltas together hold as much data as the disk is large, in random runs of 64 KiB. The expected content of every
-//! block is known at all times (see [`super::load`]) and compared at the end, before and after a restart of the server.
+//! The deltas together contain as much data as the capacity of the disk, in random runs of 64 KiB. The expected content
+//! of every block is tracked (see [`super::load`]), and is compared at the end, before and after a restart of the
+//! server.
 
 use super::load::{Load, Versions, worst};
 use super::{BLOCK, Setting, say};
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 const PROPERTY: &str = "consolidation";
 /// Longest delay of any request.
 const DELAY_MAX_MS: f64 = 50.0;
-/// Least rate at which the data is moved, whatever the guest writes meanwhile, so that the duration is bounded.
+/// Least rate at which the data is moved, no matter what the guest writes meanwhile, so that the duration is bounded.
 const BYTES_PER_SECOND_MIN: f64 = 20e6;
 const LEVELS: u32 = 4;
 const RUN: u64 = 64 << 10;
@@ -65,14 +66,14 @@ pub(super) struct Work<'a> {
     pub(super) datastore: &'a Datastore,
     /// The command, which returns when the operation is complete.
     pub(super) verb: &'a [&'a str],
-    /// Its name in findings.
+    /// The operation's name in findings.
     pub(super) what: &'a str,
     /// Bytes that the operation has to move.
     pub(super) bytes: u64,
 }
 
-/// Runs the operation under random writes; measures its duration and the latency of requests, and compares every block
-/// afterwards.
+/// Runs the operation under random writes; measures the operation's duration and the latency of requests, and compares
+/// every block afterwards.
 pub(super) fn watched(
     setting: &Setting,
     work: &Work<'_>,
@@ -122,8 +123,8 @@ fn late(timings: &[Timing], window: (Instant, Instant)) -> impl Iterator<Item = 
     timings.iter().filter(inside).filter(|t| t.microseconds() > DELAY_MAX_MS * 1e3)
 }
 
-/// Groups late requests that were delayed at the same time: seconds since the window began, longest latency in
-/// milliseconds, number of requests.
+/// Groups late requests that were delayed at the same time. For each group: seconds since the window began, longest
+/// latency in milliseconds, number of requests.
 fn stalls(timings: &[Timing], window: (Instant, Instant)) -> Vec<(f64, f64, u32)> {
     let mut stalls: Vec<(f64, f64, u32)> = Vec::new();
     let mut until = window.0;

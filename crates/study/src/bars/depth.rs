@@ -2,9 +2,9 @@
 //!
 //! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every part
 //! except the last, so that its data is spread over all levels. Disks of depth 0 are written in the same random order,
-//! so that only the depth differs. There are two of them; the difference between them is the noise of the machine.
-//! After a run with writes, the disk is reverted to the newest snapshot and the last part is written again, so that
-//! each run begins with the same sharing.
+//! so that only the depth differs. There are two such disks; the difference between them is the noise of the machine.
+//! After a run with writes, the disk is reverted to the newest snapshot and the last part is written again, so that at
+//! the beginning of each run the same blocks are shared with snapshots.
 
 use super::layout::snapshot_name;
 use super::{BLOCK, Setting, layout, say, write_blocks};
@@ -36,12 +36,12 @@ const CELLS: [(&str, Pattern, u32); 4] = [
 struct Disk {
     name: String,
     depth: u32,
-    /// Its blocks in the order in which they were written.
+    /// The disk's blocks, in the order in which they were written.
     order: Vec<u32>,
 }
 
 impl Disk {
-    /// The blocks that level `level` wrote.
+    /// The blocks that were written in level `level`.
     fn level(&self, level: u32) -> impl Iterator<Item = u64> {
         layout::level(&self.order, self.depth, level)
     }
@@ -84,7 +84,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                     let mut job = setting.job(pattern, depth, plan.seed + run as u64);
                     job.size = plan.disk_size / DISK_PART;
                     if reopened {
-                        // The first requests matter here, so the time before them is not skipped.
+                        // Nothing precedes the measured time, because the first requests after reopening are the ones
+                        // to measure.
                         job.length = fio::Length::Time { seconds: plan.seconds, ramp: 0.0 };
                         server.service.stop()?;
                         setting.scratch.settle()?;

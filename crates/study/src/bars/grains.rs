@@ -2,11 +2,11 @@
 //! disks.
 //!
 //! A delta is based on an empty flat disk, as after the first snapshot of a new disk. Writes to an empty disk have a
-//! fixed number of bytes and write no block twice, and each run uses a fresh disk, so that all of them are first
-//! writes; the rate including a final flush is reported too. Other cells are measured in short slices in which the
-//! formats take turns. Random requests are sent 16 at a time, sequential ones 4 at a time, as a guest's read-ahead and
-//! write-back do. Full disks are filled with the same requests through the same server, and everything is written back
-//! before a slice begins.
+//! fixed number of bytes, no block is written twice, and each run uses a new disk, so that all writes are first writes.
+//! The rate including a final flush is also reported. Other cells are measured in short slices, with the formats in
+//! turn. Random requests are sent 16 at a time, sequential ones 4 at a time, as a guest's read-ahead and write-back do.
+//! Full disks are filled with the same requests through the same server, and all data is written back before a slice
+//! begins.
 
 use super::slices::{self, Slice, share};
 use super::{Setting, fill, no_cell, say};
@@ -22,22 +22,22 @@ use serde_json::{Map, Value, json};
 use std::time::Duration;
 
 const PROPERTY: &str = "grain formats";
-/// Least share of the flat disk's rate for sequential requests.
+/// Least rate of sequential requests, as a share of the flat disk's rate.
 const SEQUENTIAL_SHARE_MIN: f64 = 0.9;
-/// Least share of the flat disk's rate for random requests.
+/// Least rate of random requests, as a share of the flat disk's rate.
 const RANDOM_SHARE_MIN: f64 = 0.8;
-/// Least share of VMFSsparse's rate. It is below 1 because even equal disks differ by noise.
+/// Least rate, as a share of VMFSsparse's rate. It is below 1, because even the rates of equal disks differ by noise.
 const VMFSSPARSE_SHARE_MIN: f64 = 0.95;
 /// Divisor of the disk's size for the bytes written to an empty disk.
 const EMPTY_PART: u64 = 8;
 /// Most requests written to an empty disk.
 const EMPTY_REQUESTS_MAX: u64 = 16 << 10;
 
-/// How long to wait for the server to detect that a client has disconnected, in steps.
+/// Pause between checks whether the server has detected that a client has disconnected, and the number of checks.
 const LEAVING_PAUSE: Duration = Duration::from_millis(5);
 const LEAVING_PAUSES: u32 = 200;
 
-/// Suffix of cells whose rate includes a flush.
+/// Suffix of the names of cells whose rate includes a flush.
 const FLUSHED: &str = "with a flush";
 
 /// Rates by side and round.
@@ -77,7 +77,7 @@ impl Cell {
         cells
     }
 
-    /// Whether each run needs a fresh disk.
+    /// Whether each run needs a new disk.
     fn first_writes(&self) -> bool {
         !self.full && self.pattern.writes()
     }
@@ -196,7 +196,7 @@ fn slice(setting: &Setting, cell: &Cell) -> Slice {
     }
 }
 
-/// Measures first writes, on a fresh disk for each run.
+/// Measures first writes, with a new disk for each run.
 fn measure_first_writes(setting: &Setting, datastore: &Datastore, cell: &Cell) -> Result<(Rates, Rates)> {
     let plan = &setting.plan;
     let slice = slice(setting, cell);
@@ -231,7 +231,7 @@ fn measure_slices(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &C
     }
     setting.scratch.settle()?;
     let mut rates = vec![Vec::new(); SIDES.len()];
-    // The first round is not counted, because it includes one-time work.
+    // The first round is not counted, because it includes work that is done only once.
     for round in 0..=slices::rounds(plan) {
         for turn in 0..SIDES.len() {
             let side = (turn + round) % SIDES.len();
@@ -247,7 +247,7 @@ fn measure_slices(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &C
             }
         }
     }
-    // Flushes, so that nothing of this cell is left to be written during the next one.
+    // Flushes, so that no data of this cell is written during the next one.
     clients.iter_mut().try_for_each(|client| if cell.pattern.writes() { client.flush() } else { Ok(()) })?;
     Ok(rates)
 }

@@ -1,12 +1,12 @@
-//! Layout of a disk with snapshots: its data is spread over all levels, each part in a random one.
+//! Layout of a disk with snapshots: the data is spread over all levels, each piece in a random level.
 
 use super::{BLOCK, write_blocks};
 use crate::error::Result;
 use crate::fio::Endpoint;
 use crate::random::Random;
 
-/// The blocks that level `level` of a disk of this depth writes, from `order`, in which they are written: each level
-/// gets an equal share, the oldest first.
+/// The blocks of level `level`, in a disk of this depth whose blocks are written in the order `order`. Each level has
+/// an equal share, the oldest first.
 pub(super) fn level(order: &[u32], depth: u32, level: u32) -> impl Iterator<Item = u64> {
     let (blocks, levels) = (order.len() as u64, u64::from(depth) + 1);
     let bound = |n: u64| (blocks * n / levels) as usize;
@@ -28,14 +28,14 @@ pub(super) struct Spread {
 }
 
 impl Spread {
-    /// Writes the share of one level.
+    /// Writes the blocks of one level.
     pub(super) fn write(&self, endpoint: &Endpoint, number: u32) -> Result<()> {
         let pieces = u32::try_from(self.size / self.piece).unwrap_or(u32::MAX);
         let order = Random::new(self.seed).order(pieces);
         write_blocks(endpoint, level(&order, self.depth, number), self.piece)
     }
 
-    /// Its name in reports.
+    /// The layout's name in reports.
     pub(super) fn word(&self) -> &'static str {
         if self.piece == BLOCK { "scattered" } else { "runs" }
     }

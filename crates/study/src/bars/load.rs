@@ -1,11 +1,11 @@
 //! The load during operations on a disk: random 4 KiB writes at queue depth 16, each of them timed.
 //!
-//! The study's own client sends the load, so that the times of requests and of operations are from the same clock. The
-//! requests in flight during an operation show how it delays them.
+//! The study's own client sends the load, so that the same clock measures the times of requests and of operations. The
+//! latencies of the requests in flight during an operation show the delay that it causes.
 //!
-//! A verified load tracks what it wrote: each block's content is a function of its location and of the number of times
-//! it was written, and no block is written by two requests at a time. So the whole disk can be compared with its
-//! expected content.
+//! A verified load tracks its writes: the content of each block is a function of the block's location and of the number
+//! of writes to it, and no two requests write the same block at the same time. So the whole disk can be compared with
+//! its expected content.
 
 use super::BLOCK;
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ const STEADY_CLIENTS: usize = 4;
 /// Bytes per request when a whole disk is written or compared.
 const PIECE: u64 = 1 << 20;
 
-/// Expected content of a disk: for every block how often it was written, which determines its bytes.
+/// Expected content of a disk: for every block the number of writes, which determines the block's bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Versions(Vec<u32>);
 
@@ -57,7 +57,7 @@ impl Versions {
         client.flush()
     }
 
-    /// Number of blocks with another content.
+    /// Number of blocks whose content is not the expected one.
     pub(super) fn differences(&self, endpoint: &Endpoint) -> Result<u64> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let mut differences = 0;
@@ -110,8 +110,8 @@ impl Load {
         Self::paced(&vec![endpoint.clone(); STEADY_CLIENTS], per_second, seed, write)
     }
 
-    /// Sends requests at a fixed rate, with one client at each endpoint that has one request at a time. If a request is
-    /// late, the next one is sent at once; none is left out.
+    /// Sends requests at a fixed rate, with one client at each endpoint, and one request at a time for each client. If
+    /// a request is late, the next one is sent at once; no request is left out.
     pub(super) fn paced(
         endpoints: &[Endpoint],
         per_second: u32,
@@ -126,7 +126,8 @@ impl Load {
             let run = |number: u32, mut client: Client| {
                 let mut random = Random::new(seed + u64::from(number));
                 let mut timings = Vec::with_capacity(1 << 16);
-                // The clients are spread over the interval, because simultaneous requests would wait for each other.
+                // The times of the clients are spread over the interval, because simultaneous requests would wait for
+                // each other.
                 let mut due = Instant::now() + interval * number / count;
                 let requests = std::iter::from_fn(|| {
                     std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -190,7 +191,7 @@ impl Load {
         self.end().map(|(timings, _)| timings)
     }
 
-    /// Stops a verified load; returns also the expected content of the disk.
+    /// Stops a verified load. Returns the timing of each request, and the expected content of the disk.
     pub(super) fn finish_verified(self) -> Result<(Vec<Timing>, Versions)> {
         let (timings, versions) = self.end()?;
         let versions = versions.ok_or_else(|| Error::Answer("the load kept no count of what it wrote".into()))?;
@@ -203,7 +204,7 @@ impl Load {
     }
 }
 
-/// A read or a write of one of the first `blocks`, with equal probability.
+/// Chooses a read or a write, with equal probability, of one of the first `blocks`.
 pub(super) fn mixed(random: &mut Random, blocks: u64) -> Request {
     let (offset, length) = (random.below(blocks) * BLOCK, BLOCK as u32);
     if random.below(2) == 0 { Request::Read { offset, length } } else { Request::Write { offset, length } }
@@ -232,11 +233,11 @@ pub(super) fn latencies(timings: &[Timing], window: Window) -> Vec<f64> {
 /// A period with or without an operation.
 pub(super) type Window = (Instant, Instant);
 
-/// Longest latency in milliseconds of requests in flight during any of the windows.
+/// Longest latency in milliseconds of the requests that were in flight during one of the windows.
 pub(super) fn worst(timings: &[Timing], windows: &[Window]) -> f64 {
     let mut worst: f64 = 0.0;
-    // Replies are in order of time, and requests take far less than a second, so only requests answered shortly after a
-    // window are searched.
+    // Replies are in order of time, and requests take far less than a second, so the search ends shortly after the end
+    // of a window.
     for (from, to) in windows {
         let first = timings.partition_point(|t| t.answered < *from);
         for timing in timings[first..].iter().take_while(|t| t.sent.saturating_duration_since(*to).as_secs() < 1) {

@@ -1,4 +1,4 @@
-//! Migration of a thick disk in use to thin and to native under random writes.
+//! Migration of a thick disk to thin and to native, while the disk is in use under random writes.
 //!
 //! See [`super::consolidate`] for the measurements.
 

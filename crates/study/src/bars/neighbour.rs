@@ -1,9 +1,10 @@
 //! A disk whose map and data are cached, beside another disk whose reads miss the metadata cache.
 //!
-//! The busy disk gets random reads at queue depth 16 of blocks scattered over 16 TiB, with a metadata cache far smaller
-//! than its map and nothing of the datastore in the page cache. The neighbour disk gets random reads of 64 MiB, one at
-//! a time: as fast as possible, or at a steady rate. The same load on a few blocks, whose metadata stay cached, shows
-//! how much of the effect is due to processor time. With `--baseline`, another lamina is measured in turn.
+//! The load on the busy disk is random reads at queue depth 16 of blocks scattered over 16 TiB. The metadata cache is
+//! far smaller than the disk's map, and no data of the datastore is in the page cache. The load on the neighbour disk
+//! is random reads within 64 MiB, one at a time: as fast as possible, or at a steady rate. For comparison, the busy
+//! disk's load is also sent to a few blocks whose metadata stay cached, which shows how much of the effect is due to
+//! processor time. With `--baseline`, another lamina program is measured in turn.
 
 use super::load::{Load, latencies, rate};
 use super::{BLOCK, Setting, fill, say, write_blocks};
@@ -29,7 +30,7 @@ const DEPTH: usize = 16;
 const FEW: usize = 500;
 /// Rate of the neighbour's steady load, in requests per second.
 const STEADY: u32 = 1000;
-/// Most increase of the neighbour's 99th percentile, as a factor.
+/// Largest increase of the neighbour's 99th percentile, as a factor.
 const P99_MAX: f64 = 1.5;
 const BUSY: &str = "busy";
 const HOT: &str = "neighbour";
@@ -54,8 +55,8 @@ impl Beside {
     }
 }
 
-/// 99th percentile of the neighbour's latency in microseconds for each run, by load on the busy disk: as fast as
-/// possible, and at a steady rate.
+/// 99th percentiles of the neighbour's latency in microseconds, one for each run, by the load on the busy disk. The
+/// neighbour reads as fast as possible, or at a steady rate.
 #[derive(Default)]
 struct Figures {
     fast: [Vec<f64>; 3],
@@ -155,7 +156,7 @@ fn one_run(
                 setting.scratch.settle()?;
                 scratch::drop_cached(datastore.path())?;
             }
-            // The neighbour's map and data are read into the caches again after they were dropped.
+            // After the page cache was dropped, the neighbour's map and data are read into the caches again.
             read_whole(&hot)?;
             let places = match EACH[at] {
                 Beside::Nothing => None,

@@ -2,12 +2,12 @@
 //!
 //! VMFSsparse and SEsparse chains are lamina's own disks, whose files qemu-nbd opens, because QEMU writes neither
 //! format. Hosted sparse and qcow2 chains are created with qemu-img and written through qemu-nbd, and lamina serves
-//! them in place. Both servers are read-only. There are two layouts: *runs* of 64 KiB, each in a random level, and
-//! *scattered* blocks of 4 KiB, which formats with grains of 64 KiB cannot have without copying the disk into every
-//! level.
+//! them in place. Both servers are read-only. Two layouts are measured: *runs* of 64 KiB, each in a random level, and
+//! *scattered* blocks of 4 KiB, which formats with grains of 64 KiB cannot have, because every level would then contain
+//! a copy of the disk.
 //!
-//! lamina reads sparse extents through the page cache in both modes. So the direct columns compare servers with cold
-//! caches rather than direct I/O.
+//! lamina reads sparse extents through the page cache in both modes, so the direct columns compare the servers with
+//! empty caches, not direct I/O.
 
 use super::layout::{Spread, snapshot_name};
 use super::{BLOCK, Setting, no_cell, say};
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const PROPERTY: &str = "chains against qemu-nbd";
-/// Least rate as a multiple of qemu-nbd's.
+/// Least rate, as a multiple of qemu-nbd's rate.
 const MULTIPLE_MIN: f64 = 1.2;
 /// Greatest depth that every format allows.
 const DEPTH_MAX: u32 = 32;
@@ -34,9 +34,9 @@ const RUN: u64 = 64 << 10;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Maker {
-    /// lamina: a disk with deltas of this format.
+    /// Created by lamina: a disk with deltas of this format.
     Ours,
-    /// qemu-img.
+    /// Created by qemu-img.
     Qemu,
 }
 

@@ -1,4 +1,4 @@
-//! Space after discards, and after overwriting a whole disk at random ten times.
+//! Space that is occupied after discards, and after a whole disk was overwritten at random ten times.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -16,15 +16,16 @@ use std::time::{Duration, Instant};
 /// Name of the measured property in the report.
 const PROPERTY: &str = "space returned";
 
-/// Least share of discarded runs that must be returned to the file system within [`RETURN_TIME_MAX`].
+/// Least share of discarded runs of blocks that must be returned to the file system within [`RETURN_TIME_MAX`].
 const RETURNED_MIN: f64 = 0.99;
-/// Time after which runs must be returned and scattered blocks must be reusable.
+/// Time after which discarded runs must be returned to the file system, and scattered discarded blocks must be
+/// reusable.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(2);
-/// Idle time within which scattered blocks may be returned.
+/// Idle time within which scattered blocks may be returned to the file system.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
-/// Most growth when as much is written as was discarded, relative to it.
+/// Largest growth of the datastore when as much is written as was discarded before, as a share of the written bytes.
 const GROWTH_MAX: f64 = 0.05;
-/// Most space of a datastore, relative to its live data.
+/// Largest space of a datastore, relative to its live data.
 const SPACE_MAX: f64 = 1.1;
 const OVERWRITES: u32 = 10;
 
@@ -63,7 +64,7 @@ fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) 
     Ok(count * bytes)
 }
 
-/// Discards every other run of 64 KiB, and every other one of 1 MiB on the other disk.
+/// Discards every second run of 64 KiB of one disk, and every second run of 1 MiB of another.
 fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let mut raw = Vec::new();
     fill(&datastore.endpoint(OTHER), setting.plan.disk_size)?;
@@ -85,11 +86,11 @@ fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Out
     Ok(Value::Array(raw))
 }
 
-/// Discards a quarter of all blocks one by one, then writes as many to the other disk.
+/// Discards a quarter of all blocks one by one, then writes as many blocks to another disk.
 fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     let blocks = u32::try_from(plan.disk_size / BLOCK).unwrap_or(u32::MAX);
-    // No two chosen blocks are adjacent, because they would be a run.
+    // No two of the chosen blocks are adjacent, because adjacent blocks would form a run.
     let order = Random::new(plan.seed).order(blocks / 2);
     let chosen: Vec<u64> = order[..order.len() / 2].iter().map(|b| u64::from(*b) * 2).collect();
     let (reused, idle) = chosen.split_at(chosen.len() / 2);

@@ -1,9 +1,9 @@
-//! Wiping and shrinking under load of a SEsparse disk, half of whose data was discarded.
+//! Wiping and shrinking a SEsparse disk under load, after half of the disk's data was discarded.
 //!
-//! The load is random 4 KiB writes to the part of the disk that is not discarded, whose grains are all allocated, so
-//! that it allocates and frees no space. Its rate during the operations is compared with its rates before and after.
-//! Random runs of 64 KiB from the rest of the disk are discarded, so that live grains follow dead ones everywhere and
-//! have to be moved.
+//! The load is random 4 KiB writes to the part of the disk that is not discarded, which has all its grains allocated,
+//! so that the load allocates and frees no space. The rate of the load during the operations is compared with the rates
+//! before and after. Random runs of 64 KiB from the rest of the disk are discarded, so that free grains are spread over
+//! the whole file, and the grains in use behind them have to be moved.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say};
@@ -19,7 +19,7 @@ use serde_json::json;
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "SEsparse wipe and shrink";
-/// Least share of the dead grains that must be returned to the file system.
+/// Least share of the unreferenced grains that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
 /// Least rate of the load during the operations, as a share of its rate before and after.
 const SHARE_MIN: f64 = 0.9;
@@ -40,7 +40,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     fill(&endpoint, plan.disk_size)?;
 
     say("discarding half of it");
-    // The load uses the first eighth. Runs of the remaining part are discarded until half of the disk is.
+    // The load writes the first eighth of the disk. Runs of the remaining part are discarded until half of the disk is
+    // discarded.
     let busy = plan.disk_size / 8;
     let first = busy / RUN;
     let runs = u32::try_from(plan.disk_size / RUN - first).unwrap_or(u32::MAX);

@@ -1,8 +1,8 @@
-//! A disk is sent to a second server on this machine over TLS, compared with a full clone in the first server's
-//! datastore; then again after a part of it has changed.
+//! A disk is sent over TLS to a second server on this machine, which is compared with a full clone in the first
+//! server's datastore. Then the disk is sent again, after a part of it has changed.
 //!
-//! Both commands answer when the new disk is durable. Both read a source that is in the page cache, and write to the
-//! same file system; the two servers share the processors that one has for itself in a local clone.
+//! Both commands return when the new disk is durable, read a source that is in the page cache, and write to the same
+//! file system. In a transfer two servers share the processors; in a local clone one server has them alone.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Keys, OverTcp, Serving};
@@ -31,7 +31,7 @@ const CHANGE: u64 = 64 << 10;
 
 const DISK: &str = "disk";
 
-/// A server that receives.
+/// A server that receives disks.
 pub(super) struct Receiver {
     pub serving: Server,
     address: SocketAddr,

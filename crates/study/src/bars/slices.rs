@@ -1,9 +1,9 @@
-//! Measurements in short slices, in which several disks take turns, so that other activity of the machine affects all
-//! alike.
+//! Measurements in short slices, in which several disks are measured in turn, so that other activity of the machine
+//! affects all of them alike.
 //!
-//! A slice lasts a fraction of a second, its beginning is not counted, and every disk gets the same requests. A figure
-//! is the median over a disk's slices; a ratio is the median of the ratios within each round. Long consecutive runs
-//! would differ by other activity of the machine, which on a small virtual machine exceeds the differences to be
+//! A slice lasts a fraction of a second, its beginning is not counted, and the requests are the same for every disk. A
+//! figure is the median over a disk's slices; a ratio is the median of the ratios within each round. Long consecutive
+//! runs would differ by other activity of the machine, which on a small virtual machine exceeds the differences to be
 //! measured.
 
 use crate::error::Result;
@@ -14,7 +14,7 @@ use crate::random::Random;
 use crate::statistics::{median, ratio};
 use std::time::{Duration, Instant};
 
-/// Time before a slice that is not counted, as a part of its length.
+/// Time at the beginning of a slice that is not counted, as a part of the slice's length.
 const RAMP: f64 = 0.2;
 
 /// The load of a slice.
@@ -34,13 +34,13 @@ pub(super) fn rounds(plan: &Plan) -> usize {
     (2 * plan.runs - 1) as usize
 }
 
-/// Seconds of a slice, so that all slices of a side have the planned duration.
+/// Seconds of a slice. All slices of a side together have the planned duration.
 pub(super) fn seconds(plan: &Plan) -> f64 {
     plan.seconds / rounds(plan) as f64
 }
 
 impl Slice {
-    /// Requests per second. The same seed gives the same requests.
+    /// Measures a slice; returns requests per second. The same seed gives the same requests.
     pub(super) fn run(&self, client: &mut Client, seed: u64) -> Result<f64> {
         let began = Instant::now();
         let from = began + Duration::from_secs_f64(self.seconds * RAMP);
@@ -53,7 +53,8 @@ impl Slice {
         Ok(counted as f64 / self.seconds)
     }
 
-    /// Writes or reads this many bytes, no block twice. Returns requests per second without and with a final flush.
+    /// Writes or reads this many bytes, with no block used twice. Returns the requests per second without and with a
+    /// final flush.
     pub(super) fn run_once(&self, client: &mut Client, bytes: u64, seed: u64) -> Result<[f64; 2]> {
         let all = self.size / u64::from(self.block);
         let count = (bytes / u64::from(self.block)).clamp(1, all);
@@ -69,7 +70,8 @@ impl Slice {
         Ok([written, began.elapsed()].map(|time| count as f64 / time.as_secs_f64()))
     }
 
-    /// An endless sequence of offsets: random, or sequential from a random start, wrapping around.
+    /// An endless sequence of offsets: random, or sequential from a random start up to the end and then from the
+    /// beginning.
     fn offsets(&self, seed: u64) -> impl Iterator<Item = u64> + use<> {
         let (all, block, random) = (self.size / u64::from(self.block), u64::from(self.block), self.pattern.random());
         let mut numbers = Random::new(seed);

@@ -1,19 +1,19 @@
 //! Snapshots are taken and deleted under random 4 KiB writes at queue depth 16.
 //!
-//! The study's own client sends the load, so that the times of requests and of snapshots are from the same clock. The
-//! requests in flight while a snapshot is taken show how it delays them; as many windows of the same length without
-//! snapshots show the noise of the machine. Snapshots are requested over the control socket, because starting a process
-//! on a loaded machine takes longer than a snapshot may.
+//! The study's own client sends the load, so that the same clock measures the times of requests and of snapshots. The
+//! latencies of the requests in flight while a snapshot is taken show the delay that it causes; the same number of
+//! windows of the same length without snapshots shows the noise of the machine. Snapshots are requested over the
+//! control socket, because on a busy machine the start of a process takes longer than a snapshot is allowed to take.
 //!
-//! For deletion, the disk has two halves. The load writes only the first half, all of whose blocks belong to the head
-//! alone, so that it allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB between
-//! snapshots, so that the exact number of bytes that only one snapshot holds, and that its deletion must return, is
-//! known.
+//! For deletion, the disk has two halves. The load writes only the first half, in which no block is shared with a
+//! snapshot, so that it allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB
+//! between snapshots. So the exact number of bytes is known that only one snapshot references, and that its deletion
+//! must return.
 //!
-//! Only the space of the blocks is compared, and only without load, before and after it. While clients write, the
-//! engine keeps up to 32 MiB of free blocks for them, blocks that they overwrite become free with a later commit, and
-//! the journal and its images grow. None of this depends on a deletion. Under load, all space but this amount has to be
-//! returned.
+//! Only the space of data blocks is compared, and only without load: before the load and after it. While clients write,
+//! the engine keeps up to 32 MiB of free blocks for these writes, overwritten blocks become free with a later commit,
+//! and the journal and its page images grow. None of this depends on the deletion. Under load, all space except
+//! [`KEPT_MAX`] has to be returned.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
@@ -34,16 +34,16 @@ const PROPERTY: &str = "snapshots under load";
 const CREATE_P99_MAX_MS: f64 = 2.0;
 /// Longest delay of a request due to a snapshot, in milliseconds.
 const DELAY_MAX_MS: f64 = 10.0;
-/// Least rate of the load while a snapshot is deleted, relative to before and after.
+/// Least rate of the load while a snapshot is deleted, relative to the rates before and after.
 const DELETE_SHARE_MIN: f64 = 0.9;
 /// Least share of the unreferenced space that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
-/// What the engine may keep while clients write: 32 MiB of free blocks, and 64 MiB that become free with a later
+/// Space that the engine may keep while clients write: 32 MiB of free blocks, and 64 MiB that become free with a later
 /// commit.
 const KEPT_MAX: u64 = 96 << 20;
-/// Time without requests after which the engine has returned even single blocks.
+/// Time without requests after which the engine has returned single free blocks too.
 const REST: Duration = Duration::from_secs(5);
-/// How long the deletion may continue in the background.
+/// How long a deletion may continue in the background.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Rates are measured over at least this time, because they vary from second to second.
@@ -51,7 +51,7 @@ const WINDOW: Duration = Duration::from_secs(3);
 const GAP: Duration = Duration::from_millis(50);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
-/// Snapshots taken with the command line, to measure the time that a script needs.
+/// Number of snapshots that are taken with the command line, to measure the time that a script needs.
 const COMMANDS: u32 = 20;
 
 fn taken(number: u32) -> String {
@@ -87,12 +87,12 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
         let to = Instant::now();
         with.push((from, to));
         process::pause(GAP)?;
-        // A window as long as the snapshot took, in which no snapshot is taken.
+        // The window has the duration of the snapshot, but no snapshot is taken in it.
         let now = Instant::now();
         without.push((now, now + to.duration_since(from)));
     }
     process::pause(GAP)?;
-    // The time of the whole command, including the start of its process.
+    // For comparison: the time of the whole command, including the start of its process.
     let mut commands = Vec::new();
     for i in plan.snapshots..plan.snapshots + COMMANDS {
         commands.push(datastore.snapshot(DISK, &taken(i))?.as_secs_f64() * 1e3);
@@ -122,13 +122,14 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
     }))
 }
 
-/// Content of each area of the second half at some time: a version is the number of times the area was overwritten.
+/// Content of each area of the second half at a point in time: the version is the number of times that the area was
+/// overwritten.
 type Versions = [u32; AREAS];
 const AREAS: usize = 4;
 /// Snapshots that are kept, oldest first; areas are overwritten between them.
 const KEPT: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-/// Number of areas whose data only this snapshot holds.
+/// Number of areas for which only this snapshot references the data.
 fn held_alone(name: &str, kept: &[(&str, Versions)], head: &Versions) -> u64 {
     let Some((_, own)) = kept.iter().find(|(other, _)| *other == name) else { return 0 };
     let elsewhere = |area: usize| {
@@ -138,7 +139,7 @@ fn held_alone(name: &str, kept: &[(&str, Versions)], head: &Versions) -> u64 {
     (0..AREAS).filter(|area| !elsewhere(*area)).count() as u64
 }
 
-/// In a separate datastore, so that nothing else is being freed.
+/// The deletion is measured in a separate datastore, in which no other space is being freed.
 fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "deletion")?;
@@ -154,7 +155,8 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
     for (turn, name) in KEPT.iter().enumerate() {
         let area = turn % AREAS;
         let first = half / RUN + area as u64 * runs;
-        // Written once before the snapshot and once after it, so that only the snapshot holds the first version.
+        // The blocks are written once before the snapshot and once after it, so that only the snapshot references the
+        // first version.
         write_blocks(&endpoint, first..first + runs, RUN)?;
         head[area] += 1;
         datastore.snapshot(DISK, name)?;

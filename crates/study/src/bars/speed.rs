@@ -1,11 +1,11 @@
 //! Requests over NBD on a unix socket, compared with other servers, buffered and direct.
 //!
-//! With `--baseline`, another lamina program, for example a release, is one of the servers. Processor time per request
-//! of each server is reported too.
+//! With `--baseline`, another lamina program, for example a release, is one of the servers. The processor time per
+//! request of each server is also reported.
 //!
 //! Every server has a full disk of random bytes. In each run of a cell each server is measured once, in a rotating
-//! order. Before each measurement dirty pages are written back. Then each server's data is read once, because the
-//! storage (in particular a virtual disk) may have caches, and for direct servers it is then dropped from the page
+//! order. Before each measurement dirty pages are written back. Then the server's data is read once, because the
+//! storage (in particular a virtual disk) may have caches. For direct servers, the data is then dropped from the page
 //! cache. Depth 4 for sequential requests corresponds to a guest's read-ahead.
 
 use super::{BLOCK, Setting, no_cell, say};
@@ -26,9 +26,9 @@ const PROPERTY: &str = "NBD speed";
 
 /// Least rate, relative to the best server of a raw file.
 const RAW_SHARE_MIN: f64 = 0.95;
-/// Least rate, relative to the baseline.
+/// Least rate, relative to the baseline's rate.
 const BASELINE_SHARE_MIN: f64 = 0.97;
-/// Least rate as a multiple of the best qcow2 server's; for random requests only.
+/// Least rate, as a multiple of the rate of the best qcow2 server; for random requests only.
 const QCOW2_MULTIPLE_MIN: f64 = 1.5;
 
 /// A kind of load that is measured.
@@ -177,7 +177,7 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
         "",
     ));
     if mode == Mode::Direct {
-        // nbdkit acknowledges writes when they are in the page cache, so it is left out here.
+        // nbdkit is left out here, because it acknowledges writes when they are in the page cache.
         let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == Kind::Raw && s.name != "nbdkit");
         let direct = rates.map(|(_, all)| rate(all)).fold(0.0, f64::max);
         findings.push(Finding::note(

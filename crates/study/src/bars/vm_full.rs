@@ -1,7 +1,7 @@
 //! Full clones of a stopped and of a running machine, compared with `cp` of the same data.
 //!
 //! Half of the disk is empty, and its content is in pieces between holes. A clone command returns when the clone is
-//! durable, so the time of `cp` includes a flush. Both read a source that is in the page cache.
+//! durable, so the time of `cp` includes a flush. Both commands read a source that is in the page cache.
 
 use super::vm_linked::spread;
 use super::{Setting, say};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// Name of the measured property in the report.
 const PROPERTY: &str = "full machine clones";
 
-/// Least speed of a clone, relative to cp.
+/// Least speed of a clone, relative to that of cp.
 const COPY_SHARE_MIN: f64 = 0.9;
 const PARENT: &str = "parent";
 const CLONE: &str = "clone";

@@ -10,7 +10,7 @@
 //!          out
 //! ```
 //!
-//! The guests are those of `scripts/guest`, in the folder next to the program's. The times of clones are those that
+//! The guests are built by `scripts/guest`, in a folder next to that of the program. The times of clones are those that
 //! lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
 //! commands, including the change of identity inside the guests.
 
@@ -45,9 +45,9 @@ const FREEZES: usize = 3;
 const IN_A_ROW: usize = 10;
 /// Limit of the time until a clone executes.
 const RUNNING_MAX_MS: f64 = 150.0;
-/// Most time with the largest memory, relative to the smallest.
+/// Most time until a clone executes with the largest memory, relative to the smallest memory.
 const RATIO_MAX: f64 = 1.2;
-/// Most guest memory that an idle clone has copied.
+/// Most guest memory that an idle clone may have copied.
 const OWN_MAX_MIB: f64 = 5.0;
 /// Limit of the time that a running parent is paused.
 const STUN_MAX_MS: f64 = 25.0;
@@ -58,12 +58,12 @@ const BOOT_TIME_MAX: Duration = Duration::from_secs(180);
 /// Instant clones per hour that a study reported for VMware: least and most.
 const STUDY_PER_HOUR: [f64; 2] = [700.0, 1400.0];
 
-/// A part of the measurement; returns raw samples in addition to findings.
+/// A part of the measurement. It adds findings and returns raw samples.
 type Measure = fn(&Setting, &Room<'_>, &mut Outcome) -> Result<Value>;
 /// The parts by their names.
 const PARTS: [(&str, Measure); 3] = [("frozen", frozen), ("running", running), ("speed", speed)];
 
-/// Machines on a served datastore, all of which are stopped when this is dropped.
+/// Machines on a served datastore. Dropping this value stops all of them.
 struct Room<'a> {
     datastore: &'a Datastore,
     guest: PathBuf,
@@ -78,7 +78,7 @@ impl Drop for Room<'_> {
     }
 }
 
-/// Measures them.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let guest = setting.lamina.ancestors().nth(2).unwrap_or(&setting.lamina).join("guest");
     if !guest.join("vm-initrd").is_file() {
@@ -160,7 +160,7 @@ fn number(value: &Value, key: &str) -> Result<f64> {
 fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
     let mut figures = Frozen::default();
     for run in 0..setting.plan.runs {
-        // The first case fills caches that the others then use, so the order changes with every run.
+        // The first case fills caches that the other cases then use, so the order changes with every run.
         let mut order: Vec<usize> = (0..TOUCHED.len()).collect();
         order.rotate_left(run as usize % TOUCHED.len());
         figures.take(room, run, &order)?;
@@ -212,17 +212,18 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
 /// Measurements of frozen parents and their clones; arrays have an entry for each of [`TOUCHED`].
 #[derive(Default)]
 struct Frozen {
-    /// Milliseconds that a parent was paused whose own memory file became the image's.
+    /// Milliseconds for which a parent was paused that had its own memory file, which became the image's file.
     first: [Vec<f64>; TOUCHED.len()],
-    /// Milliseconds that a parent was paused that was started from an image: most of its memory is copied before.
+    /// Milliseconds for which a parent was paused that was started from an image, most of whose memory was copied
+    /// before the pause.
     again: [Vec<f64>; TOUCHED.len()],
     /// Milliseconds until a clone executes.
     times: [Vec<f64>; TOUCHED.len()],
-    /// Guest memory that a clone has copied after its identity was changed, in MiB.
+    /// Guest memory, in MiB, that a clone has copied after its identity was changed.
     own: [Vec<f64>; TOUCHED.len()],
-    /// Guest memory that a clone has copied whose identity was not changed, in MiB: only the workload runs.
+    /// Guest memory, in MiB, that a clone without a changed identity has copied: only its workload has run.
     idle: Vec<f64>,
-    /// Seconds of whole commands.
+    /// Durations of whole commands in seconds.
     commands: Vec<f64>,
 }
 
@@ -256,7 +257,7 @@ impl Frozen {
             let made = room.datastore.ask(&[&words[..], &["--name-pattern", &pattern]].concat())?;
             Ok((made, (1..=AT_ONCE).map(|number| format!("{}{batch}-{number}", name(index))).collect()))
         };
-        // A first batch of clones is not measured, so that all measured ones find the same state.
+        // A first batch of clones is not measured, so that all measured batches begin in the same state.
         for index in order.iter().copied() {
             room.delete(&clone(index, "w")?.1)?;
         }
@@ -315,7 +316,7 @@ fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<
 
 fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
     say("a guest's writes before and after it is cloned");
-    // Other activity of the host is larger than the effect, so there are many rounds.
+    // Other activity of the host has a larger effect than the clone, so there are many rounds.
     let rounds = setting.plan.runs * 5;
     for name in ["cloned", "alone"] {
         room.boot(name, 32)?;
@@ -329,7 +330,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
         let alone = write(room, "alone")?;
         Ok([write(room, "cloned")?, alone])
     };
-    // A first round creates the files, and lets QEMU translate the guests' programs.
+    // A first round, which is not measured, creates the files and lets QEMU translate the guests' programs.
     both()?;
     let before = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
     room.datastore.verb(&["vm", "clone", "cloned", "child", "--instant"])?;
@@ -338,7 +339,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     let after = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
     let of = |all: &[[f64; 2]], which: usize| median(&all.iter().map(|both| both[which]).collect::<Vec<_>>());
     let kept = |which: usize| ratio(of(&before, which), of(&after, which));
-    // Ratios of adjacent measurements, because other activity of the host slows both.
+    // The ratios of adjacent measurements are used, because other activity of the host slows down both.
     let together =
         |all: &[[f64; 2]]| median(&all.iter().map(|[cloned, alone]| ratio(*cloned, *alone)).collect::<Vec<_>>());
     outcome.findings.extend([
@@ -356,7 +357,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     Ok(json!({ "before_s": before, "after_s": after }))
 }
 
-/// Seconds that a guest needs, by its own clock, to overwrite a file with direct I/O, with every part flushed.
+/// Seconds, by the guest's own clock, in which a guest overwrites a file with direct I/O and flushes every part.
 fn write(room: &Room<'_>, name: &str) -> Result<f64> {
     let line = "read a b </proc/uptime; dd if=/dev/zero of=/io bs=16k count=3072 conv=notrunc oflag=direct 2>/dev/null; \
                 sync; read c d </proc/uptime; echo $a $c";

@@ -1,7 +1,7 @@
 //! A hundred linked clones of a machine, with durable disks and definitions, for several disk sizes.
 //!
-//! No clone is started, and the time is that of the whole command, including its process. Data of the planned disk size
-//! is spread evenly over each disk.
+//! No clone is started. The measured time is that of the whole command, including the start of its process. Data of the
+//! planned disk size is spread evenly over each disk.
 
 use super::{LAYOUT_DEPTH, Setting, say};
 use crate::datastore::{Datastore, Serving};
@@ -18,13 +18,13 @@ const PROPERTY: &str = "linked machine clones";
 
 /// Clones of one command.
 const CLONES: u32 = 100;
-/// Limit of the time for them.
+/// Limit of the time for all these clones.
 const SECONDS_MAX: f64 = 1.0;
-/// Most time with the slowest size, relative to the fastest.
+/// Most time with the slowest disk size, relative to the fastest one.
 const RATIO_MAX: f64 = 1.5;
 /// Capacities of the parents' disks, in GiB.
 const SIZES: [u64; 3] = [1, 16, 64];
-/// The capacity that the limit applies to.
+/// The capacity to which the limit applies.
 const BAR_SIZE: u64 = 16;
 const PIECE: u64 = 1 << 20;
 
@@ -42,7 +42,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         spread(&datastore.endpoint(&parent), capacity, content)?;
     }
     setting.scratch.settle()?;
-    // The sizes take turns, and the clones are deleted in between, so that only the size differs.
+    // The sizes are measured in turn, and the clones are deleted in between, so that only the size differs.
     let mut times = vec![Vec::new(); SIZES.len()];
     for run in 0..plan.runs as usize {
         for turn in 0..SIZES.len() {

@@ -1,9 +1,9 @@
 //! Random 4 KiB blocks scattered over a disk of 16 TiB, so that no two share an extent and few share a leaf of the map.
 //!
-//! Blocks that were written are read. The same reads with a metadata cache far larger than the map show the rate of a
-//! fully cached map; all sides warm up first and take turns. With `--baseline`, another lamina reads the same blocks
-//! with the small cache and nothing in the page cache. The 99th percentile then shows how long a read waits while
-//! others miss the metadata cache.
+//! The blocks that were written are read. The same reads with a metadata cache far larger than the map show the rate
+//! with a fully cached map. All sides first read every block once, and are then measured in turn. With `--baseline`,
+//! another lamina program also reads these blocks, with the small cache and without data in the page cache. Its 99th
+//! percentile of latency is compared: it shows how long a read waits while other reads miss the metadata cache.
 
 use super::{BLOCK, Setting, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -28,16 +28,16 @@ const RESIDENT_MAX: f64 = 256.0 * 1024.0 * 1024.0;
 const OPEN_MAX_MS: f64 = 1000.0;
 /// Least rate, relative to a fully cached map.
 const SHARE_MIN: f64 = 0.8;
-/// A metadata cache that can hold the map of any planned number of blocks.
+/// Size of a metadata cache that can contain the map of any planned number of blocks.
 const AMPLE_CACHE: u64 = 4 << 30;
-/// A metadata cache that can hold a small part of the map.
+/// Size of a metadata cache that can contain only a small part of the map.
 const TIGHT_CACHE: u64 = 16 << 20;
 const READ_DEPTH: usize = 16;
-/// Most p99 with the small cache, relative to the baseline.
+/// Most 99th percentile of latency with the small cache, relative to that of the baseline.
 const BASELINE_P99_MAX: f64 = 0.5;
 const DISK: &str = "wide";
 
-/// The blocks that are written, from a seed. Repetitions are rare and harmless.
+/// The blocks that are written, derived from a seed. Repetitions are rare and have no effect on the result.
 fn places(seed: u64, count: u32) -> impl Iterator<Item = u64> {
     let mut random = Random::new(seed);
     (0..count).map(move |_| random.below(CAPACITY / BLOCK))
@@ -135,13 +135,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(Outcome { findings, raw })
 }
 
-/// Reads of one program with one cache size.
+/// One side: reads of one program with one cache size.
 struct Side<'a> {
     name: &'static str,
     datastore: &'a Datastore,
     cache: Option<u64>,
     rates: Vec<f64>,
-    /// Microseconds, for each run.
+    /// The 99th percentile of latency in microseconds, for each run.
     p99: Vec<f64>,
     residents: Vec<f64>,
 }
@@ -155,10 +155,10 @@ impl<'a> Side<'a> {
         let plan = &setting.plan;
         let serving = Serving { metadata_cache: self.cache, ..Serving::plain(plan.mode()) };
         let (server, _) = self.datastore.serve(&serving, DISK)?;
-        // Reads every leaf of the map at least once, and the data with it.
+        // The first read covers every leaf of the map at least once, and the data too.
         read(&server.endpoint, places, plan.seed, None)?;
         if self.cache == Some(TIGHT_CACHE) {
-            // A missed page must be read from storage, not from the page cache.
+            // Pages of the map that the cache misses must be read from storage, not from the page cache.
             setting.scratch.settle()?;
             scratch::drop_cached(self.datastore.path())?;
         }
@@ -178,8 +178,8 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Reads all blocks once, or random ones for some time; returns requests per second, and the latency of each in
-/// microseconds.
+/// Reads all blocks once, or random blocks for some time. Returns requests per second, and the latency of each request
+/// in microseconds.
 fn read(endpoint: &Endpoint, places: &[u64], seed: u64, time: Option<Duration>) -> Result<(f64, Vec<f64>)> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let began = Instant::now();

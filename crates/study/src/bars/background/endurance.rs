@@ -1,8 +1,8 @@
 //! Memory of the server after an hour of mixed load with all kinds of background work.
 //!
-//! A steady load of random writes runs all the time. In parallel, all kinds of background work take turns, with peak
-//! loads between them: many connections that write and read at once and then close. The server's memory afterwards must
-//! not exceed the configured limits plus what the manual states in addition.
+//! A steady load of random writes runs all the time. In parallel, all kinds of background work are done in turn, with
+//! peak loads between them: many connections that write and read at once and then close. Afterwards, the server's
+//! memory must not exceed the configured limits plus the amount that the manual states in addition.
 
 use super::{BUSY, DISK, IMAGES, SPARSE, Stage, WORK};
 use crate::bars::load::{Load, at_once, mixed};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const PROPERTY: &str = "memory after an hour";
 /// Rate of the steady load, in writes per second.
 const RATE: u32 = 500;
-/// Connections of a peak, requests of each, and queue depth.
+/// A peak load: number of connections, requests on each, and queue depth.
 const PEAK: u64 = 64;
 const PEAK_REQUESTS: u64 = 2000;
 const PEAK_DEPTH: usize = 16;
@@ -31,7 +31,7 @@ const BESIDE: u64 = 64 << 20;
 const STATED: u64 = METADATA_CACHE + WRITE_BUFFER + BESIDE;
 /// Most memory, as a multiple of the stated amount.
 const SHARE_MAX: f64 = 1.1;
-/// Time that the memory has to shrink after the load has ended.
+/// Time in which the memory has to shrink after the load has ended.
 const CALM: Duration = Duration::from_secs(30);
 
 /// Runs the study.
@@ -78,7 +78,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(Outcome { findings, raw: Value::Array(samples) })
 }
 
-/// Restores the state in which this kind of work began, for the next round.
+/// Restores the state from before this kind of work, for the next round.
 fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut Random) -> Result<()> {
     let size = setting.plan.disk_size;
     match name {
@@ -97,7 +97,7 @@ fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut R
     }
 }
 
-/// A peak load of many connections, half writes and half reads.
+/// A peak load of many connections: half of the requests are writes and half are reads.
 fn peak(setting: &Setting, stage: &Stage, seed: u64) -> Result<()> {
     let endpoint = stage.datastore.endpoint(DISK);
     let blocks = setting.plan.disk_size / BLOCK;

@@ -1,5 +1,5 @@
 //! The effect of background work on a client with a steady load: 2,000 random 4 KiB writes per second to one disk,
-//! alone and beside each kind of work. The pace of the work depends on the client's latency.
+//! alone and during each kind of work. lamina slows the work down depending on the client's latency.
 
 pub mod endurance;
 
@@ -20,30 +20,31 @@ use std::time::{Duration, Instant};
 const PROPERTY: &str = "latency beside background work";
 /// Rate of the load, in writes per second.
 const RATE: u32 = 2000;
-/// Limit of the 99th percentile of latency beside work, in milliseconds.
+/// Limit of the 99th percentile of latency during background work, in milliseconds.
 const P99_MAX_MS: f64 = 3.0;
-/// Limit of the longest request beside work, in milliseconds.
+/// Limit of the latency of each request during background work, in milliseconds.
 const LONGEST_MAX_MS: f64 = 50.0;
 /// How long the load runs alone.
 const CALM: Duration = Duration::from_secs(5);
 /// Number of snapshots, and the time between them.
 const SNAPSHOTS_TAKEN: u32 = 40;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
-/// Number of linked clones that are made and detached, and the time between them. One takes less than 0.1 s, and so few
-/// requests have no 99th percentile.
+/// Number of linked clones that are made and detached, and the time between them. There are many, because one takes
+/// less than 0.1 s, in which too few requests are completed for a 99th percentile.
 const DETACHED: u32 = 40;
 const DETACH_EVERY: Duration = Duration::from_millis(250);
 const LEVELS: u32 = 3;
 const RUN: u64 = 64 << 10;
 
-/// Four disks: the client's, the one that is worked on, one with images, and one with images half of which is
-/// discarded.
+/// Four disks: that of the client, that of the background work, a disk with images, and a disk with images of which
+/// half is discarded.
 const BUSY: &str = "busy";
 const DISK: &str = "disk";
 const IMAGES: &str = "images";
 const SPARSE: &str = "sparse";
 
-/// A kind of work: its name, and the commands that do it; none for work that is done differently.
+/// A kind of background work: its name, and the commands that do it. The list of commands is empty if a function does
+/// the work.
 const WORK: [(&str, &[&[&str]]); 8] = [
     (SNAPSHOTS, &[]),
     ("full-clone", &[&["clone", DISK, "copy", "--full"]]),
@@ -58,7 +59,7 @@ const SNAPSHOTS: &str = "snapshots";
 const DETACH: &str = "detach";
 const SEND: &str = "send";
 
-/// The datastores of the study: one that is served and worked on, and one that receives.
+/// The datastores of the study: one that is served and in which the work is done, and one that receives.
 struct Stage {
     datastore: Datastore,
     server: Server,

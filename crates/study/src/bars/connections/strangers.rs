@@ -1,8 +1,8 @@
-//! A local client while clients without a certificate load the TCP port.
+//! Latency of a local client while clients without a certificate (strangers) send load to the TCP port.
 //!
 //! The local client sends reads and writes over the unix socket at a steady rate. Slices without and with the load
-//! alternate, in both orders, and the figure is the median of the ratios of their 99th percentiles. The load comes from
-//! this machine, so its own processor time counts too: against hosts on the network the ratio is smaller.
+//! alternate, in both orders, and the figure is the median of the ratios of their 99th percentiles. The clients run on
+//! this machine, so their own processor time also affects the ratio. With clients on other hosts, the ratio is smaller.
 
 use crate::bars::load::{Load, latencies, mixed};
 use crate::bars::{BLOCK, Setting, fill, say};
@@ -23,26 +23,26 @@ const PROPERTY: &str = "many connections";
 const DISK: u64 = 64 << 20;
 /// Requests of the local client in a second.
 const RATE: u32 = 1000;
-/// Most increase of the local client's 99th percentile, as a factor.
+/// Largest increase of the local client's 99th percentile, as a factor.
 const P99_MAX: f64 = 1.2;
-/// Connections that are held open: as many as a server allows by default.
+/// Number of connections that are held open: as many as a server allows by default.
 const HELD: usize = 256;
 /// TLS handshakes that are begun in a second.
 const HELLOS: u32 = 200;
-/// Connections that are opened and closed in a second, while as many as allowed are open.
+/// Connections that are opened and closed in a second, while as many as allowed are open already.
 const CONNECTS: u32 = 1000;
 /// Longest wait of a stranger for the server.
 const PATIENCE: Duration = Duration::from_secs(2);
 const STARTTLS: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x05\0\0\0\0";
 
-/// What the clients without a certificate do.
+/// The load of the clients without a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Strangers {
-    /// Hold all connections, half of them in the middle of a TLS handshake.
+    /// They hold all connections, half of them in the middle of a TLS handshake.
     Held,
-    /// Begin TLS handshakes and close.
+    /// They begin TLS handshakes, and close the connections.
     Hellos,
-    /// Hold all connections, and open and close further ones.
+    /// They hold all connections, and open and close further ones.
     Connects,
 }
 
@@ -69,10 +69,10 @@ pub(super) fn cells(setting: &Setting, kinds: &[Strangers], outcome: &mut Outcom
     let mut raw = Vec::new();
     for kind in kinds {
         say(kind.cell());
-        // By whether there is load: the 99th percentiles in milliseconds.
+        // The 99th percentiles in milliseconds, without and with load.
         let mut p99 = [Vec::new(), Vec::new()];
         let mut done = Vec::new();
-        // Twice the runs, so that each order is measured as often as the other.
+        // The number of runs is doubled, so that both orders are measured equally often.
         for run in 0..2 * plan.runs {
             for turn in 0..2 {
                 let loaded = (run + turn) % 2 == 1;
@@ -107,7 +107,7 @@ pub(super) fn cells(setting: &Setting, kinds: &[Strangers], outcome: &mut Outcom
     Ok(raw)
 }
 
-/// Clients without a certificate, until they are stopped.
+/// Clients without a certificate, which run until they are stopped.
 struct Attack {
     stop: Arc<AtomicBool>,
     connections: Arc<AtomicU64>,
@@ -123,7 +123,7 @@ impl Attack {
         Ok(Attack { stop, connections, thread: thread.doing(|| "starting the load".to_string())? })
     }
 
-    /// Number of connections that the server accepted from them.
+    /// Stops the clients; returns the number of connections that the server has accepted from them.
     fn finish(self) -> Result<u64> {
         self.stop.store(true, Ordering::Relaxed);
         if self.thread.join().is_err() {
@@ -133,7 +133,7 @@ impl Attack {
     }
 }
 
-/// Refusals and time limits of the server are part of the load: they are not errors.
+/// Refusals and timeouts by the server are part of the load, so they are not errors.
 fn attack(kind: Strangers, address: SocketAddr, stop: &AtomicBool, counted: &AtomicU64) {
     let mut held = Vec::new();
     if kind != Strangers::Hellos {
@@ -157,7 +157,7 @@ fn attack(kind: Strangers, address: SocketAddr, stop: &AtomicBool, counted: &Ato
         let done = match kind {
             Strangers::Held => continue,
             Strangers::Hellos => half_handshake(address, &client_hello()).and_then(|mut stream| {
-                // The server's part of the handshake, which it has signed.
+                // Reads the first bytes of the server's part of the handshake, for which it has computed a signature.
                 let mut answer = [0; 16];
                 stream.read_exact(&mut answer).ok()
             }),
@@ -174,7 +174,7 @@ fn connect(address: SocketAddr) -> Option<TcpStream> {
     Some(stream)
 }
 
-/// A connection on which TLS was requested, after these bytes.
+/// Opens a connection, requests TLS, and sends the bytes `hello` of the handshake.
 fn half_handshake(address: SocketAddr, hello: &[u8]) -> Option<TcpStream> {
     let mut stream = connect(address)?;
     let mut greeting = [0; 18];
@@ -187,7 +187,7 @@ fn half_handshake(address: SocketAddr, hello: &[u8]) -> Option<TcpStream> {
 }
 
 /// The first message of TLS 1.3 (RFC 8446, section 4.1.2), for which the server computes a shared secret and a
-/// signature. The key share is not the public key of any known secret.
+/// signature. The key share is random: the client has no secret key for it.
 fn client_hello() -> Vec<u8> {
     let extension =
         |kind: u16, body: &[u8]| [&kind.to_be_bytes()[..], &(body.len() as u16).to_be_bytes(), body].concat();
@@ -200,7 +200,7 @@ fn client_hello() -> Vec<u8> {
     .concat();
     let mut body = vec![3, 3];
     body.extend([7; 32]);
-    // No session, the cipher suite TLS_AES_128_GCM_SHA256, no compression.
+    // No session id, the cipher suite TLS_AES_128_GCM_SHA256, no compression.
     body.extend([0, 0, 2, 0x13, 1, 1, 0]);
     body.extend((extensions.len() as u16).to_be_bytes());
     body.extend(extensions);

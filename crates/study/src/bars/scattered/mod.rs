@@ -1,7 +1,7 @@
 //! Random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest one,
-//! compared with qcow2 under the same load ([`rates`]). And the time until a datastore is open again ([`stops`]): after
-//! a stop and after a kill under that load, and during the deletion of a thick disk of 500 GiB and a discard of 200
-//! GiB.
+//! compared with qcow2 under the same load ([`rates`]). Also the time until a datastore is open again ([`stops`]) after
+//! a stop and after a kill: under that load, during the deletion of a thick disk of 500 GiB, and during a discard of
+//! 200 GiB.
 
 mod places;
 mod rates;
@@ -14,7 +14,7 @@ use serde_json::json;
 
 const PROPERTY: &str = "scattered writes";
 const GIB: u64 = 1 << 30;
-/// Capacity of the disk that is written to.
+/// Capacity of the disk that is written.
 const CAPACITY: u64 = 1 << 40;
 /// Requests in flight.
 const DEPTH: usize = 16;

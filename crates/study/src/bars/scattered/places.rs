@@ -1,5 +1,5 @@
-//! Blocks of a disk in random order, each once, so that each write is a first write. The blocks follow from a seed and
-//! a count, so that the content can be compared later without a record of it.
+//! Blocks of a disk in random order, each once, so that each write is a first write. The blocks are determined by a
+//! seed and a count, so that the content can be compared later without a list of the written blocks.
 
 use super::super::BLOCK;
 use super::{CAPACITY, DEPTH};
@@ -13,7 +13,8 @@ const BLOCKS: u64 = CAPACITY / BLOCK;
 /// Number of blocks that are compared after a restart.
 const COMPARED: u64 = 2000;
 
-/// The block of write `number`: a permutation of all blocks (odd multipliers and shifts are bijections on 28 bits).
+/// The block of the write with this number. The function is a permutation of all blocks: odd multipliers and shifts are
+/// bijections on 28 bits.
 fn place(seed: u64, number: u64) -> u64 {
     const HALF: u32 = BLOCKS.trailing_zeros() / 2;
     let mut at = (number ^ seed.wrapping_mul(0x9e37_79b9)) % BLOCKS;
@@ -37,7 +38,7 @@ impl Places {
         Places { seed, most: most.max(1), next: 0 }
     }
 
-    /// Whether all further writes are overwrites.
+    /// Whether all blocks were written, so that further writes are overwrites.
     pub(super) fn used_up(&self) -> bool {
         self.next >= self.most
     }
@@ -47,7 +48,7 @@ impl Places {
         self.next
     }
 
-    /// Repeats all writes after number `kept`, because they may be lost.
+    /// Repeats all writes after number `kept`, because a kill may have lost them.
     pub(super) fn go_back(&mut self, kept: u64) {
         self.next = kept;
     }
@@ -58,7 +59,7 @@ impl Places {
         Request::Stamped { offset: place(self.seed, number) * BLOCK, length: BLOCK as u32, version: 1 }
     }
 
-    /// Writes for a time, but only first writes; appends the latency of each in microseconds.
+    /// Writes for a time, but makes only first writes. Appends the latency of each in microseconds.
     pub(super) fn write_first(
         &mut self,
         client: &mut Client,
@@ -86,8 +87,8 @@ impl Places {
         Ok(began.elapsed())
     }
 
-    /// Compares some of the first `written` blocks at offsets from `offset` on; returns the number of blocks with
-    /// another content.
+    /// Compares some of the first `written` blocks, among those at offsets from `offset` on. Returns the number of
+    /// blocks with another content.
     pub(super) fn lost(&self, endpoint: &Endpoint, written: u64, offset: u64) -> Result<u64> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let written = written.min(self.most);

@@ -1,9 +1,9 @@
-//! Rates compared with qcow2. Every side has a disk of 1 TiB. The sides take turns in slices of a few seconds, in a
-//! rotating order, until each was measured for the planned time.
+//! Rates compared with qcow2. Every side has a disk of 1 TiB. The sides are measured in turn, in slices of a few
+//! seconds and in a rotating order, until each was measured for the planned time.
 //!
-//! Every write is a first write. A side that has used its share of the available space gets an empty disk between two
-//! slices; qcow2 allocates a whole cluster for each write and gets the largest share. Rates that include a flush after
-//! each slice are reported too.
+//! Every write is a first write. When a side has used its share of the available space, its disk is replaced by an
+//! empty one between two slices. qcow2 allocates a whole cluster for each write, so its share is the largest. Rates
+//! that include a flush after each slice are also reported.
 
 use super::places::Places;
 use super::{CAPACITY, JOURNALS, Journal, PROPERTY};
@@ -27,13 +27,13 @@ const SLICE_MAX_S: f64 = 10.0;
 const SLICES_MIN: f64 = 4.0;
 /// Part of the available space that all sides may use together, in percent.
 const ROOM_PERCENT: u64 = 60;
-/// Most bytes that a first write allocates, and the parts of the space that the side gets: lamina's block and metadata;
-/// qcow2's cluster of 64 KiB, or less with subclusters.
+/// Most bytes that a first write allocates, and the share of the space for the side. lamina allocates a block and
+/// metadata; qcow2 allocates a cluster of 64 KiB, or less with subclusters.
 const LAMINA: Share = Share { each: 6 << 10, parts: 2 };
 const QCOW2: Share = Share { each: 68 << 10, parts: 4 };
 const QCOW2_EXTENDED: Share = Share { each: 10 << 10, parts: 2 };
 const PARTS: u64 = 10;
-/// Least rate as a multiple of qcow2's.
+/// Least rate, as a multiple of qcow2's rate.
 const RATIO_MIN: f64 = 1.0;
 const DISK: &str = "scattered";
 
@@ -53,11 +53,11 @@ struct Side {
     kind: Kind,
     server: Option<Server>,
     places: Places,
-    /// Number of writes until the side gets an empty disk.
+    /// Number of writes after which the side's disk is replaced by an empty one.
     most: u64,
     renewed: u64,
     seconds: f64,
-    /// Seconds of the flushes after the slices.
+    /// Total duration of the flushes after the slices, in seconds.
     flushing: f64,
     latencies: Vec<f64>,
 }
@@ -125,7 +125,7 @@ fn lamina(setting: &Setting, (name, size): Journal, room: u64) -> Result<Side> {
     Ok(Side::new(&format!("lamina, {name}"), Kind::Lamina(Box::new(datastore)), LAMINA, room))
 }
 
-/// Runs the study.
+/// Runs this part of the study.
 pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<Value> {
     let plan = &setting.plan;
     let room = volume::room(setting.scratch.root())? / 100 * ROOM_PERCENT;
@@ -143,7 +143,7 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
     let slice = SLICE_MAX_S.min(plan.lasting / SLICES_MIN);
     say(&format!("scattered writes over 1 TiB, {:.0} s for each of {} sides", plan.lasting, sides.len()));
     for round in 0.. {
-        // The remainder of the time after rounding is too short for a slice.
+        // If only a rounding error of the time remains, no further slice is measured.
         let late = |side: &Side| plan.lasting - side.seconds < slice / 100.0;
         if sides.iter().all(late) {
             break;
@@ -172,7 +172,7 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
             Kind::Lamina(datastore) => datastore.path().to_path_buf(),
             Kind::Qcow2 { image, .. } => image,
         };
-        // Frees the space, which the measurement of stops needs.
+        // Frees the space, because the measurement of stops needs it.
         if fs::exists(&data).unwrap_or(false) {
             setting.scratch.remove(&data)?;
         }

@@ -1,9 +1,10 @@
 //! Time until a datastore is open again, after a clean stop and after a SIGKILL: under scattered writes, during a
-//! discard of 200 GiB of a thick disk and of a scattered one, and during the deletion of a thick disk of 500 GiB.
+//! discard of 200 GiB of a thick disk and of a disk with scattered blocks, and during the deletion of a thick disk of
+//! 500 GiB.
 //!
-//! After each restart flushed blocks are compared. Requests may fail only because of the kill, and `check` verifies
-//! everything at the end. If the work folder's file system has no space for the thick disk, a sparse file system of 2
-//! TiB is used.
+//! After each restart, flushed blocks are compared with their expected content. Requests may fail only because of the
+//! kill. At the end, `check` verifies all data and metadata. If the work folder's file system has no space for the
+//! thick disk, a sparse file system of 2 TiB is used.
 
 use super::places::Places;
 use super::{CAPACITY, DEPTH, GIB, Journal, PROPERTY};
@@ -23,35 +24,35 @@ use std::time::Duration;
 
 /// Capacity of the thick disk.
 const THICK: u64 = 500 * GIB;
-/// Bytes discarded of each disk.
+/// Number of bytes that are discarded of each disk.
 const DISCARDED: u64 = 200 * GIB;
-/// Bytes of a single discard.
+/// Number of bytes of a single discard.
 const PIECE: u64 = GIB;
 const VOLUME: u64 = 2 << 40;
-/// Free space that a file system needs to be used directly.
+/// Free space that a file system needs so that the disks can be created on it directly.
 const ROOM_MIN: u64 = THICK + 100 * GIB;
 /// Limit of the time for opening.
 const OPEN_MAX_S: f64 = 2.0;
-/// Duration of the load before each stop as a part of the planned time, and its bounds.
+/// Duration of the load before each stop, as a part of the planned time, and the bounds of this duration.
 const LOAD_PART: f64 = 0.1;
 const LOAD_MIN_S: f64 = 1.0;
 const LOAD_MAX_S: f64 = 30.0;
-/// Part of the real space that written blocks may use, in percent, and bytes allocated per block.
+/// Part of the real space that written blocks may occupy, in percent, and the bytes that are allocated per block.
 const ROOM_PERCENT: u64 = 40;
 const WRITE_BYTES: u64 = 6 << 10;
-/// All space counts as returned when a thick disk occupies no more than this.
+/// All space counts as returned when a deleted thick disk occupies no more than this.
 const LEFT_MAX: u64 = 4 * GIB;
-/// How long the return of space is observed at most.
+/// Longest time for which the return of space is observed.
 const GIVEN_BACK_TIME_MAX: Duration = Duration::from_secs(120);
 const WIDE: &str = "wide";
 const THICK_DISK: &str = "thick";
 
-/// How a run of the server ends.
+/// The way in which a run of the server ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// With SIGTERM when the work is complete.
+    /// With SIGTERM, when the work is complete.
     Stop,
-    /// With SIGKILL this long after the work began.
+    /// With SIGKILL, this long after the work began.
     Kill(Duration),
 }
 
@@ -65,11 +66,11 @@ struct Bench<'a> {
     lost: u64,
 }
 
-/// Measures it with one journal.
+/// Measures the times with one journal size.
 pub(super) fn measure(setting: &Setting, journal: Journal, findings: &mut Vec<Finding>) -> Result<Value> {
     let (name, size) = journal;
     let room = volume::room(setting.scratch.root())?;
-    // Created before the datastore, so that it is unmounted after the server has ended.
+    // The volume is created before the datastore, so that it is dropped, and unmounted, after the server has ended.
     let volume = if room >= ROOM_MIN { None } else { Some(Volume::new(&setting.scratch, "volume", VOLUME)?) };
     let folder: PathBuf = volume.as_ref().map_or(setting.scratch.root(), Volume::path).join("stops");
     let datastore = Datastore::init_at(&setting.lamina, &setting.scratch, "stops", folder, size)?;
@@ -113,8 +114,8 @@ fn millis(latencies: &[f64], share: f64) -> f64 {
 }
 
 impl Bench<'_> {
-    /// Measures every kind of work, with a stop after it and a kill during it. Returns the seconds for creating the
-    /// thick disk, and the rate in GiB per second at which its space is returned.
+    /// Measures every kind of work, with a stop after the work and with a kill during the work. Returns the seconds for
+    /// creating the thick disk, and the rate in GiB per second at which its space is returned.
     fn go_through(&mut self, name: &str) -> Result<(f64, f64)> {
         let load = (self.setting.plan.lasting * LOAD_PART).clamp(LOAD_MIN_S, LOAD_MAX_S);
         let load = Duration::from_secs_f64(load);
@@ -132,13 +133,14 @@ impl Bench<'_> {
         self.life("a kill in a discard of 200 GiB, thick", load, kill, |ds| discard(ds, THICK_DISK))?;
         self.life("a discard of 200 GiB, thick, and a stop", load, End::Stop, |ds| discard(ds, THICK_DISK))?;
         say(&format!("{name}: discarding 200 GiB of the scattered disk"));
-        // Flushed blocks in the first part of the disk are discarded with it; blocks written from now on are compared.
+        // Flushed blocks in the first part of the disk are discarded with that part. Blocks that are written from now
+        // on are compared.
         self.life("a kill in a discard of 200 GiB, scattered", load, kill, |ds| discard(ds, WIDE))?;
         self.life("a discard of 200 GiB, scattered, and a stop", load, End::Stop, |ds| discard(ds, WIDE))?;
         say(&format!("{name}: deleting the thick disk"));
         let delete = |ds: &Datastore| ds.delete(THICK_DISK);
         self.life("a kill in deleting 500 GiB", load, End::Kill(Duration::from_millis(300)), delete)?;
-        // If the deletion was acknowledged, it continues after the kill.
+        // A deletion that was acknowledged is completed after the kill.
         let listed = self.datastore.ask(&["disk", "list"])?;
         let disks = listed["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
         if disks.iter().any(|disk| disk["name"] == THICK_DISK) {
@@ -161,7 +163,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Runs scattered writes with `act` in parallel and ends the server; then reopens the datastore and compares
+    /// Runs scattered writes, with `act` in parallel, and ends the server. Then reopens the datastore and compares
     /// flushed blocks.
     fn life(
         &mut self,
@@ -179,7 +181,7 @@ impl Bench<'_> {
         let datastore = &self.datastore;
         let half = load / 2;
         let kept = std::thread::scope(|scope| {
-            // The writes of the first half are flushed; those of the second half may be lost by a kill.
+            // The writes of the first half are flushed. A kill may lose those of the second half.
             let writer = scope.spawn(|| {
                 let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
                 places.write(&mut client, half, latencies)?;
@@ -189,7 +191,7 @@ impl Bench<'_> {
                 let rest = places.write(&mut client, half, latencies).and_then(|_| client.flush());
                 excused(rest, &killed).map(|()| kept)
             });
-            // `act` begins with the second half.
+            // `act` begins when the second half begins.
             while !flushed.load(Ordering::SeqCst) && !writer.is_finished() {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -212,13 +214,13 @@ impl Bench<'_> {
             self.places.go_back(kept);
         }
         self.serve(what)?;
-        // Blocks before this offset may have been discarded.
+        // Blocks before this offset may have been discarded, so they are not compared.
         self.lost += self.places.lost(&self.datastore.endpoint(WIDE), kept, DISCARDED)?;
         Ok(())
     }
 }
 
-/// Errors caused by a kill are ignored; a request that the server refuses is always an error.
+/// An error that the kill has caused is ignored. A request that the server refuses is always an error.
 fn excused(result: Result<()>, killed: &AtomicBool) -> Result<()> {
     match result {
         Err(Error::Io { .. } | Error::Answer(_) | Error::Command { .. }) if killed.load(Ordering::SeqCst) => Ok(()),
