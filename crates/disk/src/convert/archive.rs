@@ -196,7 +196,7 @@ pub(super) fn take_all<W: Write>(writer: &mut StreamWriter<W>, pieces: &mut Piec
     Ok(())
 }
 
-/// `NAME` of `NAME.ova`.
+/// The part `NAME` of a file name `NAME.ova`.
 pub(super) fn stem(name: &str) -> Option<&str> {
     let split = name.len().checked_sub(4).filter(|at| name.is_char_boundary(*at))?;
     let (stem, ending) = name.split_at(split);
