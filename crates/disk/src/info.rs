@@ -296,7 +296,7 @@ pub struct LevelInfo {
 /// Statistics of a disk's chain, since the disk was opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStatistics {
-    /// The disk.
+    /// The disk's name.
     pub name: String,
     /// The levels, newest first.
     pub levels: Vec<LevelInfo>,

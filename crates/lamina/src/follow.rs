@@ -48,7 +48,7 @@ struct Bar {
 impl Bar {
     /// A bar for the operation `what`.
     fn new(what: &'static str, template: &str) -> Self {
-        // Hidden at first; indicatif keeps it hidden if stderr is not a terminal.
+        // The bar is hidden at first; indicatif keeps it hidden if stderr is not a terminal.
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what);
         if let Ok(style) = ProgressStyle::with_template(template) {

@@ -38,7 +38,7 @@ fn build(killed: bool) -> (Store, Contents) {
     let mut server = store.serve("");
     let mut clients = ["vm1", "vm2"].map(|disk| Client::connect(&store.socket(), disk).unwrap());
     let mut images = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
-    // More writes than the journal ring holds, so that it has wrapped around.
+    // More writes than the journal ring can contain, so that the ring has wrapped around.
     for round in 0..1200 {
         for (client, image) in clients.iter_mut().zip(&mut images) {
             let length = if round % 16 == 0 { 64 << 10 } else { SECTOR << random.below(5) };

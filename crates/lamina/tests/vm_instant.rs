@@ -165,7 +165,7 @@ fn children_of_a_running_parent() {
     room.close();
 }
 
-/// Two processes that use as much processor time as they get.
+/// Two processes that use all processor time that the kernel gives them.
 struct BusyLoops([std::process::Child; 2]);
 
 impl BusyLoops {

@@ -22,7 +22,7 @@ pub fn faults(lines: &str) -> Vec<Fault> {
     out
 }
 
-/// The errors as rustc shows them to people.
+/// The errors in the form that rustc prints on a terminal.
 pub fn rendered(lines: &str) -> String {
     errors(lines).filter_map(|message| message["rendered"].as_str().map(String::from)).collect()
 }

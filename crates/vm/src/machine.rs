@@ -6,7 +6,7 @@
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
 //! NAME/nvram          the variables of its UEFI, if it has UEFI
-//! NAME/held           exists while a command has the guest paused: what to undo if that is killed
+//! NAME/held           exists while a command has the guest paused: what to undo after a kill
 //! ```
 //!
 //! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
@@ -54,7 +54,8 @@ const HELD: &str = "held";
 /// How long QEMU's monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long QEMU's monitor may take to answer when a state is listed, where a late answer is worth less than none.
+/// How long QEMU's monitor may take to answer when the states of all machines are listed. A busy monitor must not delay
+/// the list.
 const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The state of a machine.

@@ -43,9 +43,10 @@ pub enum Target {
 pub struct Service {
     /// The datastore.
     pub datastore: Arc<Datastore>,
-    /// The NBD clients of this process, or, if it does not serve, those of the process that served the datastore last.
+    /// The location of the datastore.
     pub location: Location,
-    /// The NBD clients of this process, or of the server that served the datastore last.
+    /// The NBD clients of this process, or, if it does not serve the datastore, those of the process that served it
+    /// last.
     pub clients: Arc<Clients>,
     /// The server; `None` if this process does not serve the datastore.
     pub served: Option<Served>,

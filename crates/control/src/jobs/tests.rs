@@ -1,4 +1,4 @@
-//! Jobs without a datastore: their list, their ends, their limits.
+//! Jobs without a datastore: how they are listed, how they end, and their limits.
 
 #![allow(clippy::unwrap_used)]
 

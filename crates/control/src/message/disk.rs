@@ -31,12 +31,12 @@ pub enum DiskRequest {
     List,
     /// One disk, with its block counts.
     Show {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Change the capacity of a disk.
     Resize {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// New capacity in bytes.
         capacity: u64,
@@ -50,7 +50,7 @@ pub enum DiskRequest {
     },
     /// Rename a disk.
     Rename {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// The disk's new name.
         to: String,
@@ -59,7 +59,7 @@ pub enum DiskRequest {
     },
     /// Delete a disk.
     Delete {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
@@ -68,56 +68,56 @@ pub enum DiskRequest {
     },
     /// Make a linked clone independent.
     Detach {
-        /// The clone.
+        /// The clone's name.
         name: String,
     },
     /// Statistics of a chain.
     Stats {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Change tunables of a chain.
     Tune {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// What to change.
         tuning: Tuning,
     },
     /// Open a stopped disk again.
     Reopen {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Allocate all space of a flat disk.
     Inflate {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Return blocks that hold only zeros to the file system.
     PunchZero {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Free grains that nothing references.
     Wipe {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Return free grains to the file system.
     Shrink {
-        /// The disk.
+        /// The disk's name.
         name: String,
     },
     /// Merge a chain into its base.
     Consolidate {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// Limit in bytes per second; 0 for none.
         rate: u64,
     },
     /// Migrate a disk to another format, provisioning type or datastore.
     Migrate {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// The new format and provisioning type.
         target: MigrateOptions,
@@ -128,7 +128,7 @@ pub enum DiskRequest {
     },
     /// Create a disk from existing images.
     Import {
-        /// The new disk.
+        /// The new disk's name.
         name: String,
         /// Options of the import.
         import: ImportOptions,

@@ -36,16 +36,16 @@ pub enum Change {
     },
     /// A disk was renamed.
     DiskRenamed {
-        /// Its old name.
+        /// The disk's old name.
         disk: String,
-        /// Its new name.
+        /// The disk's new name.
         to: String,
     },
     /// A disk was resized.
     DiskResized {
         /// The disk.
         disk: String,
-        /// Its new capacity in bytes.
+        /// The disk's new capacity in bytes.
         capacity: u64,
     },
     /// A disk was reverted to a snapshot.
@@ -83,7 +83,7 @@ pub enum Change {
     },
     /// A reception and its data were deleted.
     ReceptionDeleted {
-        /// Its identity.
+        /// The reception's id.
         id: String,
     },
     /// A job has begun.

@@ -50,14 +50,14 @@ pub enum MachineVerb {
     Import(MachineImport),
     /// Change a machine.
     Edit {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// What to change.
         edit: Edit,
     },
     /// Give a machine that is off another name.
     Rename {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// The machine's new name.
         to: String,
@@ -101,7 +101,7 @@ pub enum MachineVerb {
     },
     /// One machine.
     Show {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// Whether the front end prints all children of the machine, instead of their number and the first ones.
         children: bool,
@@ -130,7 +130,7 @@ pub enum MachineVerb {
     },
     /// The snapshots of a machine.
     SnapshotList {
-        /// The machine.
+        /// The machine's name.
         name: String,
     },
     /// Delete a snapshot.
@@ -167,19 +167,19 @@ pub enum MachineVerb {
     },
     /// Freeze a running machine: save its memory and stop its process.
     Freeze {
-        /// The machine.
+        /// The machine's name.
         name: String,
     },
     /// Query the location of the serial console.
     Console {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// Whether only the log of the console is needed; for the log, the machine need not run.
         log: bool,
     },
     /// Run a program in the guest through its agent.
     Execute {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// The program and its arguments.
         command: Vec<String>,
@@ -366,7 +366,7 @@ pub enum MachineReply {
     },
     /// Reply to `Freeze`.
     Frozen {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// The memory image from which the machine resumes.
         image: String,
@@ -379,7 +379,7 @@ pub enum MachineReply {
     },
     /// Reply to `Console`.
     Console {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// The socket of the machine's serial port, which accepts one connection at a time.
         socket: PathBuf,
@@ -390,7 +390,7 @@ pub enum MachineReply {
     },
     /// Reply to `Execute`.
     Executed {
-        /// The machine.
+        /// The machine's name.
         name: String,
         /// The outcome of running the program.
         execution: Execution,

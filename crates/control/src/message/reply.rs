@@ -40,7 +40,7 @@ pub enum Reply {
     Statistics(Box<DiskStatistics>),
     /// Reply to requests that reclaim space of a disk.
     Reclaimed {
-        /// The disk.
+        /// The disk's name.
         name: String,
         /// The space that was reclaimed.
         reclaimed: Reclaimed,
@@ -49,7 +49,7 @@ pub enum Reply {
     Diff {
         /// Number of extents sent.
         extents: u64,
-        /// Sum of their lengths.
+        /// Sum of the lengths of these extents.
         bytes: u64,
     },
     /// Reply to `ImageRequest::Show`.
@@ -100,7 +100,7 @@ pub struct Resized {
 /// A running machine whose disk was resized.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineNotice {
-    /// The machine.
+    /// The machine's name.
     pub name: String,
     /// Whether the guest sees the new capacity. False while the datastore is not served.
     pub seen: bool,

@@ -23,14 +23,14 @@ pub enum SnapshotRequest {
     Show {
         /// The disk.
         disk: String,
-        /// The snapshot.
+        /// The snapshot's name.
         name: String,
     },
     /// Delete a snapshot.
     Delete {
         /// The disk.
         disk: String,
-        /// The snapshot.
+        /// The snapshot's name.
         name: String,
         /// The direction in which an image of the chain is merged; the cheaper direction if `None`.
         direction: Option<Direction>,
@@ -43,7 +43,7 @@ pub enum SnapshotRequest {
     Revert {
         /// The disk.
         disk: String,
-        /// The snapshot.
+        /// The snapshot's name.
         name: String,
         /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,

@@ -86,7 +86,7 @@ fn candidates(named: Named, begun: &OsStr) -> Vec<CompletionCandidate> {
     names.map(|name| CompletionCandidate::new(format!("{before}{name}"))).collect()
 }
 
-/// The datastore that the command line names, or otherwise the environment.
+/// The datastore that the command line names, or, if it names none, the environment.
 fn location(arguments: impl IntoIterator<Item = OsString>) -> Option<Location> {
     let mut given = std::env::var_os("LAMINA_DATASTORE");
     let mut arguments = arguments.into_iter();

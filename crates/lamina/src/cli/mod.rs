@@ -61,13 +61,13 @@ pub struct Cli {
 pub enum Command {
     /// Create a datastore in an empty or missing folder.
     Init {
-        /// The folder.
+        /// Folder of the new datastore.
         #[arg(value_name = "PATH", value_parser = location())]
         location: Location,
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
-        /// Create it even on a file system that may lose flushed writes, such as NFS, SMB or FUSE.
+        /// Create the datastore even on a file system that may lose flushed writes, such as NFS, SMB or FUSE.
         #[arg(long)]
         any_file_system: bool,
     },

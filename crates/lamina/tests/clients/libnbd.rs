@@ -216,7 +216,7 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
     done
 }
 
-/// fio's NBD engine, which verifies what it wrote.
+/// fio's NBD engine, which verifies the data that it wrote.
 pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let (offset, length) = match line.operation {
         // fio can verify only a single pattern, so it reads only the first run of data.

@@ -29,7 +29,7 @@ fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &
     generations(program, style, |_| true, operations, run);
 }
 
-/// Tests both generations of a client that supports TLS only in some of them.
+/// Tests both generations of a client of which only some versions support TLS.
 fn generations(
     program: &str,
     style: fn(Generation) -> Style,

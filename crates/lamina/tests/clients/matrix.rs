@@ -81,7 +81,7 @@ impl Matrix {
         }
     }
 
-    /// Fails if lines failed, and lists them.
+    /// Fails if lines of the matrix have failed, and lists these lines.
     pub fn finish(mut self) {
         assert_eq!(self.served.server.stop("TERM"), Some(0));
         assert!(

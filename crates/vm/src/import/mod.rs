@@ -14,7 +14,7 @@
 //! run          creating that machine
 //! ```
 //!
-//! Every parser produces the same description, [`Foreign`], and [`plan`] alone decides what lamina makes of it.
+//! Every parser produces the same description, [`Foreign`], and only [`plan`] decides which machine is created from it.
 //!
 //! 1. The source is not modified.
 //! 2. A description is untrusted. A parser returns a description or an error for any bytes, within the limits of

@@ -22,7 +22,7 @@ use work::Progress;
 /// How disks are imported.
 #[derive(Clone, Debug)]
 pub struct How {
-    /// Whether to import live: the disks read from the images until the server has copied them.
+    /// Whether to import live: the disks are read from the images until the server has copied the images.
     pub live: bool,
     /// Folders, besides that of an image, that contain files to which the image may refer.
     pub permitted: Vec<PathBuf>,
@@ -140,7 +140,7 @@ fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Ve
 }
 
 /// Removes from `there` the disk snapshot that belongs to a snapshot of the machine. The import of the disk may have
-/// changed its name.
+/// changed the snapshot's name.
 fn take_one(there: &mut Vec<SnapshotFacts>, snapshot: &PlannedSnapshot) -> Option<String> {
     let letters = |name: &str| name.chars().filter(|c| c.is_alphanumeric()).collect::<String>().to_lowercase();
     let wanted = letters(&snapshot.label);

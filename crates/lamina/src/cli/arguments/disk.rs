@@ -234,12 +234,12 @@ pub enum DiskCommand {
         /// New name of the disk.
         #[arg(value_name = "NEW_NAME", value_parser = parse_disk)]
         to: String,
-        /// Rename the disk even if clients have it open or may reconnect, or a machine uses it. They look for the old
-        /// name.
+        /// Rename the disk even if clients have it open or may reconnect, or a machine uses it. Clients that reconnect
+        /// request the old name.
         #[arg(long)]
         force: bool,
     },
-    /// Delete a disk with its snapshots. Refused if linked clones are based on them.
+    /// Delete a disk with its snapshots. Refused if linked clones are based on the snapshots.
     Delete {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -251,7 +251,7 @@ pub enum DiskCommand {
         #[arg(long)]
         force: bool,
     },
-    /// Make a linked clone independent of its parent, while it is in use.
+    /// Make a linked clone independent of its parent, while the clone is in use.
     Detach {
         /// The clone.
         #[arg(value_parser = parse_disk)]
@@ -271,32 +271,32 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Allocate and zero all space of a thin or zeroed thick flat disk, while it is in use.
+    /// Allocate and zero all space of a thin or zeroed thick flat disk, while the disk is in use.
     Inflate {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Make a flat disk thin: return blocks that hold only zeros to the file system, while it is in use.
+    /// Make a flat disk thin: return blocks that contain only zeros to the file system, while the disk is in use.
     #[command(name = "punchzero")]
     PunchZero {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Find grains of a disk's deltas that nothing references and free them for new data, while it is in use.
+    /// Find grains of a disk's deltas that nothing references and free them for new data, while the disk is in use.
     Wipe {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Return free grains of a disk's deltas to the file system, while it is in use.
+    /// Return free grains of a disk's deltas to the file system, while the disk is in use.
     Shrink {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Merge a disk's chain into its base, while it is in use. The snapshots between them are deleted.
+    /// Merge a disk's chain into its base, while the disk is in use. The snapshots of the merged images are deleted.
     Consolidate {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -305,7 +305,7 @@ pub enum DiskCommand {
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
-    /// Migrate a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
+    /// Migrate a disk with its snapshots to another format, provisioning type or datastore, while the disk is in use.
     Migrate(DiskMigrate),
     /// Send a disk to another server, over TLS. After an interruption the same command resumes.
     Send(super::send::DiskSend),

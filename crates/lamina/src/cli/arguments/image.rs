@@ -40,7 +40,7 @@ pub struct OpeningArguments {
     /// Allow the image to refer to files in this folder too.
     #[arg(long = "allow-folder", value_name = "FOLDER")]
     pub allow_folder: Vec<PathBuf>,
-    /// The disk to read from an archive, by the name of its file there.
+    /// The disk to read from an archive, by the name of its file in the archive.
     #[arg(long, value_name = "FILE")]
     pub member: Option<String>,
 }

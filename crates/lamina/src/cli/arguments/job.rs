@@ -22,7 +22,7 @@ pub enum JobCommand {
         #[arg(value_name = "JOB")]
         id: String,
     },
-    /// Cancel a job and undo what it began. 'job wait' waits until that is done.
+    /// Cancel a job and undo its work. 'job wait' waits until the job has ended.
     Cancel {
         /// The job's id.
         #[arg(value_name = "JOB")]

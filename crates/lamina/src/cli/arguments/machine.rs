@@ -110,7 +110,8 @@ With --json, the member 'exit_code' has the program's exit code, and is null if 
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
-    /// Make machines of those of VMware, VirtualBox and libvirt, or of a disk: they boot as they are.
+    /// Create machines from those of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
+    /// source.
     Import(VmImport),
     /// Change a machine. Disks and network cards can be added and removed while it runs, the rest while it is off.
     Edit(VmEdit),

@@ -27,7 +27,7 @@ const SLICE_MAX_S: f64 = 10.0;
 const SLICES_MIN: f64 = 4.0;
 /// Part of the available space that all sides may use together, in percent.
 const ROOM_PERCENT: u64 = 60;
-/// Most bytes that a first write allocates, and the share of the space for the side. lamina allocates a block and
+/// Most bytes that a first write allocates, and the side's share of the available space. lamina allocates a block and
 /// metadata; qcow2 allocates a cluster of 64 KiB, or less with subclusters.
 const LAMINA: Share = Share { each: 6 << 10, parts: 2 };
 const QCOW2: Share = Share { each: 68 << 10, parts: 4 };
