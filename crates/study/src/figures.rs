@@ -340,7 +340,7 @@ fn headlines(kept: &[Kept]) -> String {
             machine.date.split('T').next().unwrap_or_default(),
         );
         if kept.plan.quick {
-            out += "These are of short runs (`--quick`): they show where things stand and prove no limit.\n";
+            out += "These figures are of short runs (`--quick`): they give a first impression and prove no limit.\n";
         }
     }
     out

@@ -382,7 +382,7 @@ impl Definition {
                 ));
             }
             if !disks.insert(&disk.name) {
-                return invalid(format!("disk '{}' is there twice", disk.name));
+                return invalid(format!("disk '{}' is named twice", disk.name));
             }
         }
         for network in &self.networks {

@@ -114,8 +114,8 @@ impl Task<'_> {
     fn at_root(&self, what: &str) -> Error {
         let name = self.name();
         let text = format!(
-            "{what} of machine '{name}' is not where a running machine releases devices, as those are that are added while \
-             it runs: stop it first"
+            "a running machine releases only devices that were added while it ran, and {what} of machine '{name}' is \
+             not one of them: stop it first"
         );
         Error::new(ErrorKind::WrongState, text)
     }

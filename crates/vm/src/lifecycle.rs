@@ -63,7 +63,10 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
             && image.record.agent == Some(true)
             && let Err(why) = set_clock(machine)
         {
-            tracing::warn!(machine = machine.name(), "the guest's clock is that of the time when it was frozen: {why}");
+            tracing::warn!(
+                machine = machine.name(),
+                "the guest's clock was not set and still shows the time when the guest was frozen: {why}"
+            );
         }
         return Ok(());
     }

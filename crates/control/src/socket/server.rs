@@ -187,8 +187,8 @@ impl Session<'_> {
             return Ok(true);
         }
         if request.is_of_asking_process() {
-            let sentence = "what starts, changes or tells a machine is done by the process that asks, not by the \
-                            server: it cannot be a job of the server";
+            let sentence = "requests that start, change or notify a machine are carried out by the requesting process, \
+                            not by the server: they cannot be jobs of the server";
             self.send(&failure(&Error::new(ErrorKind::Unsupported, sentence)))?;
             return Ok(true);
         }

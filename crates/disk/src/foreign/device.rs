@@ -129,7 +129,7 @@ impl Device for ChainedDevice {
     fn resize(&self, _capacity: u64) -> Result<()> {
         Err(Error::new(
             ErrorKind::Unsupported,
-            format!("{}: a disk in this format keeps its capacity; convert it to change that", self.name),
+            format!("{}: a disk in this format cannot be resized; convert it to a format whose disks can", self.name),
         ))
     }
 

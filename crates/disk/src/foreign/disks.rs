@@ -178,8 +178,8 @@ impl Foreign {
         Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "disk '{}' keeps its capacity: its images and their snapshots are made for it; 'lamina disk migrate' \
-                 to the native format makes a disk that can be resized",
+                "disk '{}' cannot be resized: its capacity is stored in its images and in those of its snapshots; \
+                 'lamina disk migrate' to the native format makes a disk that can be resized",
                 entry.disk.name()
             ),
         ))

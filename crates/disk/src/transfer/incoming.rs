@@ -224,8 +224,8 @@ impl Datastore {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
             if let Some(other) = other {
                 let text = format!(
-                    "the unfinished reception of another state of disk '{}' is kept; 'lamina receive delete {}' there \
-                     gives it up",
+                    "the unfinished reception of another state of disk '{}' is kept; 'lamina receive delete {}' on \
+                     the receiver deletes it",
                     disk.name, other.id
                 );
                 return Err(Error::new(ErrorKind::Exists, text));

@@ -138,12 +138,12 @@ impl Definition {
             let name = &self.name;
             let text = match self.ports {
                 0 => format!(
-                    "machine '{name}' has no ports for devices that are added while it runs: stop it, and add the device \
-                     then, or ports with 'lamina vm edit {name} --ports {PORTS_DEFAULT}'"
+                    "machine '{name}' has no ports for devices that are added while it runs: stop the machine, and \
+                     then add the device, or add ports with 'lamina vm edit {name} --ports {PORTS_DEFAULT}'"
                 ),
                 ports => format!(
-                    "all {ports} ports of machine '{name}' are in use: stop it, and add the device then, or more ports \
-                     (up to {PORTS_MAX}) with 'lamina vm edit {name} --ports N'"
+                    "all {ports} ports of machine '{name}' are in use: stop the machine, and then add the device, or \
+                     add more ports (up to {PORTS_MAX}) with 'lamina vm edit {name} --ports N'"
                 ),
             };
             Error::new(ErrorKind::Invalid, text)

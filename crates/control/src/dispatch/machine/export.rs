@@ -60,7 +60,7 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
         Bus::Nvme => ArchiveController::Nvme,
     };
     if definition.disks.iter().any(|disk| disk.bus != first) {
-        note("disks", Effect::Changed, "all of them are on controllers of the first one's kind");
+        note("disks", Effect::Changed, "all disks are on controllers of the kind of the first disk's controller");
     }
     if definition.boot.is_some() {
         note("boot", Effect::LeftOut, "VMware loads no kernel without a boot loader");
