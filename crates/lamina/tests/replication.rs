@@ -151,8 +151,8 @@ fn start(mut command: Command) -> std::process::Child {
 fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
-    // Without time for reconnecting, because otherwise a client that disconnected just before the kill would delay this
-    // test.
+    // The grace time for reconnecting is zero, because otherwise a client that disconnected just before the kill would
+    // delay this test.
     let receive = |port: u16| format!("{} --client-grace 0", keys.receive(port));
     let (mut mine, mut theirs) = (here.serve(""), there.serve(&receive(0)));
     let to = address(&theirs);

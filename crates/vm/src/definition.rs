@@ -406,7 +406,7 @@ impl Definition {
         }
         match platform.cores {
             Some(cores) if cores == 0 || !self.cpus.is_multiple_of(cores) => {
-                invalid(format!("{} CPUs cannot be sockets of {cores} cores", self.cpus))
+                invalid(format!("{} CPUs cannot be divided into sockets of {cores} cores", self.cpus))
             }
             _ => Ok(()),
         }

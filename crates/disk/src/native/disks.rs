@@ -135,7 +135,7 @@ impl Native {
         Ok(())
     }
 
-    /// Blocks that are reserved for zeroed thick disks and are not written yet. Only the first [`EXTENTS_COUNTED`]
+    /// Blocks that are reserved for zeroed thick disks and are not written yet. Only the first `EXTENTS_COUNTED`
     /// extents of a disk are examined, so that counting takes a bounded time.
     pub fn reserved_in_disks(&self) -> Result<u64> {
         let thick = |disk: &&Object| disk.provisioning == Stored::ZeroedThick;

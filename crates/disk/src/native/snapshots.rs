@@ -93,7 +93,7 @@ impl Native {
     /// Deletes a snapshot of an interrupted operation; `Busy` if clones are based on the snapshot.
     pub fn take_back_snapshot(&self, id: u64) -> Result<()> {
         if self.engine.with_catalog(|catalog| catalog.disks().any(|clone| clone.origin == id)) {
-            return Err(Error::new(ErrorKind::Busy, "linked clones are based on it"));
+            return Err(Error::new(ErrorKind::Busy, "linked clones are based on the snapshot"));
         }
         self.engine.delete_snapshot(id)
     }

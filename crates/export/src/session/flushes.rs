@@ -95,7 +95,7 @@ impl<T> Flushes<T> {
         self.last >= LONG
     }
 
-    /// The outcome of the device flush; `None` if the flush was handed over.
+    /// The outcome of the device flush; `None` if the flush was passed to the flusher thread.
     fn carry_out(&mut self, beside_others: bool) -> Option<Result<()>> {
         if self.device.read_only() {
             return Some(Ok(()));

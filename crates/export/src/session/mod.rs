@@ -116,8 +116,8 @@ impl Payload {
 }
 
 /// An estimate whether the client has several requests in flight at a time. If so, the session watches the socket while
-/// requests are in flight, and hands flushes over; for other clients both would only cost time. A wrong estimate costs
-/// the latency of one request, and the estimate is tested at intervals.
+/// requests are in flight, and passes slow flushes to the flusher thread; for other clients both would only cost
+/// time. A wrong estimate costs the latency of one request, and the estimate is tested at intervals.
 #[derive(Default)]
 struct Depth {
     deep_for: u32,

@@ -13,7 +13,7 @@
 //! Only the space of data blocks is compared, and only without load: before the load and after it. While clients write,
 //! the engine keeps up to 32 MiB of free blocks for these writes, overwritten blocks become free with a later commit,
 //! and the journal and its page images grow. None of this depends on the deletion. Under load, all space except
-//! [`KEPT_MAX`] has to be returned.
+//! `KEPT_MAX` has to be returned.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
