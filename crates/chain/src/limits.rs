@@ -19,10 +19,10 @@ pub const PREFETCH_BYTES_DEFAULT: u64 = 4 << 20;
 /// The most bytes around a cache miss that are looked up with it.
 pub const PREFETCH_BYTES_MAX: u64 = 1 << 30;
 
-/// The most extents that a prefetch inserts, by default.
+/// The most extents that a prefetch inserts into the metadata cache, by default.
 pub const PREFETCH_EXTENTS_DEFAULT: usize = 64;
 
-/// The greatest limit on the extents that a prefetch inserts.
+/// The greatest limit on the extents that a prefetch inserts into the metadata cache.
 pub const PREFETCH_EXTENTS_MAX: usize = 128;
 
 /// Largest data cache: 1 TiB.

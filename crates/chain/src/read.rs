@@ -1,4 +1,4 @@
-//! Reading: plans, which tell a caller where the bytes of a range are, so that it can read them in its own way.
+//! Reading: a plan lists where the bytes of a range are, so that the caller can read them itself.
 //!
 //! 1. The steps of a plan, in this order: take the token of the data cache, take the levels, enter their epochs, look
 //!    up extents. So a file location in a plan is not reused while the plan exists, and data read through an old stack

@@ -272,7 +272,7 @@ pub struct Tuning {
     pub metadata_entries: Option<u64>,
     /// Bytes around a cache miss that are looked up together with it.
     pub prefetch: Option<u64>,
-    /// Limit of the extents that one prefetch adds.
+    /// Limit of the extents that one prefetch adds to the metadata cache.
     pub prefetch_extents: Option<u64>,
     /// Bytes of the read cache; 0 for none.
     pub read_cache: Option<u64>,

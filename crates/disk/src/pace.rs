@@ -8,7 +8,7 @@
 //! | in the window | new rate |
 //! |---|---|
 //! | no request for [`IDLE`] | unlimited |
-//! | over 1 % of the requests late, or none completed | [`DECREASE`] times the rate achieved, at least [`RATE_MIN`] |
+//! | over 1 % of the requests late, or all pending | [`DECREASE`] times the rate achieved, at least [`RATE_MIN`] |
 //! | otherwise, if the work used its rate | [`INCREASE`] more, at least [`RATE_STEP`] more |
 //!
 //! [`RATE_MIN`] ensures that background work ends even on storage that cannot reach the target latency.
@@ -78,7 +78,7 @@ impl Control {
         let seconds = now.duration_since(self.began).as_secs_f64();
         let (served, late) = (requests - self.requests, slow - self.slow);
         let speed = (moved - self.moved) as f64 / seconds;
-        // Requests that do not complete within a window count as late.
+        // If requests are pending and none completes within a window, they count as late.
         let stuck = waiting && served == 0;
         if served > 0 || waiting {
             self.active = now;

@@ -1,7 +1,7 @@
-//! Snapshots of several disks at one point, when some of the disks are in VMware's formats. The snapshots of each disk
-//! in a VMware format are in a record of that disk, and those of the native disks are in the journal. A power cut
-//! between these writes must leave all of the snapshots or none. So a file in the datastore records the group while the
-//! snapshots are taken.
+//! Snapshots of several disks at one point in time, when some of the disks are in VMware's formats. The snapshots of
+//! each disk in a VMware format are in a record of that disk, and those of the native disks are in the journal. A power
+//! cut between these writes must leave all of the snapshots or none. So a file in the datastore records the group while
+//! the snapshots are taken.
 //!
 //! ```text
 //! write    the file names the disks, and the native snapshots by identity

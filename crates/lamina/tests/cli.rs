@@ -122,7 +122,7 @@ fn help_is_printed_to_stdout_with_exit_code_0() {
         for option in ["--help", "-h"] {
             let text = run(&format!("{name} {option}")).ok();
             assert!(text.contains(&format!("Usage: lamina {name}")), "{name}: {text}");
-            // Verbs of images take paths and need no datastore.
+            // Subcommands of `lamina image` take paths and need no datastore.
             let datastore = text.contains("--datastore") || name.starts_with("image ");
             assert!(text.contains("--json") && datastore, "{name}: {text}");
         }

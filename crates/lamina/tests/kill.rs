@@ -1,12 +1,12 @@
 //! A server is killed repeatedly with SIGKILL under writers that check the content afterwards.
 //!
 //! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap and waits for
-//! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point with the command
-//! line. For every sector it tracks the versions that a crash may leave: the last version made durable by a flush or
-//! FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush followed;
-//! otherwise the snapshot may lack the same writes as the disk after a crash. No later write may be in the snapshot.
-//! Content found after one crash must be found after all later ones. The kill happens at a random time, in some rounds
-//! while the server is still opening the datastore.
+//! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point in time with the
+//! command line. For every sector it tracks the versions that a crash may leave: the last version made durable by a
+//! flush or FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush
+//! followed; otherwise the snapshot may lack the same writes as the disk after a crash. No later write may be in the
+//! snapshot. Content found after one crash must be found after all later ones. The kill happens at a random time, in
+//! some rounds while the server is still opening the datastore.
 
 #![allow(clippy::unwrap_used)]
 

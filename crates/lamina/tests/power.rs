@@ -1,5 +1,5 @@
-//! Power cuts below the file system while snapshots of several disks are taken at one point: native disks and disks in
-//! VMware's formats, on ext4 and on XFS. A seed determines the operations and the time of the cut.
+//! Power cuts below the file system while snapshots of several disks are taken at one point in time: native disks and
+//! disks in VMware's formats, on ext4 and on XFS. A seed determines the operations and the time of the cut.
 //!
 //! 1. Each group of snapshots that are taken together exists completely or not at all; an acknowledged group exists.
 //! 2. Every sector of disks and snapshots has an allowed version, and flushed data exists.

@@ -140,7 +140,7 @@ fn children_of_a_running_parent() {
         room.until_answers(name);
         assert_eq!(room.shell(name, "cat /number"), "4");
     }
-    // A parent that was cloned several times is frozen, is cloned from its image, and then continues.
+    // A parent that was cloned several times is frozen, is cloned from its memory image, and then continues.
     room.shell("parent", "echo frozen >/run/number; sync");
     room.run("vm freeze parent").ok();
     room.run("vm clone parent last --instant").ok();

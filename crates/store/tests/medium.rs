@@ -206,7 +206,8 @@ fn errors_after_a_refused_change_report_the_loss_of_ownership() {
         let (_owner, engine) = open(&medium.connect());
         write(&engine, disk, 0, 1).unwrap();
         if flush_first {
-            // The ownership check before this append also covers the next one.
+            // This flush checks the ownership before its append to the journal. The check also counts for the append of
+            // the next flush, if that begins within `LOOK_INTERVAL`.
             engine.flush().unwrap();
             write(&engine, disk, 1, 2).unwrap();
         }

@@ -57,7 +57,7 @@ pub trait Disks: Send + Sync {
     /// live import, the server copies the content after this call. Reports copied and total bytes.
     fn import(&self, disk: &str, content: &Content, how: &How, progress: &dyn Progress) -> Result<()>;
 
-    /// Takes snapshots of several disks at one point: (disk, snapshot). Either all are taken or none.
+    /// Takes snapshots of several disks at one point in time: (disk, snapshot). Either all are taken or none.
     fn snapshot(&self, of: &[(String, String)]) -> Result<()>;
 
     /// The snapshots of a disk.

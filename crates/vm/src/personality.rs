@@ -13,7 +13,7 @@
 //! 3. A network card is identified by its PCI slot, which is the same in every copy, and its MAC address is verified
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
-//!    argument. It can change what lamina cannot know (keys of an SSH server, registration of an agent).
+//!    argument. The program can change what lamina does not change (keys of an SSH server, registration of an agent).
 
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};

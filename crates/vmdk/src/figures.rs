@@ -16,7 +16,7 @@ pub struct Tuning {
     pub metadata_entries: Option<usize>,
     /// Bytes around a cache miss that are looked up with it.
     pub prefetch: Option<u64>,
-    /// The most extents that one prefetch inserts.
+    /// The most extents that one prefetch inserts into the metadata cache.
     pub prefetch_extents: Option<usize>,
     /// Bytes of the read cache; 0 for none.
     pub read_cache: Option<u64>,

@@ -189,7 +189,7 @@ pub struct Tunables {
     pub metadata_entries: usize,
     /// Bytes around a cache miss that are looked up with it.
     pub prefetch: u64,
-    /// The most extents that one prefetch inserts.
+    /// The most extents that one prefetch inserts into the metadata cache.
     pub prefetch_extents: usize,
     /// Bytes of the read cache.
     pub read_cache: u64,

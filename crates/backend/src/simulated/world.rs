@@ -150,7 +150,7 @@ impl World {
         after
     }
 
-    /// Whether the next request of this kind fails.
+    /// Counts a request of this kind; returns whether it fails.
     pub(super) fn does_fail(&mut self, fault: Fault) -> bool {
         let failing = &mut self.failing_requests[fault as usize];
         let Range { start, end } = failing.clone();

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// The most bytes that one lookup covers in search of the next range to copy.
 const LOOK_AHEAD: u64 = 64 << 20;
-/// The most extents of such a lookup.
+/// The most extents that one lookup in search of the next range returns.
 const LOOK_AHEAD_EXTENTS: usize = 128;
 /// Extents of a copied range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;

@@ -61,7 +61,7 @@ pub struct Tunables {
     pub entries: usize,
     /// Bytes around a cache miss that are looked up with it; 0 for none.
     pub prefetch_bytes: u64,
-    /// The most extents that one prefetch inserts.
+    /// The most extents that one prefetch inserts into the cache.
     pub prefetch_extents: usize,
 }
 

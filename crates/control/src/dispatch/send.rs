@@ -63,7 +63,7 @@ struct Sending<'a> {
 }
 
 impl Sending<'_> {
-    /// Takes a snapshot of each disk at one point; returns the name of the snapshots.
+    /// Takes a snapshot of each disk at one point in time; returns the name of the snapshots.
     fn take(&self) -> Result<String> {
         let name = point_name(&self.remote.name, self.request.how.incremental)?;
         let of: Vec<_> = self.request.disks.iter().map(|disk| (disk.disk.clone(), name.clone())).collect();

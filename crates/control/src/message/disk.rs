@@ -121,7 +121,7 @@ pub enum DiskRequest {
         name: String,
         /// The new format and provisioning type.
         target: MigrateOptions,
-        /// The other datastore.
+        /// The datastore to which the disk is migrated; `None` if it stays in this one.
         to: Option<Location>,
         /// Limit in bytes per second; 0 for none.
         rate: u64,

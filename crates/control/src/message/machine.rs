@@ -119,7 +119,7 @@ pub enum MachineVerb {
         /// Delete machines whose definitions cannot be read, without their disks.
         force: bool,
     },
-    /// Take a snapshot of all disks of a machine at one point.
+    /// Take a snapshot of all disks of a machine at one point in time.
     SnapshotCreate {
         /// The machine and the snapshot.
         snapshot: MachineSnapshot,

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SnapshotRequest {
-    /// Take snapshots of several disks at one point.
+    /// Take snapshots of several disks at one point in time.
     Create {
         /// Disk and snapshot name of each snapshot.
         of: Vec<(String, String)>,

@@ -125,7 +125,7 @@ impl Datastore {
         Ok(())
     }
 
-    /// Takes snapshots of several disks at one point: (disk, snapshot name).
+    /// Takes snapshots of several disks at one point in time: (disk, snapshot name).
     pub fn create_snapshots(&self, of: &[(String, String)], options: &SnapshotOptions) -> Result<Vec<SnapshotInfo>> {
         self.end_groups()?;
         let _uses = of.iter().map(|(disk, _)| self.uses.share(disk)).collect::<Result<Vec<_>>>()?;

@@ -129,8 +129,8 @@ impl Foreign {
                 continue;
             }
             let label = place.label();
-            // An image that cannot be checked is skipped: it keeps the disk closed, and the error of opening the disk
-            // reports why.
+            // An image that cannot be checked is skipped. Opening the disk then fails, and the error of the opening
+            // reports what is wrong with the image.
             for checked in image::check::check(&place, &options, true, progress).unwrap_or_default() {
                 if checked.repaired > 0 {
                     for note in checked.notes {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! disks       created, listed, shown, renamed, deleted; statistics and tunables
-//! snapshots   taken (with others at one point), listed, deleted, reverted to, compared
+//! snapshots   taken (with others at one point in time), listed, deleted, reverted to, compared
 //! clones      linked and full
 //! moving      source and target of a migration
 //! convert     source and target of a conversion

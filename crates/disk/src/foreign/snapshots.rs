@@ -1,4 +1,5 @@
-//! Snapshots: taking them, alone or with others at one point; listing, deleting, reverting to and comparing them.
+//! Snapshots: taking them, alone or with others at one point in time; listing, deleting, reverting to and comparing
+//! them.
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
@@ -116,8 +117,8 @@ fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, 
 }
 
 impl Foreign {
-    /// Takes snapshots of several disks at one point. They have the numbers `uids`, if given. `between` is called at
-    /// that point, while no write is in progress.
+    /// Takes snapshots of several disks at one point in time. They have the numbers `uids`, if given. `between` is
+    /// called at that point, while no write is in progress.
     pub fn create_snapshots(
         &self,
         of: &[(Arc<ForeignDisk>, String)],

@@ -110,7 +110,7 @@ impl Native {
         Ok(self.device_of(&disk, &disk))
     }
 
-    /// Names of hidden disks with that prefix.
+    /// Names of the hidden disks that begin with `prefix`.
     pub fn hidden(&self, prefix: &str) -> Vec<String> {
         self.engine.with_catalog(|catalog| {
             catalog.disks().map(|disk| disk.name.clone()).filter(|name| name.starts_with(prefix)).collect()

@@ -95,7 +95,8 @@ fn unread_replies_take_bounded_memory_and_delay_no_other_client() {
             assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
             assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
         }
-        // Clients that do not read their replies occupy neither locations nor memory of the device.
+        // Requests of clients that do not read their replies hold neither guards of read plans (which keep file
+        // locations valid) nor memory of the device.
         eventually("guards are returned", || Arc::strong_count(&disk.guards) == 1);
         eventually("memory is returned", || disk.lent() == 0);
         // Each such client may occupy 48 MiB and one request. The 4,000 requests of 4 MiB would need 16 GB.

@@ -12,7 +12,8 @@ impl Descriptor {
     /// The text of a descriptor file.
     ///
     /// # Errors
-    /// `Invalid` when a name cannot be written in the descriptor's encoding, or in any.
+    /// `Invalid` if a name or value cannot be written in the descriptor's encoding, or contains a line break or a zero
+    /// byte; if the disk is empty or too large; or if the text is too long.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(1024);
         self.write_header(&mut out)?;
@@ -49,7 +50,7 @@ impl Descriptor {
     /// The text padded with zeros to `size`, the number of bytes that an extent reserves for it.
     ///
     /// # Errors
-    /// Those of [`Descriptor::to_bytes`], and `NoSpace` if it does not fit.
+    /// Those of [`Descriptor::to_bytes`], and `NoSpace` if the text does not fit.
     pub fn to_embedded_bytes(&self, size: usize) -> Result<Vec<u8>> {
         let mut out = self.to_bytes()?;
         if out.len() > size {

@@ -75,7 +75,7 @@ pub struct Counters {
     pub blocks: u64,
     /// `nb`: number of blocks that have space.
     pub nb: u64,
-    /// `tbz`: number of these that have to be zeroed when they are first written.
+    /// `tbz`: number of blocks that have space and have to be zeroed when they are first written.
     pub tbz: u64,
 }
 

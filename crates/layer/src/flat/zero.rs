@@ -86,7 +86,7 @@ impl Flat {
             let state = self.blocks.state(block);
             match state {
                 BlockType::Unwritten => {}
-                // Only whole blocks become unwritten, so that the state in the file system and the counters agree.
+                // A block becomes unwritten only as a whole, so that its state in `blocks` agrees with the file system.
                 BlockType::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
                 _ => match self.file.zero_range(range.start, range.end - range.start) {
                     Ok(()) if in_pages(&range) => self.blocks.set(block, BlockType::Unwritten),

@@ -217,7 +217,8 @@ impl Image {
     }
 }
 
-/// Passes progress on, and pauses after each step so that the work takes only its [`SHARE`] of the time.
+/// Passes progress on. If guests sent requests during a step, it pauses after the step, so that the work takes
+/// [`SHARE`] percent of the time.
 struct Resting<'a> {
     layer: &'a SeSparse,
     progress: &'a dyn Progress,

@@ -34,7 +34,7 @@ pub(super) const CONFIRM_TABLES: usize = 2048;
 #[derive(Clone, Default)]
 pub(super) struct NamedTables {
     words: Vec<u64>,
-    /// One more than the highest table.
+    /// One more than the number of the highest table of the set.
     end: u64,
 }
 
@@ -51,7 +51,7 @@ impl NamedTables {
         before
     }
 
-    /// One more than the highest.
+    /// One more than the highest table of the set.
     pub(super) fn end(&self) -> u64 {
         self.end
     }

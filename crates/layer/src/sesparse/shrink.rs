@@ -91,7 +91,8 @@ impl SeSparse {
             if exhausted {
                 return Ok(());
             }
-            // There were free grains below, but these grains could not be moved.
+            // The grains of this batch that are still allocated could not be moved, although there are free grains
+            // below.
             report.left += allocated.saturating_sub(moved);
             end = start;
             batches += 1;

@@ -8,7 +8,7 @@ pub(super) const GRAIN_MARKER_SIZE: usize = 12;
 pub(super) enum Marker {
     /// Compressed data follows directly.
     Grain {
-        /// First sector of the grain in the extent.
+        /// First sector of the grain, counted in the content of the extent, not in the file.
         sector: u64,
         /// Bytes of compressed data.
         size: u32,

@@ -374,8 +374,8 @@ impl Engine {
     fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
         let running = matches!(standing, StoreActivity::Running);
         if running {
-            // Returns the unclaimed space that a crash left, and the space that could not be returned earlier: neither
-            // is a leak.
+            // Returns to the file system the unclaimed space (not counted as backed) that a crash left, and the space
+            // that could not be punched earlier: neither is a leak.
             self.return_unclaimed_room(true, || self.running.goes_on());
             self.return_rest();
         }

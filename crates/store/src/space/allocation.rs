@@ -8,8 +8,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// The most regions with bitmaps in memory (4 KiB each). Few in tests, so that the limit is reached.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
-/// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only if no such run is
-/// left.
+/// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only after a search has
+/// found no such run.
 pub(super) const GOOD_RUN: u64 = 16;
 
 impl Space {

@@ -29,7 +29,8 @@ impl History {
     fn new(seed: u64, folder: &Path, formats: &[DeltaFormat], kind: ImageKind) -> Self {
         let mut random = Random::new(seed);
         let capacity = (1 << 20) + random.below(2048) * 512;
-        // A multiple of 4 KiB, because QEMU treats a partial last grain in its own way.
+        // A multiple of 4 KiB: the test compares the content with what QEMU reads, and QEMU reads a partial last grain
+        // differently from lamina.
         let capacity = capacity / 4096 * 4096;
         let new =
             NewDisk { name: "vm".to_owned(), capacity, kind, delta: Some(formats[0]), adapter: Adapter::LsiLogic };

@@ -10,7 +10,7 @@ use vm::definition::{CloneKind, Origin};
 use vm::quiet;
 
 impl Work<'_> {
-    /// Sends a machine: its disks at one point, and its definition with a new identity.
+    /// Sends a machine: its disks at one point in time, and its definition with a new identity.
     pub fn send(&self, source: &Source, remote: &str, how: &SendHow, quiesce: bool) -> Result<MachineReply> {
         let host = &self.host;
         let name = remote.parse::<Remote>().map_err(|text| Error::new(ErrorKind::Invalid, text))?.name;

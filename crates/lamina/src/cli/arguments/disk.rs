@@ -89,7 +89,7 @@ pub struct DiskTune {
     /// Bytes around a cache miss that are looked up together with it.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub prefetch: Option<u64>,
-    /// Limit of the extents that one prefetch adds.
+    /// Limit of the extents that one prefetch adds to the metadata cache.
     #[arg(long, value_name = "N", group = "tunables")]
     pub prefetch_extents: Option<u64>,
     /// Memory for the read cache; 0 for none.
@@ -197,7 +197,7 @@ impl DiskImport {
     }
 }
 
-/// Verbs of disks.
+/// Subcommands of `lamina disk`.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
     /// Create a disk.

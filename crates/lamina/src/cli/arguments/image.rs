@@ -102,7 +102,7 @@ impl ConvertArguments {
     }
 }
 
-/// Verbs of images.
+/// Subcommands of `lamina image`.
 #[derive(Debug, Subcommand)]
 pub enum ImageCommand {
     /// Show an image and all its parents.

@@ -105,7 +105,7 @@ Exit codes:
   others   those of the program
 With --json, the member 'exit_code' has the program's exit code, and is null if there is none.";
 
-/// Verbs of machines.
+/// Subcommands of `lamina vm`.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
     /// Create a machine.
@@ -433,15 +433,15 @@ impl VmEdit {
     }
 }
 
-/// Verbs of a machine's snapshots.
+/// Subcommands of `lamina vm snapshot`.
 #[derive(Debug, Subcommand)]
 pub enum VmSnapshotCommand {
-    /// Take a snapshot of all disks at one point.
+    /// Take a snapshot of all disks at one point in time.
     Create {
         /// The machine and the snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
-        /// Include the guest's memory: a revert continues the guest from there.
+        /// Include the guest's memory: after a revert to the snapshot, the guest continues with that memory.
         #[arg(long, conflicts_with = "quiesce")]
         memory: bool,
         /// Freeze the guest's file systems through its agent while the snapshot is taken, if the agent answers.

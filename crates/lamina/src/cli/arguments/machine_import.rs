@@ -97,8 +97,8 @@ pub struct VmImport {
     /// Only report what would be made, and what would differ from the source.
     #[arg(long)]
     pub dry_run: bool,
-    /// Start the machine at once on the images of its source; the server copies their blocks meanwhile. The source must
-    /// stay until then.
+    /// Start the machine at once on the images of its source; the server copies their blocks meanwhile. Keep the source
+    /// until the copy is complete.
     #[arg(long)]
     pub live: bool,
     /// Start the machine when it is imported.

@@ -11,8 +11,8 @@ use std::path::PathBuf;
 /// Options of a transfer.
 #[derive(Debug, Args)]
 pub struct SendArguments {
-    /// Send only the differences from the newest snapshot that both sides have, and keep the sent state as a snapshot
-    /// on both sides for the next transfer.
+    /// Send only the differences from the newest snapshot that both datastores have, and keep the sent state as a
+    /// snapshot in both for the next transfer.
     #[arg(long)]
     pub incremental: bool,
     /// Number of parallel data connections.

@@ -76,12 +76,12 @@ pub struct ServeArguments {
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket in octal, which decide which users may connect. Default: 600, or 660 with
-    /// --socket-group.
+    /// Permission bits of the unix socket for NBD clients, in octal. They decide which users may connect. Default: 600,
+    /// or 660 with --socket-group.
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     pub socket_mode: Option<u32>,
-    /// Group whose members may connect to that socket and to the control socket: they may do everything with the
-    /// datastore that its owner may.
+    /// Group whose members may connect to the unix socket for NBD clients and to the control socket: they may do
+    /// everything with the datastore that its owner may.
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is

@@ -8,7 +8,7 @@ use control::{Request, SnapshotRequest};
 use disk::{DeltaFormat, Direction, Point, SnapshotOptions};
 use std::path::PathBuf;
 
-/// Verbs of snapshots.
+/// Subcommands of `lamina snapshot`.
 #[derive(Debug, Subcommand)]
 pub enum SnapshotCommand {
     /// Take snapshots. Snapshots of several disks are taken at one point in time.

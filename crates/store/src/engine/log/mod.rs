@@ -187,7 +187,7 @@ impl CommitLog {
         let whole = Superblock::read(&*self.superblock_file).is_ok_and(|(found, _)| found == commit.superblock);
         let damaged = if whole { damaged } else { Some(commit.superblock.sequence % 2) };
         if damaged.is_some() && repair {
-            // Two writes, because each writes one copy: both are current afterwards.
+            // Each write replaces one of the two copies, so two writes make both copies current.
             commit.superblock.write(&*self.superblock_file)?;
             commit.superblock.write(&*self.superblock_file)?;
         }

@@ -29,7 +29,7 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
     pages.chunk_by(move |a, b| key(a).raw() + 1 == key(b).raw()).flat_map(|group| group.chunks(GROUP_MAX))
 }
 
-/// Pages that a request has read. They stay in memory while this exists.
+/// Pages that a request has read. They stay in memory until this value is dropped.
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,

@@ -2,9 +2,10 @@
 //! reservation and its record, or between the record and the punching of a hole.
 //!
 //! A region without unclaimed space takes exactly as much of the file system as its summary counts as backed. So the
-//! search costs one query of the file system per region, and only a region that takes more is compared block by block.
-//! Over a fragmented file of 500 GiB the queries take about a second, so a store with threads opens first and searches
-//! then, region by region. A write that finds the file system full before the search has ended completes it.
+//! search costs one query of the file system per region, and a region is compared block by block only if the two
+//! numbers differ. Over a fragmented file of 500 GiB the queries take about a second, so a store with threads opens
+//! first and searches then, region by region. A write that finds the file system full before the search has ended
+//! completes it.
 //!
 //! What must hold: nothing is reserved or punched in a region while it is compared. So `extending`, which every
 //! reservation locks, is held while a region is compared. `punching` is held for the same time, unless the caller holds
