@@ -5,7 +5,7 @@
 //!
 //! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
 //!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
-//!    of the disk is flushed and evicted from the page cache before it is read.
+//!    of the disk's own images is flushed and evicted from the page cache before it is read.
 //! 2. Changes of the mark are not flushed: a power cut that reverts such a change also empties the page cache. The mark
 //!    costs no flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
 //! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing the disk then creates
