@@ -105,6 +105,7 @@ impl Engine {
     /// to block.
     pub(super) fn pace(&self) -> Result<()> {
         self.make_journal_room()?;
+        self.limit_pending()?;
         let rest = self.log.admission.pace();
         if self.options.threads && !rest.is_zero() {
             crate::sync::thread::sleep(rest);

@@ -147,7 +147,7 @@ impl Engine {
     pub(super) fn bound_pending(&self) -> Result<()> {
         if self.is_checkpoint_due() {
             self.checkpoint_if_needed()?;
-        } else if self.meta.lock().pending.bytes() > self.pending_limit() {
+        } else if self.is_commit_due(&self.meta.lock()) {
             self.commit_changes()?;
         }
         Ok(())

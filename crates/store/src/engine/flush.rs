@@ -30,6 +30,9 @@ use backend::{BLOCK_SIZE, SharedSlice};
 
 /// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;
+/// A commit without a flush request begins when more changes are pending. Each takes about 250 bytes of memory. Fewer
+/// in tests, so that the limit is reached.
+pub(super) const PENDING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 16 };
 /// The most payload that a flush appends to the journal instead of writing it to the data files: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
 
@@ -157,9 +160,17 @@ impl Engine {
         PAYLOAD_MAX.min(self.log.ring() / 16)
     }
 
-    /// The bytes of pending changes above which they are committed without a flush request.
-    pub(super) fn pending_limit(&self) -> usize {
-        (self.log.ring() / 8).min(16 << 20) as usize
+    /// Whether so many changes are pending that they are committed without a flush request.
+    pub(super) fn is_commit_due(&self, meta: &Meta) -> bool {
+        let bytes_max = (self.log.ring() / 8).min(16 << 20) as usize;
+        meta.pending.bytes() > bytes_max || meta.pending.len() > PENDING_MAX
+    }
+
+    /// Commits the pending changes if maintenance, which was requested to commit them, is slower than the writers that
+    /// make them. So writers on a slow medium cannot fill the memory with changes. Must not be called under a lock that
+    /// a checkpoint takes.
+    pub(super) fn limit_pending(&self) -> Result<()> {
+        if self.meta.lock().pending.len() > 2 * PENDING_MAX { self.commit_changes() } else { Ok(()) }
     }
 
     /// Makes durable all writes to the data files that have ended.

@@ -293,7 +293,7 @@ impl Engine {
                 continue;
             }
             let refused = self.try_carry_out(&mut meta, operation, 0)?;
-            let full = meta.pending.bytes() > self.pending_limit() || meta.freed.freeing() > FREEING_MAX;
+            let full = self.is_commit_due(&meta) || meta.freed.freeing() > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
             if let Some(cost) = refused {
                 self.make_room(cost)?;

@@ -167,7 +167,7 @@ impl Engine {
             }
             self.update_headroom(&meta);
             self.count_changes(&meta);
-            let commit_wanted = meta.pending.bytes() > self.pending_limit();
+            let commit_wanted = self.is_commit_due(&meta);
             MutexGuard::unlock_fair(meta);
             MutexGuard::unlock_fair(buffer);
             self.give_back(gone);

@@ -210,7 +210,7 @@ impl Engine {
             }
         }
         self.update_headroom(&meta);
-        let full = meta.pending.bytes() > self.pending_limit();
+        let full = self.is_commit_due(&meta);
         drop(meta);
         self.log.clocks.acknowledge();
         if full {
