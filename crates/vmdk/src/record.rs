@@ -592,7 +592,7 @@ impl Record {
                 return corrupt(format!("snapshot '{}' has no image", snapshot.name.escape_debug()));
             }
             if !names.insert(&snapshot.name) || !uids.insert(snapshot.uid) {
-                return corrupt(format!("snapshot '{}' is there twice", snapshot.name.escape_debug()));
+                return corrupt(format!("snapshot '{}' is listed twice", snapshot.name.escape_debug()));
             }
         }
         let pending = self.pending.iter();

@@ -46,7 +46,7 @@ impl Disk {
         let _operation = self.begin_reopening()?;
         let name = self.name();
         let Some(why) = self.stopped() else {
-            let text = format!("disk '{name}' takes writes, or was closed: there is nothing to open again");
+            let text = format!("disk '{name}' has not stopped, or is closed: there is nothing to reopen");
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         if !self.is_owner() {

@@ -111,7 +111,10 @@ pub fn encode<M: Serialize>(message: &M, limit: usize) -> error::Result<Vec<u8>>
     let mut line = serde_json::to_vec(&Line { version: VERSION, message })
         .map_err(|e| Error::new(ErrorKind::Invalid, format!("a control message cannot be encoded: {e}")))?;
     if line.len() >= limit {
-        let sentence = format!("a control message of {} bytes is over the limit of {limit}: ask for less", line.len());
+        let sentence = format!(
+            "a control message of {} bytes is over the limit of {limit}: request fewer objects at a time",
+            line.len()
+        );
         return Err(Error::new(ErrorKind::Invalid, sentence));
     }
     line.push(b'\n');

@@ -91,6 +91,6 @@ impl Datastore {
             }
         };
         let spawned = std::thread::Builder::new().name("away".into()).spawn(watch);
-        spawned.map(|_| ()).during(|| "starting to watch the clients that moved".into())
+        spawned.map(|_| ()).during(|| "starting the thread that closes the other datastore when its clients have left".into())
     }
 }

@@ -85,7 +85,9 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
         }
         seen.push(parent.clone());
         if visited.contains(&parent) {
-            let text = format!("'{label}' has '{parent}' as its parent, which is above it: the chain is a circle");
+            let text = format!(
+                "'{label}' has '{parent}' as its parent, which is above it in the chain: the chain has a cycle"
+            );
             passed.circle.get_or_insert(Error::new(ErrorKind::Corrupt, text));
             continue;
         }

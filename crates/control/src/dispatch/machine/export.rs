@@ -80,7 +80,11 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
             Card::E1000e => "E1000e",
             Card::Pcnet => "PCNet32",
             Card::Virtio | Card::Rtl8139 => {
-                note(&card.mac.to_string(), Effect::Replaced, "VMware has no such card; it is an E1000e");
+                note(
+                    &card.mac.to_string(),
+                    Effect::Replaced,
+                    "VMware has no such card; the exported machine has an E1000e",
+                );
                 "E1000e"
             }
         };

@@ -30,7 +30,7 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
             }
         }
         Request::Disk(DiskRequest::Reopen { .. }) => writeln!(out, "disk {name} takes writes"),
-        Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space now"),
+        Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space allocated"),
         Request::Disk(DiskRequest::Consolidate { .. }) => {
             let levels = disk.image.as_ref().map_or(1, |image| image.levels);
             writeln!(out, "disk {name} has {} now", count(levels, "level"))

@@ -146,7 +146,7 @@ fn print_check(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
         size(report.leaked)
     )?;
     if report.images > 0 {
-        writeln!(out, "{} looked at, {} dead in them", count(report.images, "image"), size(report.dead))?;
+        writeln!(out, "{} checked, {} in them unreferenced", count(report.images, "image"), size(report.dead))?;
     }
     match report.findings.len() {
         0 => writeln!(out, "clean"),

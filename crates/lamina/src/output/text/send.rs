@@ -10,7 +10,7 @@ use std::io::{self, Write};
 pub fn print(out: &mut dyn Write, sent: &Sent) -> io::Result<()> {
     write!(out, "sent {}: {} of data", sent.disks.join(", "), size(sent.data))?;
     if sent.resumed > 0 {
-        write!(out, ", {} were there already", size(sent.resumed))?;
+        write!(out, ", the receiver already had {}", size(sent.resumed))?;
     }
     if sent.incremental > 0 {
         write!(out, ", only what had changed")?;

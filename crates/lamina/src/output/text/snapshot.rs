@@ -26,7 +26,7 @@ pub fn print(out: &mut dyn Write, snapshot: &SnapshotInfo) -> io::Result<()> {
         ("capacity", format!("{} ({} bytes)", size(snapshot.capacity), snapshot.capacity)),
         ("parent", snapshot.parent.clone().unwrap_or_else(|| "-".into())),
         ("created", time(snapshot.created)),
-        ("head stands on it", if snapshot.current { "yes" } else { "no" }.into()),
+        ("parent of the head", if snapshot.current { "yes" } else { "no" }.into()),
     ];
     if !snapshot.description.is_empty() {
         facts.push(("description", snapshot.description.clone()));
