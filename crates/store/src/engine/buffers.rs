@@ -120,6 +120,10 @@ pub struct Buffers {
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
     limit: u64,
+    /// The lower limit while a flush is outrun: so much that one flush takes the rest at once.
+    few: u64,
+    /// Number of flushes that writers have outrun.
+    outrun: AtomicU64,
     /// Blocks of data in all buffers.
     blocks: AtomicU64,
     room: Mutex<()>,
@@ -132,13 +136,26 @@ pub struct Buffers {
     sealed_ready: Condvar,
 }
 
+/// While this exists, the buffers accept little data, so that the flush that holds it ends.
+pub struct Outrun<'a>(&'a Buffers);
+
+impl Drop for Outrun<'_> {
+    fn drop(&mut self) {
+        self.0.outrun.fetch_sub(1, Ordering::SeqCst);
+        let _guard = self.0.room.lock();
+        self.0.room_ready.notify_all();
+    }
+}
+
 impl Buffers {
-    /// Empty buffers with a limit in blocks.
-    pub fn new(limit: u64) -> Self {
+    /// Empty buffers with a limit in blocks, and with the limit for the time in which a flush is outrun.
+    pub fn new(limit: u64, few: u64) -> Self {
         Self {
             heads: RwLock::default(),
             count: AtomicU64::new(0),
             limit,
+            few,
+            outrun: AtomicU64::new(0),
             blocks: AtomicU64::new(0),
             room: Mutex::default(),
             room_ready: Condvar::default(),
@@ -198,11 +215,36 @@ impl Buffers {
         self.limit
     }
 
+    /// Called by a flush that has written back more than was buffered when it began, because writers fill the buffers
+    /// as fast as write-back empties them. Until the result is dropped, writers get little room.
+    pub fn hold_writers(&self) -> Outrun<'_> {
+        self.outrun.fetch_add(1, Ordering::SeqCst);
+        Outrun(self)
+    }
+
+    /// Whether a flush is outrun by writers.
+    pub fn is_outrun(&self) -> bool {
+        self.outrun.load(Ordering::SeqCst) > 0
+    }
+
+    /// Waits until no flush is outrun, or until a timeout.
+    pub fn wait_outrun(&self, time: Duration) {
+        let mut room = self.room.lock();
+        if self.is_outrun() {
+            self.room_ready.wait_for(&mut room, time);
+        }
+    }
+
+    /// Blocks of data that all buffers may hold now.
+    fn limit_now(&self) -> u64 {
+        if self.is_outrun() { self.limit.min(self.few) } else { self.limit }
+    }
+
     /// Reserves buffer space for blocks of data. Returns how many blocks were reserved before, or `None` if there is
     /// not enough space. A single write larger than the limit is accepted when the buffers are empty.
     pub fn try_take(&self, blocks: u64) -> Option<u64> {
         let before = self.blocks.fetch_add(blocks, Ordering::SeqCst);
-        if before + blocks <= self.limit || before == 0 {
+        if before + blocks <= self.limit_now() || before == 0 {
             return Some(before);
         }
         self.blocks.fetch_sub(blocks, Ordering::AcqRel);
@@ -212,7 +254,7 @@ impl Buffers {
     /// Releases buffer space.
     pub fn give_back(&self, blocks: u64) {
         let before = self.blocks.fetch_sub(blocks, Ordering::SeqCst);
-        let limit = self.limit;
+        let limit = self.limit_now();
         if before >= limit || before.saturating_sub(blocks) < limit && before + WAKE_BLOCKS >= limit {
             let _guard = self.room.lock();
             self.room_ready.notify_all();
@@ -222,7 +264,7 @@ impl Buffers {
     /// Waits until buffer space may be available, or until a timeout.
     pub fn wait_for_room(&self, blocks: u64, time: Duration) {
         let mut room = self.room.lock();
-        if self.blocks() + blocks > self.limit {
+        if self.blocks() + blocks > self.limit_now() {
             self.room_ready.wait_for(&mut room, time);
         }
     }

@@ -17,7 +17,7 @@ use super::log::Cost;
 use super::metadata::{Effects, Fetch};
 use super::metadata::{Meta, Pending};
 use super::placement::Holds;
-use super::writeback::{STEPS_MAX, Step};
+use super::writeback::{STEPS_MAX, Step, batch_blocks};
 use super::{Buffer, Engine, Head};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
@@ -35,6 +35,13 @@ const LOG_STEP: u64 = 64;
 pub(super) const PENDING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 16 };
 /// The most payload that a flush appends to the journal instead of writing it to the data files: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
+/// Rounds of a flush, in addition to those for two full buffers, after which it counts as outrun by writers.
+const ROUNDS_BESIDE: u64 = 16;
+
+/// The most payload that one flush appends to a journal of `ring` bytes.
+pub(super) fn payload_max(ring: u64) -> u64 {
+    PAYLOAD_MAX.min(ring / 16)
+}
 
 impl Engine {
     /// Makes everything acknowledged before this call durable.
@@ -85,10 +92,18 @@ impl Engine {
     /// Makes every write up to number `ticket` durable, unless another flush has done so.
     pub fn flush_to(&self, ticket: u64) -> Result<()> {
         let mut freed = false;
+        // Other clients may fill the buffers as fast as this loop empties them. The flush would then never end, so after
+        // these rounds the buffers accept little until it has.
+        let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
+        let mut outrun = None;
         loop {
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
                 return Ok(());
+            }
+            rounds = rounds.saturating_sub(1);
+            if rounds == 0 && outrun.is_none() {
+                outrun = Some(self.buffers.hold_writers());
             }
             self.make_journal_room()?;
             let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
@@ -157,7 +172,7 @@ impl Engine {
 
     /// The most payload that one flush appends to the journal, limited by the size of the ring.
     pub(super) fn payload_max(&self) -> u64 {
-        PAYLOAD_MAX.min(self.log.ring() / 16)
+        payload_max(self.log.ring())
     }
 
     /// Whether so many changes are pending that they are committed without a flush request.

@@ -18,6 +18,7 @@ use super::buffers::Buffers;
 use super::check::Report;
 use super::checkpoint::Purpose;
 use super::files::{self, DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
 use super::log::{CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock};
 use super::metadata::{Meta, Metadata};
@@ -335,7 +336,10 @@ impl Engine {
         Ok(Arc::new(Self {
             meta,
             log: CommitLog::new(journal, superblock, superblock_file, images, cache)?,
-            buffers: Buffers::new((options.write_buffer / BLOCK_SIZE) as u64),
+            buffers: Buffers::new(
+                (options.write_buffer / BLOCK_SIZE) as u64,
+                payload_max(superblock.journal_size) / BLOCK_SIZE as u64,
+            ),
             writeback,
             reserves: Reserves::default(),
             files,

@@ -230,6 +230,16 @@ impl Engine {
         }
     }
 
+    /// Waits while a flush is outrun by writers: it takes discards and zeroes out of the buffers step by step, and each
+    /// further one would add a step.
+    pub(super) fn wait_for_flush(&self) -> Result<()> {
+        while self.options.threads && self.buffers.is_outrun() {
+            self.check_running()?;
+            self.buffers.wait_outrun(LOOK_AGAIN);
+        }
+        Ok(())
+    }
+
     /// Claims free blocks for a write. Returns 0 if the whole write fits into blocks that its disk has already.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
         let claims = self.reserves.add_claim(blocks);

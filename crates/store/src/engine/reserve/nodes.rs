@@ -208,6 +208,8 @@ impl Engine {
         let take = || {
             if held.data > 0 {
                 self.wait_for_room(held.data)?;
+            } else {
+                self.wait_for_flush()?;
             }
             if held.changes > 0 {
                 self.reserves.add_changes(held.changes);

@@ -33,7 +33,7 @@ pub(crate) const BATCH_MAX: u64 = 1024;
 
 /// Blocks of data per batch. Smaller batches need more announcements; with larger ones a flush would wait for the gate
 /// for longer than a few milliseconds.
-fn batch_blocks(mode: IoMode) -> u64 {
+pub(crate) fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => BATCH_MAX,
         IoMode::Direct => 256,

@@ -1,0 +1,76 @@
+//! A flush of one client ends while other clients write as fast as write-back can empty the buffers.
+
+#![allow(clippy::unwrap_used)]
+
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{BLOCK_SIZE, SharedSlice};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+use store::catalog::Provisioning;
+use store::engine::{InitParameters, NewDisk};
+use store::{Engine, EngineOptions};
+
+/// The longest time that a flush may take. Without a limit for the writers it does not end.
+const LONGEST: Duration = Duration::from_secs(30);
+/// Blocks of the disk of the writers. Every third one is written, so that each needs an extent of its own.
+const BLOCKS: u64 = 3 << 15;
+
+fn make(engine: &Engine, name: &str) -> u64 {
+    let capacity = BLOCKS * BLOCK_SIZE as u64;
+    let new =
+        NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false };
+    engine.create_disk(new).unwrap()
+}
+
+fn write(engine: &Engine, disk: u64, block: u64, value: u8) {
+    engine.write_blocks(&engine.head(disk), block, SharedSlice::copy_of(&[value; BLOCK_SIZE])).unwrap();
+}
+
+/// Flushes a quiet disk three times while two threads repeat `load` on another disk.
+fn flushes_end_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync)) {
+    let options = SimulatedOptions { reorder: false, capacity: 16 << 30, ..SimulatedOptions::default() };
+    let directory = SimulatedDisk::new(1, options).directory();
+    Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 64 << 20 }).unwrap();
+    let options = EngineOptions { write_buffer: 16 << 20, ..EngineOptions::default() };
+    let engine: Arc<Engine> = Engine::open(directory, options).unwrap();
+    let (busy, quiet) = (make(&engine, "busy"), make(&engine, "quiet"));
+    let stop = AtomicBool::new(false);
+    let (ended, wait) = channel();
+    std::thread::scope(|scope| {
+        for number in 0..2u64 {
+            let (engine, stop) = (&engine, &stop);
+            scope.spawn(move || {
+                let mut i = number;
+                while !stop.load(Ordering::Relaxed) {
+                    load(engine, busy, i.wrapping_mul(0x9e37_79b9) % (BLOCKS / 3) * 3);
+                    i += 2;
+                }
+            });
+        }
+        // The buffers fill before the first flush.
+        std::thread::sleep(Duration::from_millis(300));
+        scope.spawn(|| {
+            for block in 0..3 {
+                write(&engine, quiet, block, 2);
+                engine.flush().unwrap();
+                ended.send(()).unwrap();
+            }
+        });
+        let flushes = (0..3).take_while(|_| wait.recv_timeout(LONGEST).is_ok()).count();
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(flushes, 3, "a flush takes longer than {LONGEST:?}");
+    });
+    engine.close().unwrap();
+}
+
+#[test]
+fn a_flush_ends_while_others_fill_the_buffers() {
+    flushes_end_beside(&|engine, disk, block| write(engine, disk, block, 1));
+}
+
+#[test]
+fn a_flush_ends_while_others_discard() {
+    flushes_end_beside(&|engine, disk, block| engine.discard_blocks(&engine.head(disk), block..block + 1).unwrap());
+}
