@@ -181,7 +181,8 @@ impl Chain {
     }
 
     /// Zeroes the target past the end of the shortest source: there the sources hide the levels below, which would
-    /// become visible without the sources.
+    /// become visible without the sources. In a merge down, ranges that a longer source stores have their content in
+    /// the target already, and in a merge up, ranges that the target stores hide the levels below by themselves.
     pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();
@@ -189,9 +190,9 @@ impl Chain {
         let shown = levels.visible(places.sources.start, places.sources.end - 1);
         let below = levels.stack.get(places.sources.end).map_or(0, |level| level.layer.capacity());
         let end = target.layer.capacity();
-        let needed = match job.side {
-            Side::Down => shown < end,
-            Side::Up => shown < end.min(below),
+        let (needed, keeping) = match job.side {
+            Side::Down => (shown < end, places.sources.clone()),
+            Side::Up => (shown < end.min(below), places.target..places.target + 1),
         };
         let mut at = shown;
         while needed && at < end {
@@ -200,15 +201,9 @@ impl Chain {
             let range = target.widened(&(at..stop));
             let _held = self.ranges.lock(range.clone());
             let tail = [Mapping { start: at, length: stop - at, to: To::Zero }];
-            let found = match job.side {
-                Side::Down => tail.to_vec(),
-                Side::Up => {
-                    let (demand, window) = (range.clone(), range.clone());
-                    let among = places.target..places.target + 1;
-                    let held = Walk { levels: &levels, among, demand, window, most: 0 }.run()?.mappings;
-                    within_gaps(&tail, &held)
-                }
-            };
+            let (demand, window) = (range.clone(), range);
+            let kept = Walk { levels: &levels, among: keeping.clone(), demand, window, most: 0 }.run()?.mappings;
+            let found = within_gaps(&tail, &kept);
             for (run, zero) in grains(target, &found) {
                 self.copy_run(&levels, job, places.view, run, zero)?;
             }

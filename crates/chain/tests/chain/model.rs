@@ -7,9 +7,9 @@
 use crate::mock::{Manner, Mock};
 use chain::{Chain, Condition, Options, Tunables};
 use layer::Layer;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use testkit::Random;
-use work::NoProgress;
+use work::{NoProgress, Progress};
 
 const CAPACITIES: [u64; 4] = [300 * 1024 + 512, 1 << 20, 777 * 512, 123_457];
 const LEVELS_MAX: usize = 32;
@@ -289,5 +289,109 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
                     .is_err()
             );
         }
+    }
+}
+
+/// A chain of levels with different capacities, and the content that it shows.
+struct Uneven {
+    chain: Chain,
+    layers: Vec<Arc<Mock>>,
+    content: Mutex<Vec<u8>>,
+    random: Mutex<Random>,
+}
+
+impl Uneven {
+    fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let capacity = *random.pick(&CAPACITIES);
+        let depth = 2 + random.below(5) as usize;
+        let mut layers = Vec::new();
+        for index in 0..depth {
+            // The top and the base have the same capacity, so the whole chain can be merged.
+            let whole = index == 0 || index + 1 == depth || random.percent(40);
+            let size = if whole { capacity } else { (1 + random.below(capacity / 512)) * 512 };
+            let layer = Mock::new(manner(&mut random, size));
+            let alone = Chain::open("one", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+            for _ in 0..random.below(30) {
+                let (start, end) = range(&mut random, size);
+                let mut bytes = vec![0; end - start];
+                random.fill(&mut bytes);
+                alone.write(start as u64, &bytes).unwrap();
+            }
+            layers.push(layer);
+        }
+        let chain = Chain::open("uneven", stack(&layers), Options::default()).unwrap();
+        let content = Mutex::new(read_whole(&chain));
+        Self { chain, layers, content, random: Mutex::new(random) }
+    }
+
+    /// A write or a discard, of which the merge copies or mirrors the result.
+    fn change(&self) {
+        let mut random = self.random.lock().unwrap();
+        let mut content = self.content.lock().unwrap();
+        let (start, end) = range(&mut random, content.len() as u64);
+        let bytes = &mut content[start..end];
+        if random.percent(30) {
+            bytes.fill(0);
+            self.chain.discard(start as u64, (end - start) as u64).unwrap();
+        } else {
+            random.fill(bytes);
+            self.chain.write(start as u64, bytes).unwrap();
+        }
+    }
+}
+
+/// The merge asks for the rate at each step, also in the last pass, when writes are made in top and target.
+impl Progress for Uneven {
+    fn rate(&self) -> u64 {
+        let changes = self.random.lock().unwrap().below(3);
+        (0..changes).for_each(|_| self.change());
+        0
+    }
+}
+
+fn stack(layers: &[Arc<Mock>]) -> Vec<Arc<dyn Layer>> {
+    layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect()
+}
+
+fn read_whole(chain: &Chain) -> Vec<u8> {
+    let mut out = vec![0xee; chain.capacity() as usize];
+    chain.read(0, &mut out).unwrap();
+    out
+}
+
+#[test]
+fn merges_of_several_levels_with_different_capacities_change_no_content() {
+    for seed in 0..300 {
+        let mut uneven = Uneven::new(seed);
+        let (upper, lower, down) = {
+            let random = uneven.random.get_mut().unwrap();
+            let last = uneven.layers.len() as u64 - 1;
+            let upper = random.below(last) as usize;
+            let lower = if upper == 0 { last as usize } else { upper + 1 + random.below(last - upper as u64) as usize };
+            (upper, lower, random.percent(70))
+        };
+        let sizes: Vec<u64> = uneven.layers.iter().map(|layer| layer.capacity()).collect();
+        if down && sizes[upper] > sizes[lower] {
+            continue;
+        }
+        let keys = uneven.chain.keys();
+        let mut commit = || {
+            uneven.change();
+            Ok(())
+        };
+        if down {
+            uneven.chain.merge_down(keys[upper], keys[lower], 0, &uneven, &mut commit).unwrap();
+            uneven.layers.drain(upper..lower);
+        } else {
+            uneven.chain.merge_up(keys[upper], keys[lower], 0, &uneven, &mut commit).unwrap();
+            uneven.layers.drain(upper + 1..=lower);
+        }
+        let content = uneven.content.lock().unwrap();
+        let case = format!("seed {seed}: {sizes:?}, {upper} and {lower}, down: {down}");
+        assert!(read_whole(&uneven.chain) == *content, "{case}");
+        let options = Options { read_only: true, ..Options::default() };
+        let again = Chain::open("again", stack(&uneven.layers), options).unwrap();
+        assert!(read_whole(&again) == *content, "{case}");
     }
 }
