@@ -91,6 +91,8 @@ impl Datastore {
             }
         };
         let spawned = std::thread::Builder::new().name("away".into()).spawn(watch);
-        spawned.map(|_| ()).during(|| "starting the thread that closes the other datastore when its clients have left".into())
+        spawned
+            .map(|_| ())
+            .during(|| "starting the thread that closes the other datastore when its clients have left".into())
     }
 }
