@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::CloneKind;
+use vm::definition::{BootDevice, CloneKind, Firmware};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -420,6 +420,8 @@ fn others(face: &Face) {
 fn machines(face: &Face) {
     let names = || vec![text("web")];
     let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
+    let iso = face.beside("web.iso");
+    std::fs::write(&iso, vec![0; 1 << 20]).unwrap();
     let new = NewMachine {
         name: text("web"),
         cpus: 1,
@@ -427,6 +429,9 @@ fn machines(face: &Face) {
         disks: Vec::new(),
         disk_size: Some(4 << 20),
         networks: Vec::new(),
+        cdroms: vec![iso.clone()],
+        boot_order: vec![BootDevice::Cdrom, BootDevice::Disk],
+        firmware: Firmware::Bios,
         kernel: None,
         initrd: None,
         append: String::new(),
@@ -439,6 +444,10 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::Pause { names: names() });
     let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
     assert!(matches!(console, MachineReply::Console { socket, .. } if socket.exists()));
+    let edit = Edit { eject: vec![iso.clone()], ..Edit::default() };
+    let MachineReply::Edited(web) = face.vm(MachineVerb::Edit { name: text("web"), edit }) else { panic!("edited") };
+    assert_eq!((web.cdroms.len(), &web.cdroms[0].file), (1, &None));
+    face.vm(MachineVerb::Edit { name: text("web"), edit: Edit { insert: vec![iso], ..Edit::default() } });
     let command = vec![text("/bin/true")];
     let execute = MachineVerb::Execute { name: text("web"), command, input: Vec::new(), timeout: 1 };
     face.fails(face.machine(execute), ErrorKind::Unsupported);

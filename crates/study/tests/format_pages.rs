@@ -235,6 +235,8 @@ const ITEMS: &[Item] = &[
     item(DEFINITION, "CloneKind", MACHINE, &[]),
     item(DEFINITION, "Origin", MACHINE, &[]),
     item(DEFINITION, "Disk", MACHINE, &[]),
+    item("crates/vm/src/definition/cdroms.rs", "Cdrom", MACHINE, &[]),
+    item("crates/vm/src/definition/cdroms.rs", "BootDevice", MACHINE, &[]),
     item(DEFINITION, "Link", MACHINE, &[]),
     item(DEFINITION, "Network", MACHINE, &[]),
     item("crates/vm/src/machines/intent.rs", "Intent", MACHINE_INTENT, &[]),

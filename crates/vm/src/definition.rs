@@ -5,8 +5,9 @@
 //! uuid = "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11"
 //! cpus = 1
 //! memory = "256M"
-//! ports = 4                   # for devices that are added while the machine runs
-//! autostart = true            # default: false
+//! ports = 4                   # for devices that are added while it runs
+//! autostart = true            # without it false
+//! boot_order = ["cdrom", "disk"]
 //! qemu_arguments = ["-vga", "std"]
 //!
 //! [boot]                      # default: the firmware boots the first disk
@@ -17,6 +18,10 @@
 //! [[disk]]
 //! name = "web"                # a disk of the datastore
 //! slot = 8                    # its PCI slot, which never changes
+//!
+//! [[cdrom]]
+//! unit = 0
+//! file = "/srv/install.iso"   # without it the drive is empty
 //!
 //! [[network]]
 //! mac = "52:54:00:12:34:56"
@@ -32,11 +37,13 @@
 //!    addresses, so no address may depend on the number of devices.
 //! 3. A definition file is replaced atomically.
 
+mod cdroms;
 mod check;
 mod devices;
 pub mod hardware;
 mod memory;
 
+pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
 pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
 
@@ -79,9 +86,9 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Definition {
-    /// The version of the definition: a program refuses versions newer than its own. Definitions without a version have
-    /// version 1. Version 2 adds `platform`, `ports`, `autostart` and `qemu_arguments`, `bus`, `unit` and `model` of
-    /// devices, and more slots.
+    /// The version of the definition, which decides whether an older program can read it. Definitions without a version
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order` and `cdrom`, and of
+    /// disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -106,7 +113,10 @@ pub struct Definition {
     /// Further arguments of QEMU, added after those that lamina generates.
     #[serde(default, rename = "qemu_arguments", skip_serializing_if = "Vec::is_empty")]
     pub arguments: Vec<String>,
-    /// The kernel to boot; `None` if the firmware boots from the first disk.
+    /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub boot_order: Vec<BootDevice>,
+    /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
     /// The machine from which this machine was cloned.
@@ -115,7 +125,10 @@ pub struct Definition {
     /// The machine's disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// The machine's network cards.
+    /// Its CD-ROM drives.
+    #[serde(default, rename = "cdrom", skip_serializing_if = "Vec::is_empty")]
+    pub cdroms: Vec<Cdrom>,
+    /// Its network cards.
     #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<Network>,
 }
@@ -235,9 +248,11 @@ impl Definition {
             ports: PORTS_DEFAULT,
             autostart: false,
             arguments: Vec::new(),
+            boot_order: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),
+            cdroms: Vec::new(),
             networks: Vec::new(),
         };
         definition.check()?;
@@ -290,6 +305,8 @@ impl Definition {
     pub fn needed_version(&self) -> u32 {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
+            && self.boot_order.is_empty()
+            && self.cdroms.is_empty()
             && self.disks.iter().all(|disk| disk.bus == Bus::Virtio)
             && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END);
         if plain { first_version() } else { VERSION }

@@ -1,21 +1,22 @@
-//! Changing a machine: its name, processors, memory, further arguments of QEMU, disks and network cards.
+//! Changing a machine: its name, processors, memory, boot order, further arguments of QEMU, disks, images in CD-ROM
+//! drives, and network cards.
 //!
-//! 1. Disks and cards of a running machine are also added to and removed from its process ([`crate::plug`]). All other
-//!    properties apply only when a process starts, so they are changed only while the machine is off.
-//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition is changed
-//!    afterwards.
-//! 3. A frozen machine cannot be changed, because its saved state can be loaded only with the same devices.
+//! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]), and images are
+//!    inserted and ejected ([`crate::media`]). All other properties are those of a process that starts, so they are changed only while the machine is off.
+//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
+//! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::while_busy;
-use crate::definition::{Definition, Link};
+use crate::definition::{BootDevice, Definition, Link};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
 use crate::machine::{self, Change, MachineState};
-use crate::{durable, plug};
+use crate::{durable, media, plug};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long to wait until clients of a disk that is added have disconnected.
@@ -35,6 +36,16 @@ pub struct Edit {
     pub autostart: Option<bool>,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
+    /// The devices that the firmware tries, in this order; empty for the usual order.
+    pub boot_order: Option<Vec<BootDevice>>,
+    /// Remove all CD-ROM drives.
+    pub no_cdroms: bool,
+    /// Images to eject from CD-ROM drives, which stay: paths or file names.
+    pub eject: Vec<PathBuf>,
+    /// Eject also from a drive that the guest has locked.
+    pub force_eject: bool,
+    /// Images to insert: into an empty CD-ROM drive, or into a new one.
+    pub insert: Vec<PathBuf>,
     /// Disks of the datastore to add.
     pub add_disks: Vec<String>,
     /// Disks to remove; they stay in the datastore.
@@ -48,7 +59,8 @@ pub struct Edit {
 impl Edit {
     /// Whether the edit changes a property that only a new process can have.
     fn needs_off(&self) -> bool {
-        self.cpus.is_some() || self.memory.is_some() || self.arguments.is_some() || self.ports.is_some()
+        let sizes = self.cpus.is_some() || self.memory.is_some() || self.ports.is_some();
+        sizes || self.arguments.is_some() || self.boot_order.is_some() || self.no_cdroms
     }
 }
 
@@ -71,7 +83,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports and arguments of QEMU change only while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, ports, boot order, CD-ROM drives and arguments of QEMU change only \
+             while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -89,10 +102,18 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     if let Some(ports) = edit.ports {
         definition.set_ports(ports)?;
     }
+    if let Some(order) = &edit.boot_order {
+        definition.boot_order.clone_from(order);
+    }
+    if edit.no_cdroms {
+        definition.cdroms.clear();
+    }
     change.define(&definition)?;
     let mut task = Task { change, host, definition, runs };
     edit.remove_disks.iter().try_for_each(|disk| task.remove_disk(disk))?;
     edit.remove_networks.iter().try_for_each(|mac| task.remove_network(*mac))?;
+    edit.eject.iter().try_for_each(|image| task.eject(image, edit.force_eject))?;
+    edit.insert.iter().try_for_each(|image| task.insert(image))?;
     task.check_disks(&edit.add_disks)?;
     edit.add_disks.iter().try_for_each(|disk| task.add_disk(disk))?;
     edit.add_networks.iter().try_for_each(|link| task.add_network(link))?;
@@ -196,6 +217,59 @@ impl Task<'_> {
                 .map_err(|error| error.context(format_args!("disk '{disk}' of machine '{}'", self.name())))?;
         }
         self.definition.disks.remove(at);
+        self.change.define(&self.definition)
+    }
+
+    fn insert(&mut self, image: &Path) -> Result<()> {
+        let image = media::readable(image)?;
+        let drives = &self.definition.cdroms;
+        // A command that inserted it may have been killed before it had told the process.
+        let at = drives.iter().position(|drive| self.runs && drive.file.as_ref() == Some(&image));
+        let at = match at.or_else(|| drives.iter().position(|drive| drive.file.is_none())) {
+            Some(at) => at,
+            None if self.runs => {
+                let name = self.name();
+                let text = format!(
+                    "machine '{name}' has no empty CD-ROM drive: eject an image with 'lamina vm edit {name} --eject FILE', \
+                     or stop it, which allows another drive"
+                );
+                return Err(Error::new(ErrorKind::WrongState, text));
+            }
+            None => {
+                self.definition.add_cdrom(None)?;
+                self.definition.cdroms.len() - 1
+            }
+        };
+        self.definition.cdroms[at].file = Some(image.clone());
+        self.change.define(&self.definition)?;
+        if !self.runs {
+            return Ok(());
+        }
+        let monitor = self.change.machine().monitor();
+        let inserted = monitor.and_then(|mut monitor| media::insert(&mut monitor, &self.definition.cdroms[at]));
+        inserted.or_else(|error| {
+            self.definition.cdroms[at].file = None;
+            self.change.define(&self.definition)?;
+            let name = self.name();
+            Err(error.context(format_args!("'{}' was not inserted into machine '{name}'", image.display())))
+        })
+    }
+
+    fn eject(&mut self, image: &Path, force: bool) -> Result<()> {
+        let Some(at) = self.definition.cdrom_with(image) else {
+            let text = format!(
+                "machine '{}' has no CD-ROM drive with '{}'; 'lamina vm show' lists its drives",
+                self.name(),
+                image.display()
+            );
+            return Err(Error::new(ErrorKind::NotFound, text));
+        };
+        if self.runs {
+            let mut monitor = self.change.machine().monitor()?;
+            media::eject(&mut monitor, &self.definition.cdroms[at], force)
+                .map_err(|error| error.context(format_args!("'{}' in machine '{}'", image.display(), self.name())))?;
+        }
+        self.definition.cdroms[at].file = None;
         self.change.define(&self.definition)
     }
 

@@ -21,6 +21,7 @@
 //! import       machines of other programs
 //! resize       growing a disk while its machine runs
 //! edit         changing a machine, also its name
+//! media        images in CD-ROM drives
 //! plug         adding devices to a running machine, and removing them
 //! fleet        operations on many machines
 //! host         the environment of commands, locks, recovery
@@ -50,6 +51,7 @@ pub mod instant;
 pub mod lifecycle;
 pub mod machine;
 pub mod machines;
+pub mod media;
 pub mod nvram;
 pub mod personality;
 mod plug;

@@ -22,6 +22,7 @@ use crate::agent::Agent;
 use crate::busy::while_busy;
 use crate::definition::{self, Definition};
 use crate::durable;
+use crate::media;
 use crate::nvram;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
@@ -350,6 +351,7 @@ impl Change {
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
+        media::check(definition)?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;
         let machine = command::Machine {
             definition,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{CloneKind, Definition, Link};
+use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -206,6 +206,12 @@ pub struct NewMachine {
     pub disk_size: Option<u64>,
     /// The machine's network cards, by the networks to which they are connected.
     pub networks: Vec<Link>,
+    /// Absolute paths of images, each for a CD-ROM drive of its own.
+    pub cdroms: Vec<PathBuf>,
+    /// The devices that the firmware tries, in this order; empty for the usual order.
+    pub boot_order: Vec<BootDevice>,
+    /// Its firmware.
+    pub firmware: Firmware,
     /// Absolute path of a kernel to boot without a boot loader.
     pub kernel: Option<PathBuf>,
     /// Absolute path of the initial RAM disk.

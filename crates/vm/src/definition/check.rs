@@ -61,6 +61,7 @@ impl Definition {
         }
         check_name(&self.name)?;
         self.check_platform()?;
+        self.check_cdroms()?;
         if self.cpus == 0 || self.cpus > CPUS_MAX {
             return invalid(format!("a machine has 1 to {CPUS_MAX} CPUs, not {}", self.cpus));
         }

@@ -14,9 +14,11 @@ fn machine() -> Definition {
         ports: 2,
         autostart: true,
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
+        boot_order: Vec::new(),
         origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
         boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
         disks: Vec::new(),
+        cdroms: Vec::new(),
         networks: Vec::new(),
     };
     machine.add_disk("web").unwrap();
@@ -78,6 +80,10 @@ fn foreign() -> Definition {
     machine.disks[1] = Disk { name: "data".into(), slot: 8, bus: Bus::Pvscsi, unit: 15 };
     machine.disks.push(Disk { name: "old".into(), slot: IDE_SLOT, bus: Bus::Ide, unit: 2 });
     machine.networks[0].model = Card::Vmxnet3;
+    machine.boot = None;
+    machine.boot_order = vec![BootDevice::Cdrom, BootDevice::Disk, BootDevice::Network];
+    machine.add_cdrom(Some("/srv/x.iso".into())).unwrap();
+    machine.add_cdrom(None).unwrap();
     machine
 }
 
@@ -85,19 +91,15 @@ fn foreign() -> Definition {
 fn the_hardware_of_other_programs_survives_encoding_and_cloning() {
     let machine = foreign();
     let text = machine.to_text().unwrap();
-    assert!(
-        text.contains("version = 2") && text.contains("bus = \"pvscsi\"") && text.contains("unit = 15"),
-        "{text}"
-    );
+    assert!(text.contains("version = 2") && text.contains("bus = \"pvscsi\"") && text.contains("unit = 15"), "{text}");
     assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
     let with_defaults = Definition { ports: 0, autostart: false, arguments: Vec::new(), ..super::tests::machine() };
     assert_eq!((machine.needed_version(), with_defaults.needed_version()), (2, 1));
     let origin = Origin { machine: "web".into(), snapshot: None, way: CloneKind::Full };
     let clone = machine.for_clone("copy", origin).unwrap();
     assert_eq!((clone.platform, clone.version), (machine.platform, 2));
-    let places = |machine: &Definition| {
-        machine.disks.iter().map(|disk| (disk.slot, disk.bus, disk.unit)).collect::<Vec<_>>()
-    };
+    let places =
+        |machine: &Definition| machine.disks.iter().map(|disk| (disk.slot, disk.bus, disk.unit)).collect::<Vec<_>>();
     assert_eq!(places(&clone), places(&machine));
     assert_eq!(clone.networks[0].model, Card::Vmxnet3);
     assert!(machine.check_savable().is_err() && super::tests::machine().check_savable().is_ok());

@@ -4,7 +4,7 @@
 //! address, from this module or from the definition, and QEMU assigns none:
 //!
 //! ```text
-//! pcie.0  1   IDE, in the chipset i440fx               8..15   disks, or their controllers
+//! pcie.0  1   IDE of the chipset i440fx                8..15   disks, or their controllers
 //!         2   graphics card                            16..23  network cards
 //!         4   serial port of the guest agent
 //!         5   random number device                    24      ports, for devices that are added while it
@@ -15,10 +15,11 @@
 //! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
 //! need no doubling.
 
+use super::boot;
 use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
-use crate::definition::{Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network};
+use crate::definition::{BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network};
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -206,7 +207,12 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     for (option, argument) in drives::arguments(definition, machine.nbd) {
         add(option, argument);
     }
-    for network in &definition.networks {
+    for (option, argument) in boot::arguments(definition) {
+        add(option, argument);
+    }
+    // Without its code for booting, a card has the same state in every build of QEMU.
+    let code = if boot::from_network(definition) { "" } else { ",romfile=" };
+    for (number, network) in definition.networks.iter().enumerate() {
         let (net, place) = (network_node(network), place_text(chipset, network.slot));
         let backend = match &network.link {
             Link::User => format!("user,id={net}"),
@@ -215,7 +221,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
         };
         add("-netdev", backend);
         let (model, card) = (card(network.model), network_device(network));
-        add("-device", format!("{model},id={card},netdev={net},mac={},{place},romfile=", network.mac));
+        let boots = boot::index(definition, BootDevice::Network, number);
+        add("-device", format!("{model},id={card},netdev={net},mac={},{place}{code}{boots}", network.mac));
     }
     if machine.incoming {
         add("-incoming", "defer".into());
@@ -329,9 +336,11 @@ mod tests {
             ports: 2,
             autostart: false,
             arguments: Vec::new(),
+            boot_order: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),
+            cdroms: Vec::new(),
             networks: Vec::new(),
         };
         definition.add_disk("web,a").unwrap();

@@ -7,8 +7,9 @@
 //! 3. Disks in ports, and those on controllers that take disks while the machine runs ([`Bus::takes_disks`]), can be
 //!    added and removed in the running process ([`crate::plug`]).
 
+use super::boot;
 use super::command::{place, place_text};
-use crate::definition::{Bus, Chipset, Definition, Disk};
+use crate::definition::{BootDevice, Bus, Chipset, Definition, Disk};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -69,7 +70,7 @@ pub fn arguments(definition: &Definition, nbd: &Path) -> Vec<(&'static str, Stri
         {
             all.push(("-device", controller));
         }
-        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
+        let boots = boot::index(definition, BootDevice::Disk, index);
         all.push(("-device", format!("{}{boots}", device(definition.platform.chipset, disk))));
     }
     all

@@ -3,11 +3,13 @@
 //! ```text
 //! features   features of this QEMU and this host, which are queried
 //! command    the command line of a machine, with fixed device addresses
-//! drives     the part of the command line for disks and controllers
+//! drives     its part for disks and controllers
+//! boot       its part for CD-ROM drives, and the order in which the firmware tries the devices
 //! firmware   builds of UEFI on this host
 //! process    a running QEMU, which outlives the command that started it and is found by its pid file
 //! ```
 
+pub mod boot;
 pub mod command;
 pub mod drives;
 pub mod features;

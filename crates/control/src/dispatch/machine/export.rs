@@ -68,6 +68,9 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
     if !definition.arguments.is_empty() {
         note("QEMU arguments", Effect::LeftOut, "they are options of QEMU, which VMware does not have");
     }
+    if !definition.cdroms.is_empty() {
+        note("CD-ROM drives", Effect::LeftOut, "the archive has only the disks");
+    }
     let uefi = definition.platform.firmware == Firmware::Uefi;
     if uefi {
         note("nvram", Effect::LeftOut, "VMware's file of firmware variables has another form");

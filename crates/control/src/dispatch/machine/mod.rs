@@ -186,6 +186,11 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
             append: new.append.clone(),
         });
     }
+    definition.platform.firmware = new.firmware;
+    definition.boot_order.clone_from(&new.boot_order);
+    for image in &new.cdroms {
+        definition.add_cdrom(Some(vm::media::readable(image)?))?;
+    }
     let mut own = Vec::new();
     if new.disk_size.is_some() {
         definition.add_disk(&new.name)?;

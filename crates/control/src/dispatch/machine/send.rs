@@ -17,7 +17,9 @@ impl Work<'_> {
         let parent = source.definition(host)?;
         let origin =
             Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way: CloneKind::Full };
-        let clone = parent.for_clone(&name, origin)?;
+        let mut clone = parent.for_clone(&name, origin)?;
+        // The images are files of this host.
+        clone.eject_all();
         if parent.disks.is_empty() {
             let text = format!("machine '{}' has no disk, and so nothing to send", source.machine);
             return Err(Error::new(ErrorKind::Invalid, text));

@@ -1,19 +1,18 @@
 //! Arguments of the commands about machines.
 
+use super::machine_create::VmCreate;
+use super::machine_edit::VmEdit;
 use super::machine_import::VmImport;
 use super::send::SendArguments;
-use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
+use crate::cli::address::{CLONES_MAX, NamePattern, absolute};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
-use control::{CloneOptions, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Request};
+use control::{CloneOptions, MachineRequest, MachineSnapshot, MachineVerb, Request};
 use replication::Remote;
 use std::io::Read;
 use std::path::PathBuf;
-use std::str::FromStr;
 use vm::clone::{Inside, Source};
-use vm::definition::{CloneKind, Link, PORTS_MAX};
-use vm::edit::Edit;
-use vm::identity::Mac;
+use vm::definition::CloneKind;
 
 /// Most bytes of standard input that are passed to a program in the guest.
 const INPUT_MAX: u64 = 1 << 20;
@@ -42,29 +41,6 @@ fn parse_snapshot(text: &str) -> Result<MachineSnapshot, String> {
     match parse_source(text)? {
         Source { machine, snapshot: Some(name) } => Ok(MachineSnapshot { machine, name }),
         Source { snapshot: None, .. } => Err("a snapshot of a machine is written VM@SNAPSHOT".into()),
-    }
-}
-
-/// The network of a card, or no card.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NetworkArgument {
-    /// No card.
-    None,
-    /// A card that is connected to this network.
-    Card(Link),
-}
-
-impl FromStr for NetworkArgument {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once('=') {
-            None if text == "user" => Ok(Self::Card(Link::User)),
-            None if text == "unplugged" => Ok(Self::Card(Link::None)),
-            None if text == "none" => Ok(Self::None),
-            Some(("bridge", bridge)) if !bridge.is_empty() => Ok(Self::Card(Link::Bridge(bridge.to_owned()))),
-            _ => Err(format!("'{text}' is no network: user, bridge=NAME, unplugged, or none for no card at all")),
-        }
     }
 }
 
@@ -113,7 +89,7 @@ pub enum VmCommand {
     /// Create machines from those of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
     /// source.
     Import(VmImport),
-    /// Change a machine. Disks and network cards can be added and removed while it runs, the rest while it is off.
+    /// Change a machine. Disks, network cards and images in CD-ROM drives also while it runs, the rest while it is off.
     Edit(VmEdit),
     /// Give a machine that is off another name. Its disks and snapshots keep their names.
     Rename {
@@ -295,145 +271,7 @@ fn read_input() -> Result<Vec<u8>, String> {
     read.map(|_| bytes).map_err(|error| format!("reading the input: {error}"))
 }
 
-/// `lamina vm create`.
-#[derive(Debug, Args)]
-pub struct VmCreate {
-    /// Name of the machine: letters, digits and inner hyphens.
-    #[arg(value_name = "VM", value_parser = parse_machine)]
-    pub name: String,
-    /// Virtual CPUs.
-    #[arg(long, value_name = "N", default_value = "1")]
-    pub cpus: u32,
-    /// Memory, in whole MiB.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
-    pub memory: u64,
-    /// A disk of the datastore. May be repeated, and may list several disks separated by commas.
-    #[arg(long = "disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
-    pub disks: Vec<String>,
-    /// Create a thin disk of this size with the machine's name.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub disk_size: Option<u64>,
-    /// Network of a card: user, bridge=NAME or unplugged; may be repeated. none for no card. Default: one card on user.
-    #[arg(long = "network", value_name = "NETWORK")]
-    pub networks: Vec<NetworkArgument>,
-    /// A kernel to boot without a boot loader.
-    #[arg(long, value_name = "FILE")]
-    pub kernel: Option<PathBuf>,
-    /// The initial RAM disk of the kernel.
-    #[arg(long, value_name = "FILE", requires = "kernel")]
-    pub initrd: Option<PathBuf>,
-    /// The command line of the kernel.
-    #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
-    pub append: Option<String>,
-    /// Start the machine.
-    #[arg(long)]
-    pub start: bool,
-}
-
-impl VmCreate {
-    fn new_machine(&self) -> Result<NewMachine, String> {
-        let cards = self.networks.iter().filter_map(|argument| match argument {
-            NetworkArgument::Card(link) => Some(link.clone()),
-            NetworkArgument::None => None,
-        });
-        let networks: Vec<Link> = if self.networks.is_empty() { vec![Link::User] } else { cards.collect() };
-        if !networks.is_empty() && networks.len() < self.networks.len() {
-            return Err("'--network none' means no card, and excludes other --network options".into());
-        }
-        Ok(NewMachine {
-            name: self.name.clone(),
-            cpus: self.cpus,
-            memory: self.memory,
-            disks: self.disks.clone(),
-            disk_size: self.disk_size,
-            networks,
-            kernel: self.kernel.as_deref().map(absolute).transpose()?,
-            initrd: self.initrd.as_deref().map(absolute).transpose()?,
-            append: self.append.clone().unwrap_or_default(),
-            start: self.start,
-        })
-    }
-}
-
-/// `lamina vm edit`.
-#[derive(Debug, Args)]
-pub struct VmEdit {
-    /// The machine.
-    #[arg(value_name = "VM", value_parser = parse_machine)]
-    pub name: String,
-    /// Virtual CPUs.
-    #[arg(long, value_name = "N")]
-    pub cpus: Option<u32>,
-    /// Memory, in whole MiB.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub memory: Option<u64>,
-    /// A further argument of QEMU; may be repeated. All --qemu-arg together replace the present ones.
-    #[arg(long = "qemu-arg", value_name = "ARGUMENT", allow_hyphen_values = true)]
-    pub arguments: Vec<String>,
-    /// Remove the further arguments of QEMU.
-    #[arg(long, conflicts_with = "arguments")]
-    pub no_qemu_args: bool,
-    /// Whether 'start --autostart' starts the machine.
-    #[arg(long, value_name = "on|off", value_parser = parse_switch)]
-    pub autostart: Option<bool>,
-    /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
-    pub ports: Option<u8>,
-    /// Add a disk of the datastore. May be repeated, and may list several disks separated by commas.
-    #[arg(long = "add-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
-    pub add_disks: Vec<String>,
-    /// Remove a disk, which stays in the datastore. May be repeated, and may list several disks.
-    #[arg(long = "remove-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
-    pub remove_disks: Vec<String>,
-    /// Add a network card on this network: user, bridge=NAME or unplugged. May be repeated.
-    #[arg(long = "add-network", value_name = "NETWORK")]
-    pub add_networks: Vec<NetworkArgument>,
-    /// Remove the network card with this address, as 'show' prints it. May be repeated.
-    #[arg(long = "remove-network", value_name = "ADDRESS", value_parser = parse_mac)]
-    pub remove_networks: Vec<Mac>,
-}
-
-/// Parses `on` or `off`.
-fn parse_switch(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(format!("'{text}' is neither on nor off")),
-    }
-}
-
-fn parse_mac(text: &str) -> Result<Mac, String> {
-    text.parse().map_err(|error: error::Error| error.to_string())
-}
-
-impl VmEdit {
-    fn verb(&self) -> Result<MachineVerb, String> {
-        let mut add_networks = Vec::new();
-        for network in &self.add_networks {
-            match network {
-                NetworkArgument::Card(link) => add_networks.push(link.clone()),
-                NetworkArgument::None => return Err("'--add-network none' would add nothing".into()),
-            }
-        }
-        let edit = Edit {
-            cpus: self.cpus,
-            memory: self.memory,
-            arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
-            autostart: self.autostart,
-            ports: self.ports,
-            add_disks: self.add_disks.clone(),
-            remove_disks: self.remove_disks.clone(),
-            add_networks,
-            remove_networks: self.remove_networks.clone(),
-        };
-        if edit == Edit::default() {
-            return Err("nothing to change is given: see 'lamina vm edit --help'".into());
-        }
-        Ok(MachineVerb::Edit { name: self.name.clone(), edit })
-    }
-}
-
-/// Subcommands of `lamina vm snapshot`.
+/// Verbs of a machine's snapshots.
 #[derive(Debug, Subcommand)]
 pub enum VmSnapshotCommand {
     /// Take a snapshot of all disks at one point in time.

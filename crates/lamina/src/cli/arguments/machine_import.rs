@@ -1,6 +1,7 @@
 //! Arguments of `lamina vm import`.
 
-use super::machine::{NetworkArgument, parse_machine};
+use super::machine::parse_machine;
+use super::machine_create::NetworkArgument;
 use crate::cli::address::absolute;
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};

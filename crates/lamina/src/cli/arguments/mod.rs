@@ -6,6 +6,8 @@ mod disk;
 mod image;
 mod job;
 mod machine;
+mod machine_create;
+mod machine_edit;
 mod machine_import;
 mod salvage;
 mod send;

@@ -4,7 +4,7 @@ use crate::output::words;
 use control::{Cloned, ClonedMachine, Failure, ImportedMachine, MachineInfo, MachineReply, MachineVerb};
 use serde_json::{Value, json};
 use vm::agent::Execution;
-use vm::definition::{Definition, Disk, Network};
+use vm::definition::{Cdrom, Definition, Disk, Network};
 use vm::snapshots::Record;
 
 /// The JSON output for a reply.
@@ -90,6 +90,8 @@ fn definition(definition: &Definition) -> Value {
     let disk = |it: &Disk| json!({ "name": it.name, "slot": it.slot, "bus": it.bus, "unit": it.unit });
     let card =
         |it: &Network| json!({ "mac": it.mac, "link": words::link(&it.link), "slot": it.slot, "model": it.model });
+    let drive = |it: &Cdrom| json!({ "unit": it.unit, "file": it.file });
+    let cdroms: Vec<Value> = definition.cdroms.iter().map(drive).collect();
     let disks: Vec<Value> = definition.disks.iter().map(disk).collect();
     let networks: Vec<Value> = definition.networks.iter().map(card).collect();
     let platform = &definition.platform;
@@ -100,7 +102,7 @@ fn definition(definition: &Definition) -> Value {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,
         },
-        "boot": definition.boot, "disks": disks, "networks": networks, "origin": definition.origin,
+        "boot": definition.boot, "boot_order": definition.boot_devices(), "disks": disks, "cdroms": cdroms, "networks": networks, "origin": definition.origin,
     })
 }
 

@@ -10,7 +10,7 @@ use control::{
 };
 use std::io::{self, Write};
 use vm::agent::Execution;
-use vm::definition::{Card, Definition, Disk, Origin, Platform};
+use vm::definition::{BootDevice, Card, Cdrom, Definition, Disk, Origin, Platform};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -147,6 +147,10 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     if let Some(boot) = &defined.boot {
         facts.push(("kernel", boot.kernel.display().to_string()));
     }
+    if !defined.boot_order.is_empty() {
+        let order: Vec<&str> = defined.boot_order.iter().copied().map(BootDevice::name).collect();
+        facts.push(("boot order", order.join(", ")));
+    }
     let mut several = |title: &'static str, values: Vec<String>| {
         for (index, value) in values.into_iter().enumerate() {
             facts.push((if index == 0 { title } else { "" }, value));
@@ -157,6 +161,8 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         None => format!("{} (MISSING)", it.name),
     };
     several("disks", defined.disks.iter().map(disk).collect());
+    let drive = |it: &Cdrom| it.file.as_ref().map_or("empty".to_owned(), |file| file.display().to_string());
+    several("CD-ROM drives", defined.cdroms.iter().map(drive).collect());
     several("networks", cards(defined));
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
     several("clone of", defined.origin.iter().map(origin).collect());

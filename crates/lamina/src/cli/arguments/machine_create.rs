@@ -1,0 +1,145 @@
+//! Arguments of `lamina vm create`.
+
+use super::machine::parse_machine;
+use crate::cli::address::{absolute, parse_disk};
+use crate::cli::size::parse_size;
+use clap::{Args, ValueEnum};
+use control::NewMachine;
+use std::path::PathBuf;
+use std::str::FromStr;
+use vm::definition::{BootDevice, Firmware, Link};
+
+/// The network of a card, or no card.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetworkArgument {
+    /// No card.
+    None,
+    /// A card that is connected to this network.
+    Card(Link),
+}
+
+impl FromStr for NetworkArgument {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            None if text == "user" => Ok(Self::Card(Link::User)),
+            None if text == "unplugged" => Ok(Self::Card(Link::None)),
+            None if text == "none" => Ok(Self::None),
+            Some(("bridge", bridge)) if !bridge.is_empty() => Ok(Self::Card(Link::Bridge(bridge.to_owned()))),
+            _ => Err(format!("'{text}' is no network: user, bridge=NAME, unplugged, or none for no card at all")),
+        }
+    }
+}
+
+/// A kind of device that the firmware boots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BootArgument {
+    /// The first disk.
+    Disk,
+    /// The CD-ROM drives.
+    Cdrom,
+    /// The network cards.
+    Network,
+}
+
+impl From<BootArgument> for BootDevice {
+    fn from(argument: BootArgument) -> Self {
+        match argument {
+            BootArgument::Disk => Self::Disk,
+            BootArgument::Cdrom => Self::Cdrom,
+            BootArgument::Network => Self::Network,
+        }
+    }
+}
+
+/// A firmware.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FirmwareArgument {
+    /// BIOS.
+    Bios,
+    /// UEFI, without Secure Boot.
+    Uefi,
+}
+
+impl From<FirmwareArgument> for Firmware {
+    fn from(argument: FirmwareArgument) -> Self {
+        match argument {
+            FirmwareArgument::Bios => Self::Bios,
+            FirmwareArgument::Uefi => Self::Uefi,
+        }
+    }
+}
+
+/// `lamina vm create`.
+#[derive(Debug, Args)]
+pub struct VmCreate {
+    /// Its name: letters, digits and inner hyphens.
+    #[arg(value_name = "VM", value_parser = parse_machine)]
+    pub name: String,
+    /// Virtual CPUs.
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub cpus: u32,
+    /// Memory, in whole MiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
+    pub memory: u64,
+    /// A disk of the datastore. May be repeated, and may list several disks separated by commas.
+    #[arg(long = "disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
+    pub disks: Vec<String>,
+    /// Create a thin disk of this size with the machine's name.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub disk_size: Option<u64>,
+    /// Network of a card: user, bridge=NAME or unplugged; may be repeated. none for no card. Default: one card on user.
+    #[arg(long = "network", value_name = "NETWORK")]
+    pub networks: Vec<NetworkArgument>,
+    /// An image for a CD-ROM drive, such as one that installs a system; may be repeated.
+    #[arg(long = "cdrom", value_name = "FILE")]
+    pub cdroms: Vec<PathBuf>,
+    /// Devices that the firmware tries, in this order. Default: disk,cdrom.
+    #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_enum, conflicts_with = "kernel")]
+    pub boot_order: Vec<BootArgument>,
+    /// The firmware.
+    #[arg(long, value_enum, value_name = "FIRMWARE", default_value = "bios")]
+    pub firmware: FirmwareArgument,
+    /// A kernel to boot without a boot loader.
+    #[arg(long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// The initial RAM disk of the kernel.
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub initrd: Option<PathBuf>,
+    /// The command line of the kernel.
+    #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
+    pub append: Option<String>,
+    /// Start the machine.
+    #[arg(long)]
+    pub start: bool,
+}
+
+impl VmCreate {
+    /// The machine to create.
+    pub fn new_machine(&self) -> Result<NewMachine, String> {
+        let cards = self.networks.iter().filter_map(|argument| match argument {
+            NetworkArgument::Card(link) => Some(link.clone()),
+            NetworkArgument::None => None,
+        });
+        let networks: Vec<Link> = if self.networks.is_empty() { vec![Link::User] } else { cards.collect() };
+        if !networks.is_empty() && networks.len() < self.networks.len() {
+            return Err("'--network none' means no card, and excludes other --network options".into());
+        }
+        Ok(NewMachine {
+            name: self.name.clone(),
+            cpus: self.cpus,
+            memory: self.memory,
+            disks: self.disks.clone(),
+            disk_size: self.disk_size,
+            networks,
+            cdroms: self.cdroms.iter().map(|file| absolute(file)).collect::<Result<_, _>>()?,
+            boot_order: self.boot_order.iter().copied().map(BootDevice::from).collect(),
+            firmware: self.firmware.into(),
+            kernel: self.kernel.as_deref().map(absolute).transpose()?,
+            initrd: self.initrd.as_deref().map(absolute).transpose()?,
+            append: self.append.clone().unwrap_or_default(),
+            start: self.start,
+        })
+    }
+}
