@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Firmware};
+use vm::definition::{BootDevice, CloneKind, Firmware, Seed};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -435,6 +435,7 @@ fn machines(face: &Face) {
         kernel: None,
         initrd: None,
         append: String::new(),
+        seed: Some(Seed { hostname: Some(text("web.example.org")), ..Seed::default() }),
         start: false,
     };
     face.vm(MachineVerb::Create(new));
@@ -455,8 +456,14 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::Stop { names: names(), all: false, timeout: None });
     face.vm(MachineVerb::Revert { snapshot: snapshot(), paused: false });
     let source = || Source { machine: text("web"), snapshot: Some(text("s")) };
-    let options =
-        CloneOptions { kind: CloneKind::Linked, parallel: 1, quiesce: false, start: false, identity: Inside::Kept };
+    let options = CloneOptions {
+        kind: CloneKind::Linked,
+        parallel: 1,
+        quiesce: false,
+        start: false,
+        identity: Inside::Kept,
+        seed: Some(Seed { user_data: Some(text("#cloud-config\n")), ..Seed::default() }),
+    };
     face.vm(MachineVerb::Clone { source: source(), names: vec![text("child")], options });
     let send =
         MachineVerb::Send { source: source(), remote: text("lamina://127.0.0.1:1/web"), how: how(), quiesce: false };

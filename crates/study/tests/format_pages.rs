@@ -237,6 +237,7 @@ const ITEMS: &[Item] = &[
     item(DEFINITION, "Disk", MACHINE, &[]),
     item("crates/vm/src/definition/cdroms.rs", "Cdrom", MACHINE, &[]),
     item("crates/vm/src/definition/cdroms.rs", "BootDevice", MACHINE, &[]),
+    item("crates/vm/src/definition/seed.rs", "Seed", MACHINE, &[]),
     item(DEFINITION, "Link", MACHINE, &[]),
     item(DEFINITION, "Network", MACHINE, &[]),
     item("crates/vm/src/machines/intent.rs", "Intent", MACHINE_INTENT, &[]),

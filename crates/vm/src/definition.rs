@@ -15,6 +15,9 @@
 //! initrd = "/srv/guest/initrd"
 //! append = "console=ttyS0"
 //!
+//! [seed]                      # for cloud-init in the guest
+//! ssh_keys = ["ssh-ed25519 AAAA.. me"]
+//!
 //! [[disk]]
 //! name = "web"                # a disk of the datastore
 //! slot = 8                    # its PCI slot, which never changes
@@ -42,10 +45,12 @@ mod check;
 mod devices;
 pub mod hardware;
 mod memory;
+mod seed;
 
 pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
 pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
+pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
@@ -87,7 +92,7 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order` and `cdrom`, and of
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `cdrom` and `seed`, and of
     /// disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
@@ -119,7 +124,10 @@ pub struct Definition {
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// The machine from which this machine was cloned.
+    /// What cloud-init in the guest is told; without it the guest has no disk for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<Seed>,
+    /// The machine from which this one was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
     /// The machine's disks.
@@ -250,6 +258,7 @@ impl Definition {
             arguments: Vec::new(),
             boot_order: Vec::new(),
             boot: None,
+            seed: None,
             origin: None,
             disks: Vec::new(),
             cdroms: Vec::new(),
@@ -269,6 +278,7 @@ impl Definition {
         let clone = Self {
             name: name.to_owned(),
             uuid: new_uuid()?,
+            seed: Seed::for_clone(self.seed.as_ref(), None),
             origin: Some(origin),
             autostart: false,
             disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), ..disk.clone() }).collect(),
@@ -307,6 +317,7 @@ impl Definition {
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
+            && self.seed.is_none()
             && self.disks.iter().all(|disk| disk.bus == Bus::Virtio)
             && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END);
         if plain { first_version() } else { VERSION }

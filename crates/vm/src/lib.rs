@@ -13,7 +13,8 @@
 //! lifecycle    starting and stopping
 //! busy         retries of operations that return `Busy` for a short time
 //! durable      atomic replacement of files
-//! quiet        snapshots of a machine's disks at one point in time, with the guest's file systems frozen
+//! quiet        snapshots of a machine's disks at one point, with the guest's file systems frozen
+//! seed         the disk for cloud-init in the guest
 //! snapshots    a machine's snapshots
 //! instant      memory images, and machines that continue from them
 //! personality  giving a copy of a running guest its own identity
@@ -59,4 +60,5 @@ pub mod qemu;
 pub mod qmp;
 pub mod quiet;
 pub mod resize;
+mod seed;
 pub mod snapshots;

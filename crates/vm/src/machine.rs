@@ -28,6 +28,7 @@ use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
+use crate::seed;
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -352,6 +353,7 @@ impl Change {
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
         media::check(definition)?;
+        seed::write(definition, &run.seed())?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;
         let machine = command::Machine {
             definition,

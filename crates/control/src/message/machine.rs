@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link};
+use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -218,6 +218,8 @@ pub struct NewMachine {
     pub initrd: Option<PathBuf>,
     /// The kernel's command line.
     pub append: String,
+    /// What cloud-init in the guest is told.
+    pub seed: Option<Seed>,
     /// Whether to start the machine.
     pub start: bool,
 }
@@ -254,6 +256,8 @@ pub struct CloneOptions {
     pub start: bool,
     /// How the identity inside the guests of instant clones is changed.
     pub identity: Inside,
+    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    pub seed: Option<Seed>,
 }
 
 impl MachineVerb {

@@ -23,7 +23,7 @@ pub(crate) use progress::Sum;
 use source::Point;
 pub use source::{PREFIX, Source};
 
-use crate::definition::{CloneKind, Definition, Origin};
+use crate::definition::{CloneKind, Definition, Origin, Seed};
 use crate::fleet;
 use crate::host::Host;
 use crate::lifecycle;
@@ -63,6 +63,8 @@ pub struct Options {
     pub start: bool,
     /// How the identity inside the guests of instant clones is changed.
     pub inside: Inside,
+    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    pub seed: Option<Seed>,
 }
 
 /// A clone that was made.
@@ -112,7 +114,7 @@ impl Task<'_> {
     /// Determines the state to clone and the definitions of the clones, and begins to create the clones.
     fn begin(&self, way: CloneKind) -> Result<(Point, Vec<Definition>, Making)> {
         let point = self.source.point(self.host)?;
-        let definitions = clone_definitions(self.source, &point.definition, self.names, way)?;
+        let definitions = clone_definitions(self, &point.definition, way)?;
         let temporary = if point.new { point.disks.clone() } else { Vec::new() };
         let own = |definition: &Definition| own_disks(definition, &point.disks, way);
         let making = self.host.machines().make(&definitions, own, temporary)?;
@@ -200,17 +202,20 @@ fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
 }
 
 /// The definitions of the clones.
-fn clone_definitions(
-    source: &Source,
-    parent: &Definition,
-    names: &[String],
-    way: CloneKind,
-) -> Result<Vec<Definition>> {
+fn clone_definitions(task: &Task<'_>, parent: &Definition, way: CloneKind) -> Result<Vec<Definition>> {
+    let Source { machine, snapshot } = task.source;
+    let given = task.options.seed.as_ref();
+    if task.names.len() > 1 && given.is_some_and(|given| given.hostname.is_some()) {
+        return Err(Error::new(ErrorKind::Invalid, "several clones cannot have the same host name"));
+    }
     let definition = |name: &String| {
-        let origin = Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way };
-        parent.for_clone(name, origin)
+        let origin = Origin { machine: machine.clone(), snapshot: snapshot.clone(), way };
+        let seed = Seed::for_clone(parent.seed.as_ref(), given);
+        let clone = Definition { seed, ..parent.for_clone(name, origin)? };
+        clone.check()?;
+        Ok(clone)
     };
-    names.iter().map(definition).collect()
+    task.names.iter().map(definition).collect()
 }
 
 /// The disks that are created for a clone; for a linked clone, each with the snapshot on which it is based.

@@ -62,6 +62,7 @@ impl Definition {
         check_name(&self.name)?;
         self.check_platform()?;
         self.check_cdroms()?;
+        self.check_seed()?;
         if self.cpus == 0 || self.cpus > CPUS_MAX {
             return invalid(format!("a machine has 1 to {CPUS_MAX} CPUs, not {}", self.cpus));
         }

@@ -15,6 +15,7 @@ fn machine() -> Definition {
         autostart: true,
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
         boot_order: Vec::new(),
+        seed: None,
         origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
         boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
         disks: Vec::new(),

@@ -10,6 +10,7 @@
 //!         5   random number device                    24      ports, for devices that are added while it
 //!                                                              runs; the chipset i440fx has no ports, and
 //!                                                              such devices are in 24..31 themselves
+//!                                                      25      the seed for cloud-init; in i440fx 31
 //! ```
 //!
 //! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
@@ -20,6 +21,7 @@ use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
 use crate::definition::{BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network};
+use crate::seed;
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -71,6 +73,11 @@ impl RunFolder {
     /// The file that QEMU keeps locked while it runs.
     pub fn pid_file(&self) -> PathBuf {
         self.0.join("pid")
+    }
+
+    /// The image of the seed for cloud-init.
+    pub fn seed(&self) -> PathBuf {
+        self.0.join("seed.img")
     }
 
     /// Log of QEMU's error output.
@@ -207,7 +214,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     for (option, argument) in drives::arguments(definition, machine.nbd) {
         add(option, argument);
     }
-    for (option, argument) in boot::arguments(definition) {
+    let more = boot::arguments(definition).into_iter().chain(seed::arguments(definition, &run.seed()));
+    for (option, argument) in more {
         add(option, argument);
     }
     // Without its code for booting, a card has the same state in every build of QEMU.
@@ -338,6 +346,7 @@ mod tests {
             arguments: Vec::new(),
             boot_order: Vec::new(),
             boot: None,
+            seed: None,
             origin: None,
             disks: Vec::new(),
             cdroms: Vec::new(),

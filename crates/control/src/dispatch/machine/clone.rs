@@ -21,6 +21,7 @@ pub fn make(
         quiesce: options.quiesce,
         start: options.start,
         inside: options.identity,
+        seed: options.seed.clone(),
     };
     let mut outcome = clone::make(host, source, names, &options, watch)?;
     if names.len() == 1

@@ -3,6 +3,7 @@
 use super::machine_create::VmCreate;
 use super::machine_edit::VmEdit;
 use super::machine_import::VmImport;
+use super::machine_seed::SeedArguments;
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute};
 use crate::cli::size::parse_size;
@@ -370,11 +371,22 @@ pub struct VmClone {
     /// Whether guests of instant clones get a new host name, machine id, network addresses and random seed.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     pub identity: IdentityArgument,
+    /// What cloud-init in the guests is told, in place of what that of the source is told.
+    #[command(flatten)]
+    pub seed: SeedArguments,
 }
 
 impl VmClone {
     fn verb(&self) -> Result<MachineVerb, String> {
         let source = self.source.clone();
+        let seed = self.seed.seed()?;
+        if seed.is_some() && (self.instant || self.to.is_some()) {
+            return Err(
+                "--user-data, --ssh-key and --hostname are for linked and full clones on this server: an instant \
+                        clone continues a guest that has started"
+                    .into(),
+            );
+        }
         if let Some(remote) = &self.to {
             let how = self.how.how()?;
             return Ok(MachineVerb::Send { source, remote: remote.to_string(), how, quiesce: self.quiesce });
@@ -393,6 +405,7 @@ impl VmClone {
                 IdentityArgument::Required => Inside::Required,
                 IdentityArgument::Keep => Inside::Kept,
             },
+            seed,
         };
         Ok(MachineVerb::Clone { source, names: self.names()?, options })
     }

@@ -1,6 +1,7 @@
 //! Arguments of `lamina vm create`.
 
 use super::machine::parse_machine;
+use super::machine_seed::SeedArguments;
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
@@ -110,6 +111,9 @@ pub struct VmCreate {
     /// The command line of the kernel.
     #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
     pub append: Option<String>,
+    /// What cloud-init in the guest is told.
+    #[command(flatten)]
+    pub seed: SeedArguments,
     /// Start the machine.
     #[arg(long)]
     pub start: bool,
@@ -139,6 +143,7 @@ impl VmCreate {
             kernel: self.kernel.as_deref().map(absolute).transpose()?,
             initrd: self.initrd.as_deref().map(absolute).transpose()?,
             append: self.append.clone().unwrap_or_default(),
+            seed: self.seed.seed()?,
             start: self.start,
         })
     }

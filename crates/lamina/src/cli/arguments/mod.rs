@@ -9,6 +9,7 @@ mod machine;
 mod machine_create;
 mod machine_edit;
 mod machine_import;
+mod machine_seed;
 mod salvage;
 mod send;
 mod serve;

@@ -151,6 +151,12 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         let order: Vec<&str> = defined.boot_order.iter().copied().map(BootDevice::name).collect();
         facts.push(("boot order", order.join(", ")));
     }
+    if let Some(seed) = &defined.seed {
+        let name = seed.hostname.as_ref().unwrap_or(&defined.name);
+        let data = seed.user_data.as_ref().map_or(0, String::len) as u64;
+        let keys = count(seed.ssh_keys.len() as u64, "SSH key");
+        facts.push(("cloud-init", format!("host name {name}, {keys}, {} of user data", human::size(data))));
+    }
     let mut several = |title: &'static str, values: Vec<String>| {
         for (index, value) in values.into_iter().enumerate() {
             facts.push((if index == 0 { title } else { "" }, value));
