@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Firmware, Seed};
+use vm::definition::{BootDevice, CloneKind, Firmware, Seed, Vnc};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -134,6 +134,9 @@ mod machine {
         "vm clone --to": MachineVerb::Send { .. },
         "vm freeze": MachineVerb::Freeze { .. },
         "vm console": MachineVerb::Console { .. },
+        "vm screenshot": MachineVerb::Screenshot { .. },
+        "vm send-key": MachineVerb::SendKey { .. },
+        "vm type": MachineVerb::Type { .. },
         "vm exec": MachineVerb::Execute { .. },
     }
 }
@@ -435,6 +438,7 @@ fn machines(face: &Face) {
         kernel: None,
         initrd: None,
         append: String::new(),
+        vnc: Some(Vnc::Unix),
         seed: Some(Seed { hostname: Some(text("web.example.org")), ..Seed::default() }),
         start: false,
     };
@@ -442,6 +446,10 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::SnapshotCreate { snapshot: snapshot(), memory: false, quiesce: false });
     face.vm(MachineVerb::Start { names: names(), autostart: false, paused: true });
     face.vm(MachineVerb::Resume { names: names() });
+    face.vm(MachineVerb::SendKey { name: text("web"), keys: vec![text("shift-a")] });
+    face.vm(MachineVerb::Type { name: text("web"), text: text("a") });
+    face.vm(MachineVerb::Screenshot { name: text("web"), path: face.beside("web.png") });
+    assert!(face.beside("web.png").exists());
     face.vm(MachineVerb::Pause { names: names() });
     let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
     assert!(matches!(console, MachineReply::Console { socket, .. } if socket.exists()));

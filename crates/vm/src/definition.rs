@@ -8,6 +8,7 @@
 //! ports = 4                   # for devices that are added while it runs
 //! autostart = true            # without it false
 //! boot_order = ["cdrom", "disk"]
+//! vnc = "unix"
 //! qemu_arguments = ["-vga", "std"]
 //!
 //! [boot]                      # default: the firmware boots the first disk
@@ -46,11 +47,13 @@ mod devices;
 pub mod hardware;
 mod memory;
 mod seed;
+mod vnc;
 
 pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
 pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
 pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
+pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc};
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
@@ -92,8 +95,8 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `cdrom` and `seed`, and of
-    /// disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `vnc`, `cdrom` and `seed`, and
+    /// of disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -121,6 +124,9 @@ pub struct Definition {
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
+    /// Where its screen is served by VNC. Needs a graphics card.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vnc: Option<Vnc>,
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
@@ -257,6 +263,7 @@ impl Definition {
             autostart: false,
             arguments: Vec::new(),
             boot_order: Vec::new(),
+            vnc: None,
             boot: None,
             seed: None,
             origin: None,
@@ -278,6 +285,8 @@ impl Definition {
         let clone = Self {
             name: name.to_owned(),
             uuid: new_uuid()?,
+            // Two processes cannot listen on one port.
+            vnc: self.vnc.map(|_| Vnc::Unix),
             seed: Seed::for_clone(self.seed.as_ref(), None),
             origin: Some(origin),
             autostart: false,
@@ -289,7 +298,15 @@ impl Definition {
         Ok(clone)
     }
 
-    /// The names of the machine's disks.
+    /// Serves its screen by VNC, for which it gets a graphics card, or no more.
+    pub fn set_vnc(&mut self, vnc: Option<Vnc>) {
+        self.vnc = vnc;
+        if vnc.is_some() {
+            self.platform.display = Display::Vga;
+        }
+    }
+
+    /// The names of its disks.
     pub fn disk_names(&self) -> Vec<String> {
         self.disks.iter().map(|disk| disk.name.clone()).collect()
     }
@@ -318,6 +335,7 @@ impl Definition {
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()
+            && self.vnc.is_none()
             && self.disks.iter().all(|disk| disk.bus == Bus::Virtio)
             && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END);
         if plain { first_version() } else { VERSION }

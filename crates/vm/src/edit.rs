@@ -7,7 +7,7 @@
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::while_busy;
-use crate::definition::{BootDevice, Definition, Link};
+use crate::definition::{BootDevice, Definition, Link, Vnc};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
@@ -38,6 +38,10 @@ pub struct Edit {
     pub ports: Option<u8>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Option<Vec<BootDevice>>,
+    /// Where to serve its screen by VNC.
+    pub vnc: Option<Vnc>,
+    /// Serve its screen no more.
+    pub no_vnc: bool,
     /// Remove all CD-ROM drives.
     pub no_cdroms: bool,
     /// Images to eject from CD-ROM drives, which stay: paths or file names.
@@ -60,7 +64,12 @@ impl Edit {
     /// Whether the edit changes a property that only a new process can have.
     fn needs_off(&self) -> bool {
         let sizes = self.cpus.is_some() || self.memory.is_some() || self.ports.is_some();
-        sizes || self.arguments.is_some() || self.boot_order.is_some() || self.no_cdroms
+        sizes
+            || self.arguments.is_some()
+            || self.boot_order.is_some()
+            || self.vnc.is_some()
+            || self.no_vnc
+            || self.no_cdroms
     }
 }
 
@@ -83,8 +92,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports, boot order, CD-ROM drives and arguments of QEMU change only \
-             while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, ports, boot order, VNC, CD-ROM drives and arguments of QEMU change \
+             only while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -104,6 +113,9 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     }
     if let Some(order) = &edit.boot_order {
         definition.boot_order.clone_from(order);
+    }
+    if edit.vnc.is_some() || edit.no_vnc {
+        definition.set_vnc(edit.vnc);
     }
     if edit.no_cdroms {
         definition.cdroms.clear();

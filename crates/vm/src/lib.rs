@@ -14,6 +14,7 @@
 //! busy         retries of operations that return `Busy` for a short time
 //! durable      atomic replacement of files
 //! quiet        snapshots of a machine's disks at one point, with the guest's file systems frozen
+//! screen       the screen and keyboard of a running machine
 //! seed         the disk for cloud-init in the guest
 //! snapshots    a machine's snapshots
 //! instant      memory images, and machines that continue from them
@@ -60,5 +61,6 @@ pub mod qemu;
 pub mod qmp;
 pub mod quiet;
 pub mod resize;
+pub mod screen;
 mod seed;
 pub mod snapshots;

@@ -5,8 +5,9 @@
 //! NAME/run            link to the folder of its current process: run.1, run.2, ..
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
-//! NAME/nvram          the variables of its UEFI, if it has UEFI
-//! NAME/held           exists while a command has the guest paused: what to undo after a kill
+//! NAME/nvram          the variables of its UEFI, if it has that
+//! NAME/vnc-password   the password of VNC, if it listens on a TCP port
+//! NAME/held           exists while a command has the guest paused: what to undo if the command is killed
 //! ```
 //!
 //! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
@@ -28,7 +29,7 @@ use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
-use crate::seed;
+use crate::{screen, seed};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -365,9 +366,13 @@ impl Change {
         };
         let arguments = command::arguments(&machine, start.features);
         let starting = Starting::new(&start.features.program, &arguments, &run.errors())?;
-        let (process, monitor) = starting
+        let (process, mut monitor) = starting
             .finish(&run, START_PATIENCE)
             .map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
+        if let Err(error) = screen::set_password(&self.machine, definition.vnc, &mut monitor) {
+            process.end()?;
+            return Err(error);
+        }
         Ok(Successor { run, monitor, process })
     }
 

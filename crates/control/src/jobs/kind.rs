@@ -107,7 +107,10 @@ fn machine(verb: &MachineVerb) -> Option<(&'static str, String)> {
         MachineVerb::Show { .. }
         | MachineVerb::List
         | MachineVerb::SnapshotList { .. }
-        | MachineVerb::Console { .. } => return None,
+        | MachineVerb::Console { .. }
+        | MachineVerb::Screenshot { .. }
+        | MachineVerb::SendKey { .. }
+        | MachineVerb::Type { .. } => return None,
         MachineVerb::Create(new) => ("vm create", new.name.clone()),
         MachineVerb::Import(import) => ("vm import", import.source.display().to_string()),
         MachineVerb::Edit { name, .. } => ("vm edit", name.clone()),

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed};
+use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -177,6 +177,27 @@ pub enum MachineVerb {
         /// Whether only the log of the console is needed; for the log, the machine need not run.
         log: bool,
     },
+    /// Write a picture of a machine's screen to a file.
+    Screenshot {
+        /// The machine.
+        name: String,
+        /// Absolute path of the file, whose ending names the format: .png or .ppm.
+        path: PathBuf,
+    },
+    /// Press keys of a machine's keyboard.
+    SendKey {
+        /// The machine.
+        name: String,
+        /// Keys or combinations such as ctrl-alt-delete, one after the other.
+        keys: Vec<String>,
+    },
+    /// Type a text on a machine's keyboard.
+    Type {
+        /// The machine.
+        name: String,
+        /// The text.
+        text: String,
+    },
     /// Run a program in the guest through its agent.
     Execute {
         /// The machine's name.
@@ -218,6 +239,8 @@ pub struct NewMachine {
     pub initrd: Option<PathBuf>,
     /// The kernel's command line.
     pub append: String,
+    /// Where its screen is served by VNC.
+    pub vnc: Option<Vnc>,
     /// What cloud-init in the guest is told.
     pub seed: Option<Seed>,
     /// Whether to start the machine.
@@ -264,7 +287,13 @@ impl MachineVerb {
     /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
+            Self::Show { .. }
+            | Self::List
+            | Self::SnapshotList { .. }
+            | Self::Console { .. }
+            | Self::Screenshot { .. }
+            | Self::SendKey { .. }
+            | Self::Type { .. } => false,
             Self::Create(_)
             | Self::Import(_)
             | Self::Edit { .. }
@@ -398,6 +427,18 @@ pub enum MachineReply {
         /// Output of the port since the machine was started; the file does not exist before the machine's first start.
         log: PathBuf,
     },
+    /// Reply to `Screenshot`.
+    Screenshot {
+        /// The machine.
+        name: String,
+        /// The file.
+        path: PathBuf,
+    },
+    /// Reply to `SendKey` and `Type`.
+    KeysSent {
+        /// The machine.
+        name: String,
+    },
     /// Reply to `Execute`.
     Executed {
         /// The machine's name.
@@ -487,7 +528,11 @@ pub struct MachineInfo {
     pub why_not_kvm: Option<String>,
     /// Socket of the serial console, while the machine runs.
     pub console: Option<PathBuf>,
-    /// Socket of QEMU's monitor, while the machine runs.
+    /// Socket of VNC, while it runs and has VNC on a socket.
+    pub vnc: Option<PathBuf>,
+    /// The file with the password of VNC, if it has VNC on a TCP port.
+    pub vnc_password: Option<PathBuf>,
+    /// Socket of QEMU's monitor, while it runs.
     pub monitor: Option<PathBuf>,
     /// Socket of the guest's agent, while the machine runs.
     pub agent: Option<PathBuf>,

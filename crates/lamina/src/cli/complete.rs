@@ -187,7 +187,8 @@ mod tests {
                 "{line}"
             );
         }
-        for line in ["vm start", "vm show", "vm exec", "vm snapshot list", "vm freeze"] {
+        for line in ["vm start", "vm show", "vm exec", "vm snapshot list", "vm freeze", "vm screenshot", "vm send-key"]
+        {
             assert_eq!(of(line), [Named::Machine], "{line}");
         }
         assert_eq!(of("snapshot create"), [Named::NewSnapshot]);

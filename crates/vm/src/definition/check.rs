@@ -1,7 +1,7 @@
 //! What a definition must satisfy: its devices have addresses of their own that exist, and its values are in range.
 
 use super::{
-    ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, FIRST_PORT, Firmware, IDE_SLOT, MEMORY_MAX,
+    ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, MEMORY_MAX,
     MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, VERSION,
 };
 use error::{Error, ErrorKind, Result};
@@ -118,6 +118,9 @@ impl Definition {
         let platform = &self.platform;
         if platform.secure_boot && (platform.firmware != Firmware::Uefi || platform.chipset != Chipset::Q35) {
             return invalid("secure_boot needs firmware \"uefi\" and chipset \"q35\"".into());
+        }
+        if self.vnc.is_some() && platform.display == Display::None {
+            return invalid("vnc needs a graphics card: display \"vga\"".into());
         }
         match platform.cores {
             Some(cores) if cores == 0 || !self.cpus.is_multiple_of(cores) => {

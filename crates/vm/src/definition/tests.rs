@@ -15,6 +15,7 @@ fn machine() -> Definition {
         autostart: true,
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
         boot_order: Vec::new(),
+        vnc: None,
         seed: None,
         origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
         boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
@@ -82,6 +83,7 @@ fn foreign() -> Definition {
     machine.disks.push(Disk { name: "old".into(), slot: IDE_SLOT, bus: Bus::Ide, unit: 2 });
     machine.networks[0].model = Card::Vmxnet3;
     machine.boot = None;
+    machine.set_vnc(Some("[::1]:5901".parse().unwrap()));
     machine.boot_order = vec![BootDevice::Cdrom, BootDevice::Disk, BootDevice::Network];
     machine.add_cdrom(Some("/srv/x.iso".into())).unwrap();
     machine.add_cdrom(None).unwrap();
@@ -113,6 +115,8 @@ fn hardware_that_does_not_go_together_is_refused() {
         ("version = 2", "version = 0"),
         ("chipset = \"i440fx\"", "chipset = \"q35\""),
         ("chipset = \"i440fx\"", "chipset = \"i440fx\"\nsecure_boot = true"),
+        ("vnc = \"[::1]:5901\"", "vnc = \"192.0.2.1:5901\""),
+        ("display = \"vga\"", "display = \"none\""),
         ("cores = 2", "cores = 3"),
         ("cores = 2", "cores = 0"),
         ("unit = 15", "unit = 64"),

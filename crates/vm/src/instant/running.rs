@@ -21,11 +21,12 @@
 use super::freeze::{Memories, Taken, at_once};
 use super::image::{Image, Images};
 use super::state;
+use crate::definition::Vnc;
 use crate::disks::Disks;
 use crate::machine::{Change, Successor};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use error::Result;
+use error::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,16 @@ pub fn take(
 ) -> Result<(Taken, Duration)> {
     let machine = change.machine();
     let process = machine.running()?;
-    machine.definition()?.check_savable()?;
+    let definition = machine.definition()?;
+    definition.check_savable()?;
+    if let Some(Vnc::Tcp(address)) = definition.vnc {
+        let name = machine.name();
+        let text = format!(
+            "machine '{name}' has VNC on {address}, where its process and the one that continues its guest cannot both \
+             listen: freeze it, or use 'lamina vm edit {name} --vnc unix' while it is off"
+        );
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
     let nbd = disks.server()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;

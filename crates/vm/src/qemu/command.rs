@@ -20,10 +20,13 @@ use super::boot;
 use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
-use crate::definition::{BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network};
+use crate::definition::{
+    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
+};
 use crate::seed;
 use serde_json::json;
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 /// Slot of the graphics card.
@@ -73,6 +76,11 @@ impl RunFolder {
     /// The file that QEMU keeps locked while it runs.
     pub fn pid_file(&self) -> PathBuf {
         self.0.join("pid")
+    }
+
+    /// Socket of VNC.
+    pub fn vnc(&self) -> PathBuf {
+        self.0.join("vnc.sock")
     }
 
     /// The image of the seed for cloud-init.
@@ -179,6 +187,9 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     // reseeds its random number generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
+    if let Some(vnc) = definition.vnc {
+        add("-vnc", listening(vnc, run));
+    }
     add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
     add(
@@ -280,6 +291,20 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
     all
 }
 
+/// Where VNC listens. On a TCP port it refuses every client until a password is set.
+fn listening(vnc: Vnc, run: &RunFolder) -> String {
+    match vnc {
+        Vnc::Unix => format!("unix:{}", value(run.vnc())),
+        Vnc::Tcp(address) => {
+            let ip = match address.ip() {
+                IpAddr::V4(ip) => ip.to_string(),
+                IpAddr::V6(ip) => format!("[{ip}]"),
+            };
+            format!("{ip}:{},password=on", address.port() - VNC_FIRST_PORT)
+        }
+    }
+}
+
 fn processors(definition: &Definition) -> String {
     match definition.platform.cores {
         None => definition.cpus.to_string(),
@@ -345,6 +370,7 @@ mod tests {
             autostart: false,
             arguments: Vec::new(),
             boot_order: Vec::new(),
+            vnc: None,
             boot: None,
             seed: None,
             origin: None,
@@ -437,6 +463,15 @@ mod tests {
         {
             assert!(all.contains(part), "{part}: {all}");
         }
+        for (vnc, option) in [
+            ("unix", "unix:/run/vnc.sock"),
+            ("127.0.0.1:5901", "127.0.0.1:1,password=on"),
+            ("[::1]:5900", "[::1]:0,password=on"),
+        ] {
+            definition.set_vnc(Some(vnc.parse().unwrap()));
+            assert!(of(&definition, None).contains(&format!("-vnc {option} ")), "{vnc}");
+        }
+        definition.set_vnc(None);
         let uefi = Uefi { code: "/code".into(), variables: "/vars".into() };
         definition.platform = Platform { firmware: Firmware::Uefi, secure_boot: true, ..Platform::default() };
         let all = of(&definition, Some(&uefi));

@@ -123,6 +123,18 @@ impl Work<'_> {
                 let lock = run.0.join("console.lock");
                 Ok(MachineReply::Console { name, socket: run.console(), lock, log: run.console_log() })
             }
+            MachineVerb::Screenshot { name, path } => {
+                vm::screen::shoot(&host.machines().get(&name)?, &path)?;
+                Ok(MachineReply::Screenshot { name, path })
+            }
+            MachineVerb::SendKey { name, keys } => {
+                vm::screen::press(&host.machines().get(&name)?, &keys)?;
+                Ok(MachineReply::KeysSent { name })
+            }
+            MachineVerb::Type { name, text } => {
+                vm::screen::write(&host.machines().get(&name)?, &text)?;
+                Ok(MachineReply::KeysSent { name })
+            }
             MachineVerb::Execute { name, command, input, timeout } => {
                 execute(host, &name, &command, &input, Duration::from_secs(timeout))
             }
@@ -188,6 +200,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
     }
     definition.platform.firmware = new.firmware;
     definition.boot_order.clone_from(&new.boot_order);
+    definition.set_vnc(new.vnc);
     definition.seed.clone_from(&new.seed);
     for image in &new.cdroms {
         definition.add_cdrom(Some(vm::media::readable(image)?))?;

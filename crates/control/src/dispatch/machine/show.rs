@@ -2,6 +2,7 @@
 
 use crate::message::{Failure, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary};
 use error::Result;
+use vm::definition::Vnc;
 use vm::host::Host;
 use vm::instant::freeze;
 use vm::machine::{Machine, MachineState, MemoryRecord};
@@ -64,6 +65,8 @@ pub fn one(host: &Host, name: &str) -> Result<MachineReply> {
         accelerator,
         why_not_kvm,
         console: process.is_some().then(|| run.console()),
+        vnc: (process.is_some() && definition.vnc == Some(Vnc::Unix)).then(|| run.vnc()),
+        vnc_password: matches!(definition.vnc, Some(Vnc::Tcp(_))).then(|| vm::screen::password_file(&machine)),
         monitor: process.is_some().then(|| run.monitor()),
         agent: process.is_some().then(|| run.agent()),
         console_log: run.console_log(),

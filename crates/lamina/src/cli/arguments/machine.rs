@@ -210,6 +210,36 @@ pub enum VmCommand {
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,
     },
+    /// Write a picture of the screen to a file. The machine needs a graphics card, such as 'edit --vnc' gives it.
+    Screenshot {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// The file, named .png or .ppm.
+        #[arg(value_name = "FILE")]
+        path: PathBuf,
+    },
+    /// Press keys on the keyboard of a machine.
+    SendKey {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// Keys and combinations, such as ctrl-alt-delete, f2 or ret, one after the other.
+        #[arg(required = true, value_name = "KEYS")]
+        keys: Vec<String>,
+    },
+    /// Type a text on the keyboard of a machine, which has the layout of the USA.
+    Type {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// The text.
+        #[arg(value_name = "TEXT", allow_hyphen_values = true)]
+        text: String,
+        /// Press Return at the end.
+        #[arg(long)]
+        enter: bool,
+    },
     /// Run a program in the guest through its agent. Exits with the program's exit code.
     #[command(after_help = EXEC_CODES)]
     Exec {
@@ -256,6 +286,11 @@ impl VmCommand {
             Self::Clone(clone) => clone.verb()?,
             Self::Freeze { name } => MachineVerb::Freeze { name: name.clone() },
             Self::Console { name, said, .. } => MachineVerb::Console { name: name.clone(), log: *said },
+            Self::Screenshot { name, path } => MachineVerb::Screenshot { name: name.clone(), path: absolute(path)? },
+            Self::SendKey { name, keys } => MachineVerb::SendKey { name: name.clone(), keys: keys.clone() },
+            Self::Type { name, text, enter } => {
+                MachineVerb::Type { name: name.clone(), text: format!("{text}{}", if *enter { "\n" } else { "" }) }
+            }
             Self::Exec { name, input, timeout, command } => MachineVerb::Execute {
                 name: name.clone(),
                 command: command.clone(),

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use control::NewMachine;
 use std::path::PathBuf;
 use std::str::FromStr;
-use vm::definition::{BootDevice, Firmware, Link};
+use vm::definition::{BootDevice, Firmware, Link, Vnc};
 
 /// The network of a card, or no card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +50,21 @@ impl From<BootArgument> for BootDevice {
             BootArgument::Disk => Self::Disk,
             BootArgument::Cdrom => Self::Cdrom,
             BootArgument::Network => Self::Network,
+        }
+    }
+}
+
+/// Where the screen is served; `None` for nowhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VncArgument(pub Option<Vnc>);
+
+impl FromStr for VncArgument {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self(None)),
+            text => text.parse().map(|vnc| Self(Some(vnc))).map_err(|error: error::Error| error.to_string()),
         }
     }
 }
@@ -102,6 +117,9 @@ pub struct VmCreate {
     /// The firmware.
     #[arg(long, value_enum, value_name = "FIRMWARE", default_value = "bios")]
     pub firmware: FirmwareArgument,
+    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
+    #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
+    pub vnc: Option<VncArgument>,
     /// A kernel to boot without a boot loader.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
@@ -143,6 +161,7 @@ impl VmCreate {
             kernel: self.kernel.as_deref().map(absolute).transpose()?,
             initrd: self.initrd.as_deref().map(absolute).transpose()?,
             append: self.append.clone().unwrap_or_default(),
+            vnc: self.vnc.and_then(|vnc| vnc.0),
             seed: self.seed.seed()?,
             start: self.start,
         })

@@ -1,7 +1,7 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument};
+use super::machine_create::{BootArgument, NetworkArgument, VncArgument};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
@@ -38,6 +38,9 @@ pub struct VmEdit {
     /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
+    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
+    #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
+    pub vnc: Option<VncArgument>,
     /// Insert an image into an empty CD-ROM drive; while the machine is off also into a new drive. May be repeated.
     #[arg(long = "cdrom", value_name = "FILE")]
     pub insert: Vec<PathBuf>,
@@ -113,6 +116,8 @@ impl VmEdit {
             autostart: self.autostart,
             ports: self.ports,
             boot_order: self.boot_order()?,
+            vnc: self.vnc.and_then(|vnc| vnc.0),
+            no_vnc: self.vnc == Some(VncArgument(None)),
             no_cdroms: self.no_cdrom,
             eject: all_absolute(&self.eject)?,
             force_eject: self.force,

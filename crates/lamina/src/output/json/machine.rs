@@ -56,6 +56,8 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
             "name": name, "image": image, "stop_ms": stop_ms, "disks_ms": disks_ms, "state_ms": state_ms,
         }),
         MachineReply::Console { socket, log, .. } => json!({ "console": socket, "console_log": log }),
+        MachineReply::Screenshot { name, path } => json!({ "name": name, "file": path }),
+        MachineReply::KeysSent { name } => json!({ "name": name }),
         MachineReply::Executed { execution, .. } => executed(execution),
     }
 }
@@ -102,7 +104,7 @@ fn definition(definition: &Definition) -> Value {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,
         },
-        "boot": definition.boot, "boot_order": definition.boot_devices(), "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
+        "boot": definition.boot, "boot_order": definition.boot_devices(), "vnc": definition.vnc, "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
     })
 }
 
@@ -135,7 +137,8 @@ fn machine(info: &MachineInfo) -> Value {
     let children = info.children.iter().map(|(at, child)| json!({ "snapshot": at, "name": child }));
     let more = json!({
         "state": info.state, "pid": info.pid, "qemu": info.qemu, "accelerator": info.accelerator,
-        "why_not_kvm": info.why_not_kvm, "console": info.console, "monitor": info.monitor, "agent": info.agent,
+        "why_not_kvm": info.why_not_kvm, "console": info.console, "vnc_socket": info.vnc,
+        "vnc_password": info.vnc_password, "monitor": info.monitor, "agent": info.agent,
         "console_log": info.console_log, "log": info.log,
         "snapshots": snapshots(&info.definition.name, &info.snapshots),
         "frozen": info.frozen, "image": info.image, "children": children.collect::<Vec<Value>>(),

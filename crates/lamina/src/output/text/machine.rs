@@ -62,6 +62,8 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         ),
         // For this reply the caller attaches to the console, so the reply is not normally printed.
         MachineReply::Console { socket, .. } => writeln!(out, "{}", socket.display()),
+        MachineReply::Screenshot { name, path } => writeln!(out, "wrote the screen of {name} to '{}'", path.display()),
+        MachineReply::KeysSent { .. } => Ok(()),
         MachineReply::Executed { execution: Execution::Ended(ended), .. } => out.write_all(&ended.output),
         MachineReply::Executed { .. } => Ok(()),
     }
@@ -171,6 +173,7 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     several("CD-ROM drives", defined.cdroms.iter().map(drive).collect());
     several("networks", cards(defined));
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
+    several("vnc", vnc(info).into_iter().collect());
     several("clone of", defined.origin.iter().map(origin).collect());
     several("snapshots", info.snapshots.iter().map(|it| format!("{} ({})", it.name, it.consistency)).collect());
     several("image", info.image.iter().cloned().collect());
@@ -182,6 +185,14 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     }
     several("children", children);
     print_facts(out, &facts)
+}
+
+/// Where VNC listens.
+fn vnc(info: &MachineInfo) -> Option<String> {
+    let vnc = info.definition.vnc?;
+    let at = info.vnc.as_ref().map_or_else(|| vnc.to_string(), |socket| socket.display().to_string());
+    let password = info.vnc_password.as_ref().map(|file| format!(", password in {}", file.display()));
+    Some(at + &password.unwrap_or_default())
 }
 
 fn cards(defined: &Definition) -> Vec<String> {
