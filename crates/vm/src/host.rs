@@ -23,6 +23,7 @@ use crate::machines::{self, Machines, lock_file};
 use crate::qemu::features::Features;
 use crate::{durable, snapshots};
 use error::{ErrorKind, IoContext, Result};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -56,6 +57,8 @@ pub struct Host {
     images: Images,
     qemu: PathBuf,
     features: OnceLock<Features>,
+    /// Held while QEMU is queried, so that machines that start at the same time do not share a probe's socket.
+    detecting: Mutex<()>,
     /// Set when an operation has begun that may leave unused memory files.
     worked: AtomicBool,
 }
@@ -87,6 +90,7 @@ impl Host {
             images,
             qemu: places.qemu.clone(),
             features: OnceLock::new(),
+            detecting: Mutex::new(()),
             worked: AtomicBool::new(false),
         })
     }
@@ -123,6 +127,10 @@ impl Host {
 
     /// The installed QEMU.
     pub fn features(&self) -> Result<&Features> {
+        if let Some(features) = self.features.get() {
+            return Ok(features);
+        }
+        let _detecting = self.detecting.lock();
         if let Some(features) = self.features.get() {
             return Ok(features);
         }

@@ -4,6 +4,7 @@
 use super::*;
 use crate::definition::Definition;
 use crate::disks::{Facts, SnapshotFacts};
+use crate::host::{Host, Places};
 use crate::import::Content;
 use crate::import::run::How;
 use parking_lot::Mutex;
@@ -224,4 +225,17 @@ fn an_interrupted_deletion_is_completed() {
     released(&within);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!((machines.list().unwrap().len(), disks.names()), (1, vec!["db-disk".to_string()]));
+}
+
+#[test]
+fn machines_that_start_at_the_same_time_query_qemu_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..8).map(|_| scope.spawn(|| host.features().map(|features| features.clone()))).collect();
+        let all: Vec<_> = all.into_iter().map(|one| one.join().unwrap().unwrap()).collect();
+        assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
+    });
 }
