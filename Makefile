@@ -20,7 +20,7 @@ build: ## Build lamina as users run it
 	cargo build --release -p lamina
 
 test: ## Run every test
-	@scripts/setup guest clients
+	@scripts/setup guest debian clients
 	@scripts/test $(TEST_ARGUMENTS)
 
 lint: deny fuzz-check ## Check the format, clippy, fuzz targets and dependencies

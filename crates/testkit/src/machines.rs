@@ -22,6 +22,14 @@ pub fn guest() -> &'static Path {
     })
 }
 
+/// The folder of the disk with Debian, which is made if necessary. It is in the guest's folder.
+pub fn debian() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let folder = guest().join("debian");
+    tool(root.join("scripts/debian").to_str().unwrap(), &[folder.to_str().unwrap()]);
+    folder
+}
+
 /// A served datastore with running machines.
 pub struct Room {
     pub store: Store,

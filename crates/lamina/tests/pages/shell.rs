@@ -5,7 +5,7 @@
 //! | path or name | what it is |
 //! |---|---|
 //! | `/tmp/tour` | the working directory of the page |
-//! | `~/lamina` | the source; `~/lamina/target/guest` has the guest built by `scripts/guest` |
+//! | `~/lamina` | the source; `~/lamina/target/guest` has the guest built by `scripts/guest`, and that of `scripts/debian` |
 //! | `*.example.org`, `store.example` | this host, over the loopback device of the namespace |
 
 use std::io::{PipeReader, Read, Write};
