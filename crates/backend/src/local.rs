@@ -23,7 +23,7 @@ pub use file_system::{FileSystem, copied_on_write};
 pub(crate) use kept::is_missing as is_kept_space_missing;
 pub use kept::{HeldSpace, KeptSpace};
 
-pub use scheduling::Thread;
+pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
 use crate::file::flush_failed;

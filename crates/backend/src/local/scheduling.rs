@@ -16,22 +16,39 @@ impl Thread {
         }
     }
 
-    /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a
-    /// user or a guest while other threads use all processors. On a busy machine this saves a few milliseconds per
-    /// answer. It requires no privilege, because other threads keep their share of processor time (Linux 6.12 and
-    /// later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing. Without `short`,
-    /// the thread has the default slice again.
-    pub fn set_short_slice(self, short: bool) {
+    /// Requests a slice of processor time from the scheduler. It takes no privilege, because each thread keeps its
+    /// share of processor time (Linux 6.12 and later, `sched_setattr(2)`); elsewhere it does nothing.
+    pub fn set_slice(self, slice: Slice) {
         #[cfg(target_os = "linux")]
-        ask(self.id, if short { SLICE } else { 0 });
+        ask(self.id, slice.nanoseconds());
         #[cfg(not(target_os = "linux"))]
-        let _ = short;
+        let _ = slice;
     }
 }
 
-/// The requested slice, in nanoseconds: the shortest that the kernel grants.
-#[cfg(target_os = "linux")]
-const SLICE: u64 = 100_000;
+/// How long a thread runs at a time beside others. A thread that wakes interrupts a thread with a longer slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slice {
+    /// Short: the thread runs soon after it wakes. For a thread that answers a user or a guest beside threads that
+    /// always compute, or that outnumber the processors. On a busy machine this saves a few milliseconds per answer.
+    Short,
+    /// That of threads that request nothing.
+    Default,
+    /// Long: every thread with another slice interrupts it. For a thread that computes and that nothing waits for.
+    Long,
+}
+
+impl Slice {
+    /// The length to request: the shortest and the longest that the kernel grants, 0 for the default.
+    #[cfg(target_os = "linux")]
+    fn nanoseconds(self) -> u64 {
+        match self {
+            Self::Short => 100_000,
+            Self::Default => 0,
+            Self::Long => 100_000_000,
+        }
+    }
+}
 
 /// `struct sched_attr`, first version.
 #[cfg(target_os = "linux")]

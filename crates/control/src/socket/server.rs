@@ -90,7 +90,7 @@ impl Server {
 
 impl Protocol for Control {
     fn serve(&self, connection: &Arc<Connection>) {
-        backend::local::Thread::current().set_short_slice(true);
+        backend::local::Thread::current().set_slice(backend::local::Slice::Short);
         if let Err(error) = connection.set_timeouts(Some(HALF_LINE_MAX), Some(STALL_MAX)) {
             tracing::warn!(%error, "a control connection could not be served");
             return;

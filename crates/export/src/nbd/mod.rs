@@ -29,10 +29,12 @@ pub mod transmission;
 mod turns;
 
 pub use server::{Server, ServerConfig};
+pub use turns::Turns;
 
 use crate::access::{CurrentRules, Permission};
 use crate::clients::Visit;
 use crate::exports::{Admission, Exports, ResizePolicy};
+use backend::local::Thread;
 use connections::TlsIdentity;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Transport;
@@ -54,6 +56,8 @@ pub struct Terms {
     pub resize: ResizePolicy,
     /// Limit of the duration of the handshake.
     pub handshake_timeout: Duration,
+    /// The sessions with which it shares the processors.
+    pub turns: Arc<Turns>,
 }
 
 impl Default for Terms {
@@ -65,6 +69,7 @@ impl Default for Terms {
             read_only: false,
             resize: ResizePolicy::default(),
             handshake_timeout: HANDSHAKE_TIMEOUT_DEFAULT,
+            turns: Arc::default(),
         }
     }
 }
@@ -96,6 +101,7 @@ pub fn serve(
         visit.loses_access();
         tracing::info!(%error, "connection ended: its access rule was removed during the handshake");
     })?;
+    let _turn = terms.turns.join(Thread::current());
     let span = tracing::info_span!("export", name = agreement.export);
     let _entered = span.enter();
     tracing::info!(

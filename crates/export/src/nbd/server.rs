@@ -4,12 +4,11 @@
 //! same export wait until the session has ended ([`crate::clients`]).
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
-use super::turns::Turns;
 use super::{Terms, serve};
 use crate::access::{CurrentRules, Rules};
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
-use backend::local::Thread;
+use backend::local::{Slice, Thread};
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Socket;
 use connections::{
@@ -80,16 +79,17 @@ struct Nbd {
     tls_required: bool,
     /// Rules for sessions over TCP; `None` if there are none.
     rules: Option<Arc<CurrentRules>>,
-    turns: Turns,
 }
 
 impl Protocol for Nbd {
     fn serve(&self, connection: &Arc<Connection>) {
-        let _turn = self.turns.join(Thread::current());
         let peer = connection.peer();
         let span = tracing::info_span!("nbd", connection = connection.number(), %peer);
         let _entered = span.enter();
-        if !connection.is_tcp() {
+        if connection.is_tcp() {
+            // Until the client is known to be one that may open an export.
+            Thread::current().set_slice(Slice::Long);
+        } else {
             // A failure is ignored, because the larger buffer is only an optimization.
             let _ = sockopt::set_socket_send_buffer_size(connection.socket(), UNIX_SEND_BUFFER_BYTES);
         }
@@ -113,7 +113,6 @@ impl Server {
         let protocol = Nbd {
             exports,
             clients: Arc::clone(&config.clients),
-            turns: Turns::default(),
             rules: rules.clone(),
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
@@ -123,6 +122,7 @@ impl Server {
                 read_only: config.read_only,
                 resize: config.resize,
                 handshake_timeout: config.handshake_timeout,
+                turns: Arc::default(),
             },
         };
         let service = ServiceConfig {

@@ -1,21 +1,25 @@
 //! How the threads of connections share the processors.
 //!
-//! With many more connections than processors, all threads run with a short scheduling slice, so that each waits
-//! milliseconds instead of seconds for a processor. All have the same slice, because the kernel runs a thread with a
-//! shorter slice before the others. With few connections, no thread has a short slice: otherwise the thread of a busy
-//! connection would preempt the clients on the same host each time its I/O completes. The measurements are in
+//! With many more sessions than processors, each gets its share in short slices: within milliseconds instead of within
+//! seconds. All threads have one slice then, because a thread with a shorter slice than the others gets its turn before
+//! them. With few sessions, no thread has a short slice: a session that works all the time would interrupt the clients
+//! of the others on the same machine each time the medium answers it. The measurements are in
 //! `docs/adr/0009-who-waits-for-whom.md`.
+//!
+//! A connection takes part once its export is negotiated. Before that, clients that have no right to any export could
+//! change the slices of all others. The thread of a TCP connection has a long slice until then, so that the computation
+//! of a TLS handshake delays neither sessions nor local clients.
 
-use backend::local::Thread;
+use backend::local::{Slice, Thread};
 use parking_lot::Mutex;
 
-/// Connections for each processor that are served with the default slice.
+/// Sessions for each processor that are served with the default slice.
 const FEW_PER_PROCESSOR: usize = 2;
 
-/// The threads of all connections of a server.
+/// The threads of all sessions of a server.
 pub struct Turns(Mutex<Threads>);
 
-/// While a value of this type exists, one more thread serves a connection.
+/// One more thread serves a session while this exists.
 pub struct Turn<'a> {
     turns: &'a Turns,
     thread: Thread,
@@ -29,18 +33,24 @@ impl Default for Turns {
 }
 
 impl Turns {
-    /// Records that `thread`, the calling thread, serves a connection.
+    /// `thread`, the calling one, serves a session.
     pub fn join(&self, thread: Thread) -> Turn<'_> {
         let mut threads = self.0.lock();
-        threads.join(thread).iter().for_each(|thread| thread.set_short_slice(true));
+        thread.set_slice(Slice::Default);
+        threads.join(thread).iter().for_each(|thread| thread.set_slice(Slice::Short));
         Turn { turns: self, thread }
+    }
+
+    /// Number of threads that serve sessions.
+    pub fn count(&self) -> usize {
+        self.0.lock().threads.len()
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut threads = self.turns.0.lock();
-        threads.leave(self.thread).iter().for_each(|thread| thread.set_short_slice(false));
+        threads.leave(self.thread).iter().for_each(|thread| thread.set_slice(Slice::Default));
     }
 }
 

@@ -1,11 +1,16 @@
 //! Clients that violate the protocol or stall, and other clients that must not be affected.
 
+use crate::in_process::{Script, encode, opening};
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
-use connections::{Limits, Listen, TlsConfig};
+use connections::transport::{Transport, Wait};
+use connections::{Limits, Listen, Peer, TlsConfig};
 use error::ErrorKind;
-use export::nbd::{Server, ServerConfig};
-use std::io::{Read, Write};
+use export::clients::Clients;
+use export::nbd::{Server, ServerConfig, Terms, Turns, serve};
+use parking_lot::Mutex;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -337,4 +342,44 @@ fn tcp_is_limited_to_loopback_unless_authenticated_or_allowed() {
         Server::start(ServerConfig { tls: Some(missing), ..config("127.0.0.1:0") }, shelf.clone()).err().unwrap();
     assert!(error.to_string().contains("/nonexistent/cert.pem"), "{error}");
     assert!(Server::start(ServerConfig::default(), shelf).is_err(), "nowhere to listen");
+}
+
+/// A transport that records how many threads serve sessions whenever the server waits for its client.
+struct Counted {
+    script: Script,
+    turns: Arc<Turns>,
+    counts: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Transport for Counted {
+    fn receive(&mut self, into: &mut [IoSliceMut<'_>], wait: Wait) -> io::Result<usize> {
+        self.counts.lock().push(self.turns.count());
+        self.script.receive(into, wait)
+    }
+    fn send(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.script.send(slices)
+    }
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[test]
+fn a_client_that_has_not_chosen_an_export_changes_nothing_for_the_threads_of_sessions() {
+    let shelf = Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 5)]);
+    let terms = Terms::default();
+    let counts = |batches: Vec<Vec<u8>>| {
+        let counts = Arc::<Mutex<Vec<usize>>>::default();
+        let transport =
+            Counted { script: Script::new(batches, 0), turns: Arc::clone(&terms.turns), counts: Arc::clone(&counts) };
+        let _ = serve(Box::new(transport), &*shelf, &terms, &mut Clients::default().arrive(Peer::Unknown));
+        assert_eq!(terms.turns.count(), 0, "it has ended");
+        std::mem::take(&mut *counts.lock())
+    };
+    // It sends half of its option, and leaves.
+    let counted = counts(vec![opening(Mode::Simple, &[])[..12].to_vec()]);
+    assert!(counted.len() >= 2 && counted.iter().all(|count| *count == 0), "{counted:?}");
+    let disconnect = encode(Mode::Simple, CMD_DISC, 0, 1, 0, 0, &[]);
+    let counted = counts(vec![opening(Mode::Simple, &[]), disconnect]);
+    assert_eq!((counted.first(), counted.last()), (Some(&0), Some(&1)), "{counted:?}");
 }
