@@ -69,6 +69,7 @@ install: build ## Install program, man pages, completions and unit into DESTDIR/
 	$(PROGRAM) completion bash > $(DESTDIR)$(PREFIX)/share/bash-completion/completions/lamina
 	$(PROGRAM) completion zsh > $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_lamina
 	$(PROGRAM) completion fish > $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/lamina.fish
+	install -D -m 755 packaging/qemu-reconnect $(DESTDIR)$(PREFIX)/lib/lamina/qemu-reconnect
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
 	for unit in packaging/*.service; do \
 	    sed 's,/usr/bin/lamina,$(PREFIX)/bin/lamina,' "$$unit" > "$(DESTDIR)$(PREFIX)/lib/systemd/system/$${unit#packaging/}"; \

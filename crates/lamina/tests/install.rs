@@ -32,6 +32,7 @@ fn the_units_name_the_program_that_is_installed() {
                 assert!(installed(program).is_file(), "{unit} calls {program}, which is not there");
             }
         }
+        assert!(installed(&format!("{prefix}/lib/lamina/qemu-reconnect")).is_file());
         let version = tool(installed(&format!("{prefix}/bin/lamina")).to_str().unwrap(), &["--version"]);
         assert!(version.starts_with("lamina "), "{version}");
         assert!(installed(&format!("{prefix}/share/man/man1/lamina-serve.1")).exists());
