@@ -44,6 +44,7 @@
 mod cdroms;
 mod check;
 mod devices;
+pub mod forward;
 pub mod hardware;
 mod memory;
 mod seed;
@@ -51,6 +52,7 @@ mod vnc;
 
 pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
+pub use forward::Forward;
 pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
 pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
 pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc};
@@ -224,6 +226,10 @@ pub enum Link {
     None,
     /// A bridge of the host, by name.
     Bridge(String),
+    /// A tap device of the host, by name, which exists already.
+    Tap(String),
+    /// QEMU's user network, with ports of the host that are forwarded to the guest.
+    Forward(Vec<Forward>),
 }
 
 /// A network card.
@@ -280,7 +286,7 @@ impl Definition {
         let disks = self.disks.iter().enumerate();
         let mut networks = Vec::with_capacity(self.networks.len());
         for network in &self.networks {
-            networks.push(Network { mac: Mac::new()?, ..network.clone() });
+            networks.push(Network { mac: Mac::new()?, link: network.link.for_clone(), ..network.clone() });
         }
         let clone = Self {
             name: name.to_owned(),
@@ -337,7 +343,8 @@ impl Definition {
             && self.seed.is_none()
             && self.vnc.is_none()
             && self.disks.iter().all(|disk| disk.bus == Bus::Virtio)
-            && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END);
+            && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END)
+            && self.networks.iter().all(|card| !matches!(card.link, Link::Tap(_) | Link::Forward(_)));
         if plain { first_version() } else { VERSION }
     }
 }

@@ -27,6 +27,7 @@ use crate::media;
 use crate::nvram;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
+use crate::qemu::network;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
 use crate::{screen, seed};
@@ -353,6 +354,7 @@ impl Change {
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
+        network::check(definition).map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
         media::check(definition)?;
         seed::write(definition, &run.seed())?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;

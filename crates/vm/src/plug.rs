@@ -13,8 +13,8 @@
 //! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Its disk is closed only after
 //!    that.
 
-use crate::definition::{Chipset, Disk, Link, Network};
-use crate::qemu::{command, drives};
+use crate::definition::{Chipset, Disk, Network};
+use crate::qemu::{command, drives, network};
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -48,24 +48,20 @@ pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
     }
 }
 
-/// Adds a network card. Without effect if the card is already attached.
-pub fn add_network(monitor: &mut Client, chipset: Chipset, network: &Network) -> Result<()> {
-    let (card, net) = (command::network_device(network), command::network_node(network));
-    if has_device(monitor, &card)? {
+/// Adds a network card. Without effect if it is there already.
+pub fn add_network(monitor: &mut Client, chipset: Chipset, card: &Network) -> Result<()> {
+    let (device, net) = (command::network_device(card), command::network_node(card));
+    if has_device(monitor, &device)? {
         return Ok(());
     }
     // An earlier command may have been killed after it had added the network backend and before it added the card.
     let _ = monitor.execute("netdev_del", json!({ "id": net }));
-    let backend = match &network.link {
-        Link::User => json!({ "type": "user", "id": net }),
-        Link::Bridge(bridge) => json!({ "type": "bridge", "id": net, "br": bridge }),
-        Link::None => json!({ "type": "hubport", "id": net, "hubid": command::hub(network) }),
-    };
-    monitor.execute("netdev_add", backend)?;
-    let (key, place) = command::place(chipset, network.slot);
-    let device = json!({ "driver": command::card(network.model), "id": card, "netdev": net, "mac": network.mac,
-                         "romfile": "", key: place });
-    monitor.execute("device_add", device).map(drop).inspect_err(|_| {
+    network::check_one(card)?;
+    monitor.execute("netdev_add", network::backend(card))?;
+    let (key, place) = command::place(chipset, card.slot);
+    let arguments = json!({ "driver": command::card(card.model), "id": device, "netdev": net, "mac": card.mac,
+                            "romfile": "", key: place });
+    monitor.execute("device_add", arguments).map(drop).inspect_err(|_| {
         let _ = monitor.execute("netdev_del", json!({ "id": net }));
     })
 }

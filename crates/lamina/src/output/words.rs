@@ -32,6 +32,8 @@ pub fn link(link: &Link) -> String {
         Link::User => "user".into(),
         Link::None => "unplugged".into(),
         Link::Bridge(bridge) => format!("bridge={bridge}"),
+        Link::Tap(tap) => format!("tap={tap}"),
+        Link::Forward(ports) => ports.iter().fold("user".into(), |text, port| format!("{text},forward={port}")),
     }
 }
 

@@ -1,8 +1,8 @@
 //! What a definition must satisfy: its devices have addresses of their own that exist, and its values are in range.
 
 use super::{
-    ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, MEMORY_MAX,
-    MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, VERSION,
+    ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, Link,
+    MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, VERSION,
 };
 use error::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,8 +33,11 @@ impl Definition {
         if self.platform.firmware == Firmware::Uefi {
             return Some("the variables of UEFI are not part of saved states");
         }
-        let nvme = self.disks.iter().any(|disk| disk.bus == Bus::Nvme);
-        nvme.then_some("QEMU cannot save the state of NVMe controllers")
+        if self.disks.iter().any(|disk| disk.bus == Bus::Nvme) {
+            return Some("QEMU cannot save the state of NVMe controllers");
+        }
+        let alone = self.networks.iter().any(|card| matches!(card.link, Link::Tap(_) | Link::Forward(_)));
+        alone.then_some("two processes cannot have its tap device or its forwarded ports, which the continuation needs")
     }
 
     /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing, instant clones.
@@ -101,6 +104,7 @@ impl Definition {
             }
         }
         for network in &self.networks {
+            network.link.check().map_err(|error| error.context(format_args!("network {}", network.mac)))?;
             let right = NETWORK_SLOTS.contains(&network.slot) || ports.contains(&network.slot);
             let taken = slots.insert(network.slot, (Bus::Virtio, BTreeSet::new())).is_some();
             if !right || taken {

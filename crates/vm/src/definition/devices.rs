@@ -7,13 +7,18 @@
 //! 3. A controller on the root bus cannot be removed from the process. The definition names a controller only by its
 //!    disks, so the last disk of a controller is not removed while the machine runs.
 
+use super::forward::FORWARDS_MAX;
 use super::{
     Bus, Card, Chipset, DISK_SLOTS, Definition, Disk, FIRST_PORT, IDE_SLOT, Link, NETWORK_SLOTS, Network,
     PORTS_DEFAULT, PORTS_MAX,
 };
 use crate::identity::Mac;
 use error::{Error, ErrorKind, Result};
+use std::collections::BTreeSet;
 use std::ops::Range;
+
+/// Longest name of a network interface of Linux, in bytes.
+const INTERFACE_MAX: usize = 15;
 
 impl Disk {
     /// Whether the disk is in a port.
@@ -26,6 +31,39 @@ impl Network {
     /// Whether the card is in a port, so that it can be removed while the machine runs.
     pub fn is_in_port(&self) -> bool {
         self.slot >= FIRST_PORT
+    }
+}
+
+impl Link {
+    /// The network of a clone. A tap device and a port of the host belong to one machine only.
+    pub(super) fn for_clone(&self) -> Self {
+        match self {
+            Self::Tap(_) => Self::None,
+            Self::Forward(_) => Self::User,
+            other => other.clone(),
+        }
+    }
+
+    /// Checks names of interfaces, and that no port is forwarded twice.
+    pub(super) fn check(&self) -> Result<()> {
+        let invalid = |text: String| Err(Error::new(ErrorKind::Invalid, text));
+        match self {
+            Self::Bridge(name) | Self::Tap(name)
+                if name.is_empty() || name.len() > INTERFACE_MAX || name.contains(['/', ':', ' ', '\0']) =>
+            {
+                invalid(format!("'{}' is no name of an interface: 1 to {INTERFACE_MAX} bytes", name.escape_debug()))
+            }
+            Self::Forward(ports) => {
+                let hosts: BTreeSet<_> = ports.iter().map(|it| (it.address, it.port, it.udp)).collect();
+                match ports.len() {
+                    0 => invalid("no port is forwarded: use \"user\"".into()),
+                    count if count > FORWARDS_MAX => invalid(format!("at most {FORWARDS_MAX} ports are forwarded")),
+                    count if hosts.len() < count => invalid("a port of the host is forwarded twice".into()),
+                    _ => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -224,6 +262,39 @@ mod tests {
         machine.check().unwrap();
         let models: Vec<(u8, Card)> = machine.networks.iter().map(|it| (it.slot, it.model)).collect();
         assert_eq!(models, [(16, Card::E1000e), (17, Card::E1000e), (32, Card::E1000e)]);
+    }
+
+    #[test]
+    fn tap_devices_and_forwarded_ports_belong_to_one_machine() {
+        let mut machine = machine(Chipset::Q35, &[]);
+        let forward = Link::Forward(vec!["2222:22".parse().unwrap(), "8080:80".parse().unwrap()]);
+        for link in [forward, Link::Tap("tap0".into()), Link::Bridge("br0".into())] {
+            machine.add_network(Mac::new().unwrap(), link).unwrap();
+        }
+        machine.check().unwrap();
+        assert_eq!(machine.needed_version(), 2);
+        assert!(machine.unsavable().is_some());
+        let text = machine.to_text().unwrap();
+        assert!(text.contains("forward = [\"2222:22\", \"8080:80\"]") && text.contains("tap = \"tap0\""), "{text}");
+        assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
+        let origin = crate::definition::Origin {
+            machine: "web".into(),
+            snapshot: None,
+            way: crate::definition::CloneKind::Full,
+        };
+        let clone = machine.for_clone("copy", origin).unwrap();
+        let links: Vec<&Link> = clone.networks.iter().map(|card| &card.link).collect();
+        assert_eq!(links, [&Link::User, &Link::None, &Link::Bridge("br0".into())]);
+        for wrong in [
+            Link::Tap(String::new()),
+            Link::Tap("a/b".into()),
+            Link::Tap("longer-than-allowed".into()),
+            Link::Forward(Vec::new()),
+            Link::Forward(vec!["1:22".parse().unwrap(), "1:23".parse().unwrap()]),
+        ] {
+            machine.networks[0].link = wrong;
+            assert!(machine.check().is_err(), "{:?}", machine.networks[0].link);
+        }
     }
 
     #[test]

@@ -199,9 +199,10 @@ fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) 
         let link = if card.connected { options.link.clone() } else { Link::None };
         if card.connected && !card.network.is_empty() {
             let here = match &link {
-                Link::User => "QEMU's user network".to_owned(),
+                Link::User | Link::Forward(_) => "QEMU's user network".to_owned(),
                 Link::None => "no network".to_owned(),
                 Link::Bridge(bridge) => format!("bridge {bridge}"),
+                Link::Tap(tap) => format!("tap device {tap}"),
             };
             let reason = format!("it was on '{}', and is on {here} here: see --network", card.network);
             foreign.note(&*card.label, Effect::Changed, reason);

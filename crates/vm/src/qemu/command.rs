@@ -20,8 +20,9 @@ use super::boot;
 use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
+use super::network;
 use crate::definition::{
-    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
+    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Network, VNC_FIRST_PORT, Vnc,
 };
 use crate::seed;
 use serde_json::json;
@@ -234,12 +235,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let code = if boot::from_network(definition) { "" } else { ",romfile=" };
     for (number, network) in definition.networks.iter().enumerate() {
         let (net, place) = (network_node(network), place_text(chipset, network.slot));
-        let backend = match &network.link {
-            Link::User => format!("user,id={net}"),
-            Link::Bridge(bridge) => format!("bridge,id={net},br={}", value(bridge)),
-            Link::None => format!("hubport,id={net},hubid={}", hub(network)),
-        };
-        add("-netdev", backend);
+        add("-netdev", network::argument(network));
         let (model, card) = (card(network.model), network_device(network));
         let boots = boot::index(definition, BootDevice::Network, number);
         add("-device", format!("{model},id={card},netdev={net},mac={},{place}{code}{boots}", network.mac));
@@ -353,7 +349,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Link, Platform};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {

@@ -5,6 +5,7 @@
 //! command    the command line of a machine, with fixed device addresses
 //! drives     its part for disks and controllers
 //! boot       its part for CD-ROM drives, and the order in which the firmware tries the devices
+//! network    what network cards are connected to, and what the host needs for it
 //! firmware   builds of UEFI on this host
 //! process    a running QEMU, which outlives the command that started it and is found by its pid file
 //! ```
@@ -14,4 +15,5 @@ pub mod command;
 pub mod drives;
 pub mod features;
 pub mod firmware;
+pub mod network;
 pub mod process;

@@ -92,8 +92,8 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
             }
         };
         let network = match &card.link {
-            Link::Bridge(bridge) => bridge.clone(),
-            Link::User | Link::None => "VM Network".to_owned(),
+            Link::Bridge(name) | Link::Tap(name) => name.clone(),
+            Link::User | Link::Forward(_) | Link::None => "VM Network".to_owned(),
         };
         cards.push(ArchiveCard { adapter: adapter.to_owned(), network, mac: card.mac.to_string() });
     }

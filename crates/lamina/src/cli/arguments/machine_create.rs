@@ -27,8 +27,16 @@ impl FromStr for NetworkArgument {
             None if text == "user" => Ok(Self::Card(Link::User)),
             None if text == "unplugged" => Ok(Self::Card(Link::None)),
             None if text == "none" => Ok(Self::None),
+            Some(("user,forward", ports)) => {
+                let ports: Result<_, _> = ports.split(",forward=").map(str::parse).collect();
+                ports.map(|ports| Self::Card(Link::Forward(ports))).map_err(|error: error::Error| error.to_string())
+            }
+            Some(("tap", tap)) if !tap.is_empty() => Ok(Self::Card(Link::Tap(tap.to_owned()))),
             Some(("bridge", bridge)) if !bridge.is_empty() => Ok(Self::Card(Link::Bridge(bridge.to_owned()))),
-            _ => Err(format!("'{text}' is no network: user, bridge=NAME, unplugged, or none for no card at all")),
+            _ => Err(format!(
+                "'{text}' is no network: user, user,forward=PORT:GUESTPORT, bridge=NAME, tap=NAME, unplugged, or none for \
+                 no card at all"
+            )),
         }
     }
 }
@@ -105,7 +113,8 @@ pub struct VmCreate {
     /// Create a thin disk of this size with the machine's name.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub disk_size: Option<u64>,
-    /// Network of a card: user, bridge=NAME or unplugged; may be repeated. none for no card. Default: one card on user.
+    /// Network of a card: user[,forward=PORT:GUESTPORT..], bridge=NAME, tap=NAME or unplugged; may be repeated. none
+    /// for no card. Default: one card on user.
     #[arg(long = "network", value_name = "NETWORK")]
     pub networks: Vec<NetworkArgument>,
     /// An image for a CD-ROM drive, such as one that installs a system; may be repeated.

@@ -59,7 +59,7 @@ pub struct VmEdit {
     /// Remove a disk, which stays in the datastore. May be repeated, and may list several disks.
     #[arg(long = "remove-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
     pub remove_disks: Vec<String>,
-    /// Add a network card on this network: user, bridge=NAME or unplugged. May be repeated.
+    /// Add a network card on this network: as for create: user, bridge=NAME, tap=NAME or unplugged. May be repeated.
     #[arg(long = "add-network", value_name = "NETWORK")]
     pub add_networks: Vec<NetworkArgument>,
     /// Remove the network card with this address, as 'show' prints it. May be repeated.

@@ -138,6 +138,11 @@ impl VmImport {
     /// The request, with absolute paths, because the server has another working directory.
     pub fn request(&self) -> Result<MachineImport, String> {
         let link = match &self.network {
+            NetworkArgument::Card(Link::Tap(_) | Link::Forward(_)) => {
+                let text = "a tap device and a forwarded port are for one card: import with '--network user', and add such a \
+                            card with 'lamina vm edit --add-network'";
+                return Err(text.into());
+            }
             NetworkArgument::Card(link) => link.clone(),
             NetworkArgument::None => Link::None,
         };
