@@ -286,6 +286,14 @@ impl Task<'_> {
     }
 
     fn add_network(&mut self, link: &Link) -> Result<()> {
+        if self.runs && matches!(link, Link::Bridge(_)) && self.change.machine().running()?.is_sandboxed() {
+            let text = format!(
+                "QEMU's sandbox does not let the running machine '{}' start the helper program for a bridge: stop it \
+                 first, or add a tap device",
+                self.name()
+            );
+            return Err(Error::new(ErrorKind::WrongState, text));
+        }
         let mac = Mac::new()?;
         match self.runs {
             true => self.definition.plug_network(mac, link.clone())?,

@@ -22,7 +22,7 @@ use super::features::Features;
 use super::firmware::Uefi;
 use super::network;
 use crate::definition::{
-    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Network, VNC_FIRST_PORT, Vnc,
+    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
 };
 use crate::seed;
 use serde_json::json;
@@ -40,6 +40,8 @@ const PORTS_SLOT: u8 = 24;
 const RANDOM_SLOT: u8 = 5;
 /// Least and most MiB for translated code.
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
+/// Obsolete system calls, other programs, other users, and changes of scheduling are denied.
+const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -179,6 +181,9 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-cpu", "max".into());
         }
     }
+    if is_sandboxed(definition, features) {
+        add("-sandbox", SANDBOX.into());
+    }
     add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
@@ -247,6 +252,14 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.extend(definition.arguments.iter().cloned());
     all.into_iter().map(OsString::from).collect()
+}
+
+/// Whether the process denies itself system calls: unless its definition has an option of its own for that, or QEMU
+/// has to start the helper program for a bridge, which may be setuid root.
+fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
+    let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
+    let helper = definition.networks.iter().any(|card| matches!(card.link, Link::Bridge(_)));
+    features.sandbox && !own && !helper
 }
 
 /// Board, firmware, clock and graphics card.
@@ -349,7 +362,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Link, Platform};
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {
@@ -361,6 +374,7 @@ mod tests {
             memory_from_readonly_file: false,
             migrate_to_file: false,
             ignore_shared: true,
+            sandbox: true,
             save_devices: true,
         }
     }
@@ -490,6 +504,23 @@ mod tests {
         assert!(all.contains(r#""filename":"/vars""#), "{all}");
         definition.platform = Platform { chipset: Chipset::I440fx, ..Platform::default() };
         assert!(of(&definition, None).contains("-machine pc,memory-backend=memory,vmport=off "));
+    }
+
+    #[test]
+    fn a_process_denies_itself_system_calls_unless_it_needs_them() {
+        let features = features(Accelerator::Tcg);
+        let mut definition = Definition::new("web", 1, 256 << 20).unwrap();
+        let of = |definition: &Definition, features: &Features| {
+            let (memory, run, nbd) = (Memory::Private, RunFolder("/run".into()), Path::new("/nbd"));
+            line(&Machine { definition, memory, uefi: None, run: &run, nbd, incoming: false }, features)
+        };
+        assert!(of(&definition, &features).contains("-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny"));
+        assert!(!of(&definition, &Features { sandbox: false, ..features.clone() }).contains("-sandbox"));
+        definition.arguments = ["-sandbox", "off"].map(String::from).into();
+        assert_eq!(of(&definition, &features).matches("-sandbox").count(), 1);
+        definition.arguments.clear();
+        definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::Bridge("br0".into())).unwrap();
+        assert!(!of(&definition, &features).contains("-sandbox"));
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Whether memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
+    /// Whether the process can deny itself system calls (`-sandbox`). Needs the kernel's support too.
+    pub sandbox: bool,
     /// Whether the device state can be saved without memory (`xen-save-devices-state`, for every guest).
     pub save_devices: bool,
 }
@@ -91,6 +93,8 @@ impl Features {
         let ignore_shared =
             capabilities.as_array().is_some_and(|all| all.iter().any(|one| one["capability"] == "x-ignore-shared"));
         let why_not_kvm = why_not_kvm(&mut client)?;
+        // An error means that QEMU does not know the option.
+        let sandbox = client.execute("query-command-line-options", json!({ "option": "sandbox" })).is_ok();
         Ok(Self {
             program: program.into(),
             version: version_text(&version),
@@ -99,6 +103,7 @@ impl Features {
             memory_from_readonly_file: schema.has_member("object-add", "rom"),
             migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
             ignore_shared,
+            sandbox,
             save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
@@ -182,7 +187,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
         assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");
-        assert!(features.ignore_shared && features.save_devices, "{features:?}");
+        assert!(features.ignore_shared && features.save_devices && features.sandbox, "{features:?}");
         assert_eq!(features.accelerator == Accelerator::Kvm, features.why_not_kvm.is_none());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }

@@ -146,7 +146,14 @@ impl Process {
         }
     }
 
-    /// The pid of the process.
+    /// Whether it has denied itself system calls.
+    pub fn is_sandboxed(&self) -> bool {
+        // A process that has ended has no status.
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
+        status.lines().any(|line| line.split_whitespace().eq(["Seccomp:", "2"]))
+    }
+
+    /// Its pid.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
