@@ -25,10 +25,11 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
     fleet.run("edit web --cpus 0").fails(2, "1 to 255 CPUs");
     fleet.run("edit web --memory 1M").fails(2, "whole MiB");
     fleet.run("edit web --ports 9").fails(2, "9");
+    fleet.run("edit web --qemu-memory 1M").fails(2, "256 MiB or more");
     fleet.run("edit web --autostart perhaps").fails(2, "neither on nor off");
     fleet.run("edit none --cpus 2").fails(3, "there is no machine 'none'");
     assert_eq!(fleet.show("web")["cpus"], 1, "nothing was changed");
-    fleet.run("edit web --cpus 2 --memory 48M --qemu-arg -device --qemu-arg pci-testdev,addr=1e.0 --autostart on").ok();
+    fleet.run("edit web --qemu-memory 512M --cpus 2 --memory 48M --qemu-arg -device --qemu-arg pci-testdev,addr=1e.0 --autostart on").ok();
     let shown = fleet.show("web");
     assert_eq!((&shown["cpus"], &shown["memory"], &shown["autostart"]), (&json!(2), &json!(48 << 20), &json!(true)));
     assert_eq!(shown["qemu_arguments"], json!(["-device", "pci-testdev,addr=1e.0"]));
@@ -45,6 +46,9 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
     assert_eq!(fleet.run("start --autostart").ok(), "");
     let pid = fleet.processes().into_keys().next().unwrap();
     let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let data = limits.lines().find(|line| line.starts_with("Max data size")).unwrap();
+    assert_eq!(data.split_whitespace().nth(3), Some((512 << 20).to_string().as_str()), "{limits}");
     assert!(line.contains("pci-testdev,addr=1e.0") && line.contains("-smp\x002\0"), "{line}");
     for change in ["edit web --cpus 3", "edit web --memory 64M", "edit web --no-qemu-args", "edit web --ports 2"] {
         fleet.run(change).fails(7, "stop it first");

@@ -89,6 +89,8 @@ pub const FIRST_PORT: u8 = 32;
 pub const PORTS_MAX: u8 = 8;
 /// Ports of a new machine.
 pub const PORTS_DEFAULT: u8 = 4;
+/// Least limit of the memory that QEMU takes besides the memory of the guest, in bytes: less does not start a guest.
+pub const QEMU_MEMORY_MIN: u64 = 256 << 20;
 /// Most further arguments of QEMU.
 pub const ARGUMENTS_MAX: usize = 256;
 
@@ -123,6 +125,9 @@ pub struct Definition {
     /// Further arguments of QEMU, added after those that lamina generates.
     #[serde(default, rename = "qemu_arguments", skip_serializing_if = "Vec::is_empty")]
     pub arguments: Vec<String>,
+    /// Most memory that QEMU uses besides the memory of the guest, in bytes; `None` for no limit.
+    #[serde(default, with = "memory::optional", skip_serializing_if = "Option::is_none")]
+    pub qemu_memory: Option<u64>,
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
@@ -268,6 +273,7 @@ impl Definition {
             ports: PORTS_DEFAULT,
             autostart: false,
             arguments: Vec::new(),
+            qemu_memory: None,
             boot_order: Vec::new(),
             vnc: None,
             boot: None,
@@ -338,6 +344,7 @@ impl Definition {
     pub fn needed_version(&self) -> u32 {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
+            && self.qemu_memory.is_none()
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()

@@ -34,6 +34,8 @@ pub struct Edit {
     pub arguments: Option<Vec<String>>,
     /// Whether `start --autostart` starts the machine.
     pub autostart: Option<bool>,
+    /// Most memory of QEMU besides the memory of the guest, in bytes; 0 for no limit.
+    pub qemu_memory: Option<u64>,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
@@ -66,6 +68,7 @@ impl Edit {
         let sizes = self.cpus.is_some() || self.memory.is_some() || self.ports.is_some();
         sizes
             || self.arguments.is_some()
+            || self.qemu_memory.is_some()
             || self.boot_order.is_some()
             || self.vnc.is_some()
             || self.no_vnc
@@ -104,6 +107,7 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
         definition.set_cpus(cpus);
     }
     definition.memory = edit.memory.unwrap_or(definition.memory);
+    definition.qemu_memory = edit.qemu_memory.map_or(definition.qemu_memory, |limit| (limit > 0).then_some(limit));
     definition.autostart = edit.autostart.unwrap_or(definition.autostart);
     if let Some(arguments) = &edit.arguments {
         definition.arguments.clone_from(arguments);

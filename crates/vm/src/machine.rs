@@ -358,6 +358,8 @@ impl Change {
         media::check(definition)?;
         seed::write(definition, &run.seed())?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;
+        let private = if matches!(start.memory, Memory::Shared(_)) { 0 } else { definition.memory };
+        let limit = definition.qemu_memory.map(|own| own + private);
         let machine = command::Machine {
             definition,
             memory: start.memory,
@@ -367,7 +369,7 @@ impl Change {
             incoming: start.incoming,
         };
         let arguments = command::arguments(&machine, start.features);
-        let starting = Starting::new(&start.features.program, &arguments, &run.errors())?;
+        let starting = Starting::new(&start.features.program, &arguments, &run.errors(), limit)?;
         let (process, mut monitor) = starting
             .finish(&run, START_PATIENCE)
             .map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;

@@ -3,6 +3,22 @@
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serializer};
 
+/// A size that may be missing.
+pub mod optional {
+    use serde::{Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(bytes: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+        match bytes {
+            Some(bytes) => super::serialize(bytes, serializer),
+            None => serializer.serialize_none(),
+        }
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+        super::deserialize(deserializer).map(Some)
+    }
+}
+
 const UNITS: [(char, u32); 3] = [('T', 40), ('G', 30), ('M', 20)];
 
 pub fn serialize<S: Serializer>(bytes: &u64, serializer: S) -> Result<S::Ok, S::Error> {

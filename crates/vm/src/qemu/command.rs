@@ -390,6 +390,7 @@ mod tests {
             ports: 2,
             autostart: false,
             arguments: Vec::new(),
+            qemu_memory: None,
             boot_order: Vec::new(),
             vnc: None,
             boot: None,

@@ -13,7 +13,9 @@ use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
-use rustix::process::{Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    Flock, FlockType, Pid, PidfdFlags, Resource, Rlimit, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal, prlimit,
+};
 use serde_json::json;
 use std::ffi::OsString;
 use std::fs;
@@ -47,8 +49,9 @@ pub struct Starting {
 }
 
 impl Starting {
-    /// Starts `program`. The program's error output is written to `errors`.
-    pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
+    /// Starts `program`. Its error output is written to `errors`. With `limit`, it gets no more private memory (heap,
+    /// stacks, private mappings; `RLIMIT_DATA`) than so many bytes.
+    pub fn new(program: &Path, arguments: &[OsString], errors: &Path, limit: Option<u64>) -> Result<Self> {
         let log = private::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
@@ -56,7 +59,16 @@ impl Starting {
         command.process_group(0);
         let child =
             private::spawn(&mut command).map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
-        Ok(Self { child, errors: errors.into() })
+        let mut starting = Self { child, errors: errors.into() };
+        if let Some(limit) = limit {
+            let most = Rlimit { current: Some(limit), maximum: Some(limit) };
+            if let Err(error) = prlimit(Some(Pid::from_child(&starting.child)), Resource::Data, most) {
+                let _ = starting.child.kill();
+                let _ = starting.child.wait();
+                return Err(Error::io(format!("limiting the memory of QEMU to {limit} bytes"), error.into()));
+            }
+        }
+        Ok(starting)
     }
 
     /// Waits until QEMU answers on its monitor; afterwards the process runs independently of this one.
@@ -228,7 +240,7 @@ mod tests {
         let pid = run.pid_file().display().to_string();
         let arguments = ["-machine", machine, "-nodefaults", "-display", "none", "-pidfile", &pid, "-qmp", &monitor];
         let arguments: Vec<OsString> = arguments.into_iter().map(OsString::from).collect();
-        Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors())
+        Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors(), None)
     }
 
     fn start(run: &RunFolder, machine: &str) -> Result<Process> {
@@ -270,7 +282,7 @@ mod tests {
         let run = RunFolder(folder.path().into());
         let error = start(&run, "perpetuum-mobile").unwrap_err();
         assert!(error.to_string().contains("unsupported machine type"), "{error}");
-        let nowhere = Starting::new(Path::new("/nowhere/qemu"), &[], &run.errors());
+        let nowhere = Starting::new(Path::new("/nowhere/qemu"), &[], &run.errors(), None);
         assert_eq!(nowhere.err().unwrap().kind(), ErrorKind::NotFound);
     }
 }

@@ -29,6 +29,9 @@ pub struct VmEdit {
     /// Remove the further arguments of QEMU.
     #[arg(long, conflicts_with = "arguments")]
     pub no_qemu_args: bool,
+    /// Most memory of QEMU besides the memory of the guest, at least 256M; 0 for no limit.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub qemu_memory: Option<u64>,
     /// Whether 'start --autostart' starts the machine.
     #[arg(long, value_name = "on|off", value_parser = parse_switch)]
     pub autostart: Option<bool>,
@@ -113,6 +116,7 @@ impl VmEdit {
             cpus: self.cpus,
             memory: self.memory,
             arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
+            qemu_memory: self.qemu_memory,
             autostart: self.autostart,
             ports: self.ports,
             boot_order: self.boot_order()?,

@@ -99,7 +99,7 @@ fn definition(definition: &Definition) -> Value {
     let platform = &definition.platform;
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
-        "ports": definition.ports, "autostart": definition.autostart, "qemu_arguments": definition.arguments,
+        "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "qemu_arguments": definition.arguments,
         "platform": {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,
