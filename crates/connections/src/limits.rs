@@ -32,6 +32,9 @@ pub const BACKLOG_OWNED: i32 = 16;
 /// Pause before accepting again if the process or the system has no descriptor left.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
+/// Pause before accepting the next TCP connection after one was refused.
+pub const REFUSAL_PAUSE: Duration = Duration::from_millis(10);
+
 /// Default time that a client may take from connecting to the end of its handshake, including TLS.
 pub const HANDSHAKE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 

@@ -7,10 +7,12 @@
 //! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
-//! 4. Refusals are logged at a bounded rate, no matter how often clients connect.
+//! 4. Refusals are logged at a bounded rate, no matter how often clients connect. Over TCP they also happen at a bounded rate,
+//!    so that clients without a certificate use little of the processors by connecting: further clients wait in the
+//!    backlog of the kernel.
 
 use crate::connection::Connection;
-use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, SETTLE_LOOK};
+use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_PAUSE, SETTLE_LOOK};
 use crate::listen::{Access, Address, Listen, Listener, SocketFile};
 use crate::peer::Peer;
 use crate::refusals::Refusals;
@@ -409,7 +411,12 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             continue;
         }
         match rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) {
-            Ok(socket) => welcome(shared, protocol, listener, socket),
+            Ok(socket) => {
+                let welcome = welcome(shared, protocol, listener, socket);
+                if !welcome && matches!(listener.address, Address::Tcp(_)) {
+                    std::thread::sleep(REFUSAL_PAUSE);
+                }
+            }
             Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(error) => {
                 // The connection stays in the backlog. A retry may succeed, because a descriptor may become free
@@ -427,7 +434,8 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
     }
 }
 
-fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener, socket: OwnedFd) {
+/// Starts a thread for a connection; false if the connection is refused.
+fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener, socket: OwnedFd) -> bool {
     let peer = Peer::of(&socket);
     let class = match listener.address {
         Address::Unix(_) => Class::Unix,
@@ -437,7 +445,7 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
         Ok(entry) => entry,
         Err((socket, why)) => {
             protocol.refuse(&socket, why);
-            return;
+            return false;
         }
     };
     if entry.connection.tcp {
@@ -450,9 +458,10 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
         let entry = entry;
         protocol.serve(&entry.connection);
     });
-    if let Err(error) = spawned {
+    if let Err(error) = &spawned {
         tracing::error!(%error, service = shared.name, "client refused: no thread could be started for it");
     }
+    spawned.is_ok()
 }
 
 /// Sets options of TCP sockets. Failures are ignored, because the options are only optimizations.

@@ -172,6 +172,19 @@ fn idle_connections_of_one_class_do_not_block_another_class() {
 }
 
 #[test]
+fn tcp_clients_are_refused_at_a_bounded_rate() {
+    let world = start(Limits { unauthenticated: 1, ..Limits::each(8) }, QUICK);
+    let mut held = world.tcp();
+    assert!(ask(&mut *held, b'e'));
+    let began = Instant::now();
+    for _ in 0..30 {
+        assert_eq!(rest(&mut *world.tcp()), "full");
+    }
+    assert!(began.elapsed() >= REFUSAL_PAUSE * 29, "{:?}", began.elapsed());
+    assert!(ask(&mut *held, b'e') && ask(&mut *world.unix(), b'e'));
+}
+
+#[test]
 fn a_connection_that_panics_no_longer_counts() {
     let world = start(Limits::each(1), QUICK);
     for _ in 0..3 {
