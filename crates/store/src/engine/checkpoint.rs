@@ -18,6 +18,7 @@
 //! ring space that was admitted before, and a reserve for padding.
 
 use super::log::Superblock;
+use super::metadata::Pending;
 use super::{Engine, Meta};
 use crate::pages::{Captured, PageFile, PageKey, write_home};
 use crate::space::TABLE_ENTRIES;
@@ -184,7 +185,7 @@ impl Engine {
 fn held_pages(meta: &super::Meta) -> u64 {
     let mut pages = 0;
     let mut last = u64::MAX;
-    for run in meta.pending.iter().flat_map(|pending| &pending.held) {
+    for run in meta.pending.iter().flat_map(Pending::held) {
         let (from, to) = (run.start / TABLE_ENTRIES, (run.start + run.blocks - 1) / TABLE_ENTRIES);
         pages += to - from + u64::from(from != last);
         last = to;
@@ -200,7 +201,7 @@ struct Capture {
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
     /// Operations that recovery carried out. The pages contain them; the journal does not.
-    carried_out: Vec<super::metadata::Pending>,
+    carried_out: Vec<Pending>,
 }
 
 fn same(a: &SharedSlice, b: &SharedSlice) -> bool {

@@ -30,11 +30,13 @@ use backend::{BLOCK_SIZE, SharedSlice};
 
 /// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;
-/// A commit without a flush request begins when more changes are pending. Each takes about 250 bytes of memory. Fewer
-/// in tests, so that the limit is reached.
-pub(super) const PENDING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 16 };
 /// The most payload that a flush appends to the journal instead of writing it to the data files: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
+/// Pending changes with more bytes in the journal than this are committed without a flush request.
+const PENDING_BYTES: u64 = 16 << 20;
+/// Pending changes that use more bytes of memory than this are committed too. The change of a single block uses five
+/// times the size of its record. The limit is lower in tests, so that they reach it.
+const PENDING_MEMORY: usize = if cfg!(test) { 1 << 20 } else { 32 << 20 };
 /// Rounds of a flush, in addition to those for two full buffers, after which it counts as outrun by writers.
 const ROUNDS_BESIDE: u64 = 16;
 
@@ -177,15 +179,15 @@ impl Engine {
 
     /// Whether so many changes are pending that they are committed without a flush request.
     pub(super) fn is_commit_due(&self, meta: &Meta) -> bool {
-        let bytes_max = (self.log.ring() / 8).min(16 << 20) as usize;
-        meta.pending.bytes() > bytes_max || meta.pending.len() > PENDING_MAX
+        let bytes = (self.log.ring() / 8).min(PENDING_BYTES);
+        meta.pending.bytes() as u64 > bytes || meta.pending.memory() > PENDING_MEMORY
     }
 
     /// Commits the pending changes if maintenance, which was requested to commit them, is slower than the writers that
     /// make them. So writers on a slow medium cannot fill the memory with changes. Must not be called under a lock that
     /// a checkpoint takes.
     pub(super) fn limit_pending(&self) -> Result<()> {
-        if self.meta.lock().pending.len() > 2 * PENDING_MAX { self.commit_changes() } else { Ok(()) }
+        if self.meta.lock().pending.memory() > 2 * PENDING_MEMORY { self.commit_changes() } else { Ok(()) }
     }
 
     /// Makes durable all writes to the data files that have ended.

@@ -349,7 +349,9 @@ impl Engine {
 impl Meta {
     /// True if freed or held blocks can be used once the pending changes are durable.
     fn helped_by_commit(&self) -> bool {
-        self.freed.freeing() > 0 || self.holds_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
+        self.freed.freeing() > 0
+            || self.holds_nodes()
+            || self.pending.iter().any(|pending| pending.held().next().is_some())
     }
 
     /// The number of blocks in a range that only this disk maps; with `written`, only those that were written. Blocks

@@ -117,10 +117,9 @@ impl Meta {
     pub fn enqueue(&mut self, operation: Operation, gate: u64) -> Result<()> {
         let mut effects = Effects::default();
         self.apply(&operation, &mut effects)?;
-        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes, levels: _ } = effects;
-        held.extend(operation.names());
-        for run in &held {
-            self.data.annotate(&mut self.pages, *run, |block, entry| {
+        let Effects { freed, unshared, unshared_nodes, changed_nodes, levels: _ } = effects;
+        for run in unshared.iter().copied().chain(operation.names()) {
+            self.data.annotate(&mut self.pages, run, |block, entry| {
                 self.holds.hold_block(block, entry.held);
                 entry.held = true;
             })?;
@@ -129,7 +128,7 @@ impl Meta {
         unshared_nodes.into_iter().for_each(|node| self.holds.hold_node(node));
         self.freed.freed(&freed);
         let number = self.holds.pushed();
-        self.pending.push(operation, gate, number, freed, held);
+        self.pending.push(operation, gate, number, freed, unshared);
         Ok(())
     }
 
@@ -139,8 +138,8 @@ impl Meta {
         self.pending.appended();
         let mut freed = Vec::new();
         for change in changes {
-            for run in &change.held {
-                self.data.annotate(&mut self.pages, *run, |block, entry| {
+            for run in change.held() {
+                self.data.annotate(&mut self.pages, run, |block, entry| {
                     if self.holds.release_block(block, change.number) {
                         entry.held = false;
                     }

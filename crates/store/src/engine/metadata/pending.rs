@@ -4,6 +4,11 @@ use crate::journal::Operation;
 use crate::space::Run;
 use std::collections::VecDeque;
 
+/// The most changes in one batch. A batch is held in memory twice, as changes and as bytes.
+const BATCH_CHANGES: usize = 1 << 16;
+/// Changes for which the queue keeps memory although it has fewer.
+const SPARE_CHANGES: usize = 1 << 12;
+
 /// A change that is applied in memory and not in the journal yet.
 pub struct Pending {
     pub operation: Operation,
@@ -12,11 +17,24 @@ pub struct Pending {
     /// Number of the operation, see [`crate::engine::placement::Holds`].
     pub number: u64,
     /// Blocks that the change freed.
-    pub freed: Vec<Run>,
-    /// Blocks that must not be overwritten in place before the change is durable.
-    pub held: Vec<Run>,
+    pub freed: Box<[Run]>,
+    /// Blocks from which the change took a reference while others remain.
+    unshared: Box<[Run]>,
     /// The change and the next one take effect together, so both go into one batch.
     joined: bool,
+}
+
+impl Pending {
+    /// Blocks that must not be overwritten in place before the change is durable.
+    pub fn held(&self) -> impl Iterator<Item = Run> + '_ {
+        self.unshared.iter().copied().chain(self.operation.names())
+    }
+
+    /// The memory that the change takes, in bytes.
+    fn memory(&self) -> usize {
+        let runs = self.freed.len() + self.unshared.len();
+        size_of::<Self>() + self.operation.size() + runs * size_of::<Run>()
+    }
 }
 
 /// The pending changes.
@@ -24,6 +42,8 @@ pub struct Pending {
 pub struct Queue {
     changes: VecDeque<Pending>,
     bytes: usize,
+    /// The memory that the changes take, in bytes.
+    memory: usize,
     /// Bytes of the changes that were taken from the queue and are being appended.
     appending: usize,
     /// Number of [`Operation::Checksums`] among the changes.
@@ -41,10 +61,13 @@ pub struct Taken {
 }
 
 impl Queue {
-    pub fn push(&mut self, operation: Operation, gate: u64, number: u64, freed: Vec<Run>, held: Vec<Run>) {
+    pub fn push(&mut self, operation: Operation, gate: u64, number: u64, freed: Vec<Run>, unshared: Vec<Run>) {
         self.bytes += operation.size();
         self.checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
-        self.changes.push_back(Pending { operation, gate, number, freed, held, joined: false });
+        let (freed, unshared) = (freed.into_boxed_slice(), unshared.into_boxed_slice());
+        let change = Pending { operation, gate, number, freed, unshared, joined: false };
+        self.memory += change.memory();
+        self.changes.push_back(change);
     }
 
     /// Joins the last change to the next one: both take effect together.
@@ -58,6 +81,7 @@ impl Queue {
         let next = self.changes.pop_front()?;
         let size = next.operation.size();
         self.bytes -= size;
+        self.memory -= next.memory();
         self.appending += size;
         self.checksums -= usize::from(matches!(next.operation, Operation::Checksums { .. }));
         self.captured = self.captured.map(|left| left.saturating_sub(1));
@@ -78,9 +102,12 @@ impl Queue {
             && (room || joined)
             && self.captured != Some(0)
         {
-            room = more(&next.operation);
+            room = more(&next.operation) && taken.changes.len() + 1 < BATCH_CHANGES;
             joined = next.joined;
             taken.changes.extend(self.pop());
+        }
+        if self.changes.capacity() > 4 * self.changes.len().max(SPARE_CHANGES) {
+            self.changes.shrink_to(2 * self.changes.len().max(SPARE_CHANGES));
         }
         taken
     }
@@ -105,6 +132,11 @@ impl Queue {
     /// Bytes of the changes in the queue.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// The memory that the changes in the queue take, in bytes.
+    pub fn memory(&self) -> usize {
+        self.memory
     }
 
     /// Bytes of the changes in the queue, and of those that are being appended.
@@ -146,5 +178,18 @@ mod tests {
         assert_eq!((captured.changes.len(), captured.ordered), (2, false));
         let rest = queue.take_batch(u64::MAX, |_| true);
         assert_eq!((rest.changes.len(), rest.ordered), (1, true));
+    }
+
+    #[test]
+    fn a_batch_has_a_limited_number_of_changes_and_the_queue_returns_their_memory() {
+        let mut queue = Queue::default();
+        for logical in 0..3 * BATCH_CHANGES as u64 {
+            queue.push(Operation::Unmap { disk: 1, logical, blocks: 1 }, 0, logical, Vec::new(), Vec::new());
+        }
+        assert!(queue.memory() >= 3 * BATCH_CHANGES * size_of::<Pending>());
+        for _ in 0..3 {
+            assert_eq!(queue.take_batch(0, |_| true).changes.len(), BATCH_CHANGES);
+        }
+        assert!(queue.memory() == 0 && queue.changes.capacity() <= 4 * SPARE_CHANGES);
     }
 }

@@ -31,3 +31,22 @@ fn a_write_mapped_to_scattered_blocks_copies_its_leaf_once() {
     assert!(together >= PIECES, "{together} pages, and the copy of the leaf changes {PIECES} of the table alone");
     assert!(together < PAGES_FLOOR / 8, "{together} pages, {alone} if each counted what the others do");
 }
+
+#[test]
+fn pending_changes_of_scattered_writes_take_limited_memory() {
+    let disk = plain_disk();
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: 16 * RING }).unwrap();
+    // Journal and cache request few checkpoints.
+    let options = EngineOptions { metadata_cache: 256 << 20, ..options() };
+    let engine = Engine::open(disk.directory(), options).unwrap();
+    add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
+    let mut most = 0;
+    for block in 0..40_000 {
+        write(&engine, 3 * block, 1);
+        most = engine.meta.lock().pending.memory().max(most);
+    }
+    assert!((1 << 20..3 << 20).contains(&most), "{most} bytes of pending changes");
+    engine.flush().unwrap();
+    assert!((0..40_000).step_by(777).all(|block| value(&engine, 3 * block).unwrap() == 1));
+    is_whole(&engine);
+}

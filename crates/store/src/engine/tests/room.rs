@@ -1,7 +1,6 @@
 //! Space: acknowledged writes always have space, failures leak none, and thick disks keep their reservations.
 
 use super::*;
-use crate::engine::flush::PENDING_MAX;
 use backend::simulated::Fault;
 use backend::{File, IoMode};
 
@@ -56,25 +55,6 @@ fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     engine.flush().unwrap();
     engine.meta.lock().release_freed();
     (disk, engine)
-}
-
-#[test]
-fn writers_commit_changes_themselves_when_maintenance_is_slow() {
-    // No thread serves the commits that writers request.
-    let (_disk, engine) = made();
-    let wide = add_disk(&engine, "wide", 1 << 16, Provisioning::Thin);
-    let head = engine.head(wide);
-    let mut most = 0;
-    for block in (0..1 << 15).step_by(2) {
-        write_to(&engine, wide, block, 1).unwrap();
-        if block % 256 == 0 {
-            engine.settle(&head).unwrap();
-            most = most.max(engine.meta.lock().pending.len());
-        }
-    }
-    assert!((PENDING_MAX..2 * PENDING_MAX + 1024).contains(&most), "{most} changes were pending");
-    engine.flush().unwrap();
-    is_whole(&engine);
 }
 
 #[test]
