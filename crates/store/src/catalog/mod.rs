@@ -377,6 +377,11 @@ impl Catalog {
         self.trash.first().copied()
     }
 
+    /// Leaves a deleted object in place until the datastore is opened again, because its tree cannot be read.
+    pub fn leave_trash(&mut self, id: u64) {
+        self.trash.remove(&id);
+    }
+
     /// Adds or replaces an object.
     pub fn put(&mut self, object: Object) {
         self.next_id = self.next_id.max(object.id + 1);

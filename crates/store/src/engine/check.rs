@@ -178,7 +178,7 @@ impl Engine {
     fn check_running_store(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         self.commit_changes()?;
         for _ in 0..TRASH_ROUNDS {
-            if !self.drop_whole_trash()? {
+            if !self.drop_all_trash()? {
                 break;
             }
         }
@@ -201,7 +201,7 @@ impl Engine {
         // Punching is locked, because blocks that are about to be punched would be reported as leaks.
         let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
-        while self.drop_whole_trash()? {}
+        while self.drop_all_trash()? {}
         let mut report = self.take_found_first();
         self.check_superblock(true, &mut report)?;
         let checkpoint = self.log.lock_checkpoints();

@@ -154,6 +154,7 @@ impl Engine {
         }
         self.refuse_too_many(&meta, &operations, limit)?;
         let last = operations.len().saturating_sub(1);
+        operations.iter().try_for_each(|operation| meta.check_readable(operation))?;
         for (i, operation) in operations.into_iter().enumerate() {
             self.carry_out(&mut meta, operation, 0)?;
             if i < last {

@@ -105,6 +105,10 @@ impl Engine {
             if lacks > room {
                 return Ok(Cut::Lacks(lacks));
             }
+            for new in wanted {
+                // Sealing adds a reference to the root. If its count cannot be read, the snapshot is refused.
+                meta.references_of_root(new.disk)?;
+            }
             self.reserve_metadata(&meta, 2 * wanted.len() as u64)?;
             for (i, new) in wanted.iter().enumerate() {
                 let disk = meta.catalog.get(new.disk)?.clone();

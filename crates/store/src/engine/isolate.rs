@@ -1,15 +1,14 @@
 //! Isolates ranges of disks. Buffered writes to these ranges cannot enter the map, because the map is damaged there.
 //!
-//! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, the
-//! write would block all later flushes and write-back of all disks. The write is therefore removed from the buffer. The
-//! next flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are
-//! refused.
+//! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, or
+//! the table of the blocks that are mapped there, the write would block all later flushes and write-back of all disks. It is therefore removed from the buffer. The next
+//! flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are refused.
 
-use super::metadata::{Effects, Meta};
+use super::metadata::Meta;
 use super::{Engine, Head};
+use crate::buffer::Content;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
@@ -55,19 +54,16 @@ impl Isolation {
 }
 
 impl Meta {
-    /// The parts of a range for which the map of the disk cannot be read, and why.
-    fn unreadable(&mut self, disk: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, Error)>) {
-        let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return };
-        let mut effects = Effects::default();
-        let looked = tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut Vec::new());
-        match looked {
+    /// The parts of a range of a disk whose mapping cannot be changed because of damage, and why.
+    fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool, out: &mut Vec<(Range<u64>, Error)>) {
+        match self.reach(disk, range.clone(), unmap, u64::MAX) {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 if range.end - range.start == 1 {
                     return out.push((range, error));
                 }
                 let middle = range.start + (range.end - range.start) / 2;
-                self.unreadable(disk, range.start..middle, out);
-                self.unreadable(disk, middle..range.end, out);
+                self.unreadable(disk, range.start..middle, unmap, out);
+                self.unreadable(disk, middle..range.end, unmap, out);
             }
             _ => {}
         }
@@ -113,7 +109,7 @@ impl Engine {
         }
         // The map may have been repaired since, or the disk reverted to a snapshot.
         let mut unreadable = Vec::new();
-        self.meta.lock().unreadable(head.id, range.clone(), &mut unreadable);
+        self.meta.lock().unreadable(head.id, range.clone(), false, &mut unreadable);
         match unreadable.into_iter().next() {
             Some((_, error)) => Err(error),
             None => {
@@ -139,7 +135,8 @@ impl Engine {
             for piece in layer.take(0, u64::MAX) {
                 let mut unreadable = Vec::new();
                 let range = piece.logical..piece.logical + piece.entry.blocks;
-                self.meta.lock().unreadable(head.id, range, &mut unreadable);
+                let unmap = matches!(piece.entry.content, Content::Unmapped);
+                self.meta.lock().unreadable(head.id, range, unmap, &mut unreadable);
                 for (range, why) in unreadable {
                     let (layer, _) = buffer.layers.oldest();
                     let gone = layer.remove(range.start, range.end - range.start, piece.entry.stamp);

@@ -292,6 +292,14 @@ impl Engine {
             if meta.catalog.first_trash() != Some(object) {
                 continue;
             }
+            match meta.check_readable(&operation) {
+                Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io) => {
+                    tracing::error!(%error, "a deleted disk or snapshot is damaged: its other blocks are not freed");
+                    meta.catalog.leave_trash(object);
+                    continue;
+                }
+                other => other?,
+            }
             let refused = self.try_carry_out(&mut meta, operation, 0)?;
             let full = self.is_commit_due(&meta) || meta.freed.freeing() > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
@@ -305,23 +313,12 @@ impl Engine {
         Ok(true)
     }
 
-    /// Drops all deleted trees completely.
+    /// Drops parts of all deleted trees, and makes that durable. True while parts are left.
     pub(super) fn drop_all_trash(&self) -> Result<bool> {
         self.make_journal_room()?;
         let more = self.drop_trash(DROP_ROUNDS)?;
         self.commit_changes()?;
         Ok(more)
-    }
-
-    /// Like [`Engine::drop_all_trash`], but leaves damaged trees in place.
-    pub(super) fn drop_whole_trash(&self) -> Result<bool> {
-        match self.drop_all_trash() {
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::error!(%error, "a deleted disk or snapshot is damaged: its blocks are not freed");
-                Ok(false)
-            }
-            other => other,
-        }
     }
 
     /// Punches free runs: long ones soon, single blocks when the datastore is idle.

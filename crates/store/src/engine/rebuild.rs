@@ -221,7 +221,13 @@ impl Engine {
     /// Counts the blocks of all regions again after a repair.
     pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
         meta.map.recount(&mut meta.pages)?;
-        meta.data.recount(&mut meta.pages)
+        meta.data.recount(&mut meta.pages)?;
+        // Blocks that were freed while their region was damaged may still be needed.
+        let pending = meta.pending.iter().flat_map(|pending| pending.freed.iter());
+        for run in pending.chain(meta.freed.waiting()) {
+            meta.data.retain(*run);
+        }
+        Ok(())
     }
 
     /// The last step of opening for a repair: reports the restored pages and marks them for the next checkpoint.

@@ -283,6 +283,27 @@ impl Space {
         }
     }
 
+    /// Fails if the entries of a run cannot be read, or if a block of it has no reference.
+    pub fn check_references(&self, pages: &mut Pages, run: Run) -> Result<()> {
+        self.check_range(run)?;
+        let (mut block, end) = (run.start, run.start + run.blocks);
+        while block < end {
+            let (key, first) = self.locate(block);
+            let count = (TABLE_ENTRIES - first as u64).min(end - block) as usize;
+            let page = pages.get(key)?;
+            if let Some(index) = (first..first + count).find(|index| table::read(page, *index).references == 0) {
+                return Err(impossible(self.table, block + (index - first) as u64, 0));
+            }
+            block += count as u64;
+        }
+        Ok(())
+    }
+
+    /// Marks blocks as used until [`Space::release`], after a repair has rebuilt the bitmaps from the table.
+    pub fn retain(&mut self, run: Run) {
+        self.mark(run, true);
+    }
+
     /// Adds the first reference to each block of a run. Fails if a block has one.
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
@@ -325,10 +346,10 @@ impl Space {
     ) -> Result<()> {
         self.check_range(run)?;
         let (first, first_left) = (freed.len(), left.len());
-        // The bitmaps must be loaded before the table entries become free, because they then mark the blocks as used
-        // until release.
+        // The bitmaps must be loaded before the table entries become free: until release they mark the blocks as used.
+        // A region that has lost a part of its table is not used for allocation.
         for (number, _, _) in region::parts(run) {
-            self.load(pages, number)?;
+            self.load_whole(pages, number)?;
         }
         self.change(pages, run, |block, entry| {
             if entry.references == 0 {

@@ -131,8 +131,7 @@ fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, coun
         let node = store.node(parent.id)?;
         let (Some(left), Some(right)) = (page::slot(node, left), page::slot(node, right)) else { continue };
         let neighbour = if left.index == parent.index { right.child } else { left.child };
-        // The reference count is read first: if the neighbour is shared, its page need not be read.
-        if store.references(neighbour)? > 1 || page::count(store.node(neighbour)?) + count > MERGED_ENTRIES {
+        if !is_true_and_readable(can_merge(store, neighbour, count))? {
             continue;
         }
         let key = right.lower.ok_or_else(|| corrupt(parent.id, "a right neighbour without a key"))?;
@@ -143,6 +142,20 @@ fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, coun
         return Ok(true);
     }
     Ok(false)
+}
+
+/// What was found out about a node, or false if the node cannot be read: it then stays as it is.
+fn is_true_and_readable(found: Result<bool>) -> Result<bool> {
+    match found {
+        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io) => Ok(false),
+        other => other,
+    }
+}
+
+/// Whether a node can be merged with one of `count` entries beside it.
+fn can_merge<S: NodeStore + ?Sized>(store: &mut S, node: NodeId, count: usize) -> Result<bool> {
+    // The reference count is read first, because it may exclude a merge without reading the page.
+    Ok(store.references(node)? <= 1 && page::count(store.node(node)?) + count <= MERGED_ENTRIES)
 }
 
 /// A root without children becomes an empty leaf; a root with one child is replaced by the child, shared or not.
@@ -159,7 +172,7 @@ fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Resul
         // A shared node can occur only after the first iteration, because the old root was exclusive. A shared node is
         // kept as the root.
         let old = *root;
-        if store.references(old)? > 1 {
+        if store.references(old)? > 1 || !is_true_and_readable(store.node(only.child).map(|_| true))? {
             return Ok(());
         }
         *root = only.child;

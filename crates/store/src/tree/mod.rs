@@ -19,14 +19,15 @@
 //!    key (0 is stored); its lower bound is that of its node.
 //! 5. **Level.** All leaves have level 0, and a child is exactly one level below its parent. Each descent checks that,
 //!    so it ends even on damaged pages.
-//! 6. **No empty nodes**, except a root that is a leaf. An unshared root with a single child is replaced by that child.
+//! 6. **No empty nodes**, except a root that is a leaf. An unshared root with a single child is replaced by that child,
+//!    if the child can be read.
 //! 7. **Determinism.** The same calls on the same tree make the same allocations in the same order and the same pages,
 //!    because replay executes them again. Nothing depends on hashing order, a clock or random numbers.
 //!
 //! Changes are not atomic in memory. When the store returns an error inside [`replace()`] or [`drop_step`], pages may
-//! be partly changed, and the owner must return to its last checkpoint and replay the journal. A lookup of the range
-//! before the change finds unreadable nodes while nothing is changed yet. The owner must keep [`NODES_PER_STEP`] nodes
-//! free.
+//! be partly changed, and the owner must return to its last checkpoint and replay the journal. [`reach()`] and
+//! [`check_drop`], called before the change, find in time what it cannot read. The owner must keep [`NODES_PER_STEP`]
+//! nodes free.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -58,7 +59,7 @@ pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
 pub use reach::{Reach, Seen, reach};
-pub use remove::drop_step;
+pub use remove::{check_drop, drop_step};
 pub use replace::replace;
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use walk::{Lost, Visit, walk, walk_damaged};
@@ -150,6 +151,12 @@ pub trait NodeStore {
     /// Removes a reference from each of `blocks` data blocks from `physical` on. The store collects blocks that become
     /// free.
     fn drop_data_references(&mut self, physical: u64, blocks: u64) -> Result<()>;
+
+    /// Fails if the references of data blocks cannot be read, or if a block has none although a leaf maps it. Changes
+    /// nothing.
+    fn check_data(&mut self, _physical: u64, _blocks: u64) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Makes an empty tree and returns its root. The caller owns the one reference on it.

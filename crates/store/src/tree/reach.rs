@@ -2,12 +2,13 @@
 //!
 //! The engine limits the pages that one operation may change. Before an operation it asks how far a step may go from
 //! the beginning of a range, and how many pages the step changes at most. The answer is valid as long as no exclusive
-//! node of the tree becomes shared. The counts include an allowance for each level for nodes that other changes split
-//! meanwhile.
+//! node of the tree becomes shared. An allowance for each level covers nodes that other changes split meanwhile.
+//!
+//! It also reads what the step will read: a change that fails half-way would stop the whole store.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
-use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
-use crate::Result;
+use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, lookup};
+use crate::{ErrorKind, Result};
 use std::ops::Range;
 
 /// The nodes that one step changes on each level of its path: the node, a node split off from it, and a neighbour
@@ -46,10 +47,11 @@ struct Leaf {
     tables: u64,
 }
 
-/// Computes the part of `range` that can be changed by dirtying about `most` pages: at least the part in one leaf.
-/// `per_page` is the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped,
-/// otherwise it is mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for
-/// earlier ranges of the same step. The ranges of a step must be passed in ascending order.
+/// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
+/// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
+/// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
+/// same step, which come in ascending order. A step ends before a leaf that cannot be changed because of damage; if that
+/// is the first leaf, or `most` does not limit the step, the damage is an error.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -68,8 +70,11 @@ pub fn reach<S: NodeStore + ?Sized>(
         reach.tables += COUNTS_PER_LEVEL;
     }
     while reach.end < end {
-        let found = step(store, root, reach.end, range.start..end, unmap, per_page, seen)?;
         let first = reach.end == range.start;
+        let found = match step(store, root, reach.end, range.start..end, unmap, per_page, seen) {
+            Err(error) if error.kind() == ErrorKind::Corrupt && !first && most < u64::MAX => break,
+            other => other?,
+        };
         if !first && reach.nodes + reach.tables + found.nodes + found.tables > most {
             break;
         }
@@ -96,7 +101,11 @@ fn step<S: NodeStore + ?Sized>(
     let mut id = root;
     let (mut lower, mut shared, mut level_above) = (0, false, None);
     for (depth, met) in seen.path.iter_mut().enumerate() {
-        shared = shared || store.references(id)? > 1;
+        let references = store.references(id)?;
+        if references == 0 {
+            return Err(corrupt(id, "the table counts no reference on it"));
+        }
+        shared = shared || references > 1;
         let node = store.node(id)?;
         let level = page::level(node);
         if level_above.is_some_and(|above: u8| level != above - 1) {
@@ -116,8 +125,9 @@ fn step<S: NodeStore + ?Sized>(
             if shared {
                 // A copy of the leaf adds a reference to every block that the leaf maps.
                 if new {
-                    let pages = page::data_runs(node).into_iter().map(|run| (run.physical, run.blocks));
-                    leaf.tables += described(pages, per_page);
+                    let runs = page::data_runs(node);
+                    leaf.tables += described(runs.iter().map(|run| (run.physical, run.blocks)), per_page);
+                    runs.into_iter().try_for_each(|run| store.check_data(run.physical, run.blocks))?;
                 }
             } else {
                 let stop = range.end.min(leaf.upper);
@@ -125,19 +135,29 @@ fn step<S: NodeStore + ?Sized>(
                     .take_while(|mapping| mapping.logical < stop)
                     .map(|mapping| mapping.clipped(position, stop))
                     .map(|mapping| (mapping.physical, mapping.blocks));
-                leaf.tables += described(mapped, per_page);
+                let mapped: Vec<(u64, u64)> = mapped.collect();
+                leaf.tables += described(mapped.iter().copied(), per_page);
+                mapped.into_iter().try_for_each(|(physical, blocks)| store.check_data(physical, blocks))?;
             }
             return Ok(leaf);
         }
-        if new && shared {
-            leaf.tables += described(page::children(node).map(|child| (child.0, 1)), per_page);
-        }
         let slot = page::slot_for(node, position).ok_or_else(|| corrupt(id, "no children"))?;
+        if new && shared {
+            let children: Vec<NodeId> = page::children(node).collect();
+            leaf.tables += described(children.iter().map(|child| (child.0, 1)), per_page);
+            // A copy of the node adds a reference to each child.
+            for child in children {
+                if store.references(child)? == 0 {
+                    return Err(corrupt(child, "the table counts no reference on it"));
+                }
+            }
+        }
         lower = slot.lower.unwrap_or(lower);
         leaf.upper = slot.upper.unwrap_or(leaf.upper);
         let covered = unmap && range.start <= lower && leaf.upper <= range.end;
         if covered && (shared || store.references(slot.child)? > 1) {
-            // Other trees keep the subtree, which loses only one reference.
+            // Other trees keep the subtree, which loses only one reference. The change searches it for its first extent.
+            lookup::first_mapped(store, slot.child, lower..leaf.upper)?;
             leaf.tables += 1;
             return Ok(leaf);
         }

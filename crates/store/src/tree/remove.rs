@@ -56,6 +56,31 @@ pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>
     Ok(())
 }
 
+/// Fails if [`drop_step`] with a budget of 1 cannot read what it will change. Changes nothing.
+pub fn check_drop<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<()> {
+    let mut id = root;
+    let mut above = None;
+    loop {
+        match store.references(id)? {
+            0 => return Err(corrupt(id, "the table counts no reference on it")),
+            1 => {}
+            // The node stays, and loses one reference.
+            _ => return Ok(()),
+        }
+        let node = store.node(id)?;
+        let (level, count) = (page::level(node), page::count(node));
+        if above.is_some_and(|above: u8| level.checked_add(1) != Some(above)) || usize::from(level) >= LEVELS_MAX {
+            return Err(corrupt(id, format_args!("level {level} is impossible there")));
+        }
+        if level == 0 {
+            let runs = page::data_runs(node);
+            return runs.into_iter().try_for_each(|run| store.check_data(run.physical, run.blocks));
+        }
+        above = Some(level);
+        id = page::slot(node, count.saturating_sub(1)).ok_or_else(|| corrupt(id, "no children"))?.child;
+    }
+}
+
 /// Removes the exclusive node at `depth` from the tree and frees it, and frees the parents that become empty, because
 /// an internal node must have children. Returns the depth of the lowest node that remains; `root` becomes `None` if
 /// none does.

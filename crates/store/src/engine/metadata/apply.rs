@@ -108,6 +108,10 @@ impl NodeStore for Nodes<'_> {
         let Effects { freed, unshared, .. } = &mut *self.effects;
         self.data.drop_references(self.pages, Run { start: physical, blocks }, freed, unshared)
     }
+
+    fn check_data(&mut self, physical: u64, blocks: u64) -> Result<()> {
+        self.data.check_references(self.pages, Run { start: physical, blocks })
+    }
 }
 
 impl Meta {
@@ -176,6 +180,27 @@ impl Meta {
             Some(root) => self.nodes(&mut Effects::default()).add_reference(root),
             None => Ok(()),
         }
+    }
+
+    /// Fails if the metadata that an operation will change cannot be read. Called before operations whose cost is
+    /// computed without reading it: a change that fails half-way would stop the whole store.
+    pub(crate) fn check_readable(&mut self, operation: &Operation) -> Result<()> {
+        match operation {
+            Operation::Drop { object, .. } => {
+                let Some(root) = self.catalog.get(*object)?.root else { return Ok(()) };
+                tree::check_drop(&mut self.nodes(&mut Effects::default()), root)
+            }
+            Operation::Clone { snapshot, .. } | Operation::Revert { snapshot, .. } => {
+                self.references_of_root(*snapshot)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails if the number of references on the root of an object cannot be read.
+    pub(crate) fn references_of_root(&mut self, object: u64) -> Result<()> {
+        let Some(root) = self.catalog.get(object)?.root else { return Ok(()) };
+        self.nodes(&mut Effects::default()).references(root).map(drop)
     }
 
     /// Carries out an operation.

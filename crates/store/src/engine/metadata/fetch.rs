@@ -7,8 +7,8 @@
 //! the lock; [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
-use crate::Result;
 use crate::pages::{Load, PageKey, read_home};
+use crate::{ErrorKind, Result};
 use backend::{BLOCK_SIZE, Block};
 use std::sync::Arc;
 
@@ -63,7 +63,11 @@ impl Metadata {
             let looked = fetch.look(&mut self.lock(), &mut look);
             match looked {
                 Ok(outcome) => return outcome,
-                Err(absent) => self.load_pages(absent, &mut fetch)?,
+                Err(absent) => match self.load_pages(absent, &mut fetch) {
+                    // The lookup may do without a damaged page: a search for free blocks passes over its region.
+                    Err(error) if error.kind() == ErrorKind::Corrupt => return look(&mut self.lock()),
+                    other => other?,
+                },
             }
         }
     }

@@ -57,7 +57,12 @@ impl Freed {
         Some(runs)
     }
 
-    /// Number of freed blocks of which the freeing is not durable.
+    /// Blocks whose freeing is durable and that wait for reads.
+    pub fn waiting(&self) -> impl Iterator<Item = &Run> {
+        self.waiting.iter().flat_map(|(_, runs)| runs)
+    }
+
+    /// Number of blocks whose freeing is not durable.
     pub fn freeing(&self) -> u64 {
         self.freeing
     }
@@ -69,7 +74,6 @@ impl Freed {
 
     #[cfg(test)]
     pub fn holds(&self, block: u64) -> bool {
-        let mut runs = self.waiting.iter().flat_map(|(_, runs)| runs);
-        runs.any(|run| (run.start..run.start + run.blocks).contains(&block))
+        self.waiting().any(|run| (run.start..run.start + run.blocks).contains(&block))
     }
 }

@@ -61,7 +61,7 @@ impl Engine {
         match check() {
             // The space of deleted disks may not be free yet.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                while self.drop_whole_trash()? {}
+                while self.drop_all_trash()? {}
                 check()
             }
             checked => checked,

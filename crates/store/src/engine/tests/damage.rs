@@ -254,14 +254,8 @@ fn a_damaged_node_loses_only_its_own_range() {
         let engine = open(&disk).unwrap();
         engine.close().unwrap();
         drop(engine);
-        // Finds a leaf of the large disk.
-        let map = disk.directory().open("map", IoMode::Buffered).unwrap();
-        let mut page = Buffer::zeroed(1);
-        let leaf = (0..200u64).rev().find(|number| {
-            map.read_at(&mut page, number * BLOCK_SIZE as u64).unwrap();
-            &page[0..4] == b"LMND" && page[6] == 0 && page[8] > 100
-        });
-        spoil(&disk, "map", leaf.unwrap(), 40..90);
+        let leaf = leaf_of_large_disk(&disk);
+        spoil(&disk, "map", leaf, 40..90);
         without_images(&disk);
         let engine = open(&disk).unwrap();
         let mut bad = Vec::new();
@@ -274,11 +268,7 @@ fn a_damaged_node_loses_only_its_own_range() {
         assert!((1..300).contains(&bad.len()), "{}", bad.len());
         assert!(bad.iter().all(|(disk, _, kind)| *disk == 1 && *kind == ErrorKind::Corrupt), "{bad:?}");
         let report = checked(&engine, true);
-        assert!(
-            problems(&report).contains(&format!("page {} of map is damaged", leaf.unwrap())),
-            "{}",
-            problems(&report)
-        );
+        assert!(problems(&report).contains(&format!("page {leaf} of map is damaged")), "{}", problems(&report));
         assert!(
             problems(&report).contains("'vm' bytes") || problems(&report).contains("'vm@s' bytes"),
             "{}",
@@ -308,6 +298,96 @@ fn a_damaged_node_loses_only_its_own_range() {
         engine.close().unwrap();
         drop(engine);
         is_model(&open(&disk).unwrap(), &written);
+    }
+}
+
+/// A leaf of the first disk's map.
+fn leaf_of_large_disk(disk: &SimulatedDisk) -> u64 {
+    let map = disk.directory().open("map", IoMode::Buffered).unwrap();
+    let mut page = Buffer::zeroed(1);
+    let leaf = (0..200).rev().find(|number| {
+        map.read_at(&mut page, number * BLOCK_SIZE as u64).unwrap();
+        &page[0..4] == b"LMND" && page[6] == 0 && page[8] > 100
+    });
+    leaf.unwrap()
+}
+
+/// A store in which a page is damaged that only the first disk needs: a leaf of its map, or a page of the table of its
+/// blocks.
+fn with_damage(name: &str) -> (SimulatedDisk, Model) {
+    let (disk, model) = prepared(true);
+    open(&disk).unwrap().close().unwrap();
+    let number = if name == "map" { leaf_of_large_disk(&disk) } else { 1 };
+    spoil(&disk, name, number, 1000..1100);
+    without_images(&disk);
+    (disk, model)
+}
+
+/// Does all work in the background, and checks that the other disks can be written and read.
+fn others_go_on(engine: &Engine, model: &mut Model, block: u64) {
+    for _ in 0..1000 {
+        if !engine.pump().unwrap() {
+            break;
+        }
+    }
+    (2..=DISKS).for_each(|disk| put(engine, model, disk, block, 77));
+    engine.flush_head(&engine.head(2), engine.acknowledged()).unwrap();
+    assert_eq!(engine.failure(), None);
+    let others = model.iter().filter(|((disk, _), _)| *disk > 1);
+    others.for_each(|((disk, block), value)| assert_eq!(get(engine, *disk, *block).unwrap(), *value));
+}
+
+#[test]
+fn a_deleted_disk_with_a_damaged_page_does_not_stop_the_others() {
+    for name in ["map", "data.table"] {
+        let (disk, mut model) = with_damage(name);
+        let mut engine = open(&disk).unwrap();
+        engine.delete_disk(1, &[]).unwrap();
+        for block in 100..103 {
+            others_go_on(&engine, &mut model, block);
+            engine.close().unwrap();
+            drop(engine);
+            engine = open(&disk).unwrap();
+        }
+    }
+}
+
+#[test]
+fn discards_and_writes_over_a_damaged_page_do_not_stop_the_other_disks() {
+    for name in ["map", "data.table"] {
+        for discards in [true, false] {
+            let (disk, mut model) = with_damage(name);
+            let engine = open(&disk).unwrap();
+            let vm = engine.head(1);
+            if discards {
+                engine.discard_blocks(&vm, 0..2 * WRITTEN).unwrap();
+            } else {
+                for block in 0..WRITTEN {
+                    // A write may be refused at once.
+                    let written = engine.write_blocks(&vm, 2 * block, slice(66, 1));
+                    assert!(written.is_ok() || written.is_err_and(|error| error.kind() == ErrorKind::Corrupt));
+                }
+            }
+            others_go_on(&engine, &mut model, 100);
+            let flush = || engine.flush_head(&vm, engine.acknowledged()).map_err(|error| error.kind());
+            // A discard of whole leaves that a snapshot shares changes no entry of their blocks.
+            let lost = name == "map" || !discards;
+            let first = if lost { Err(ErrorKind::Corrupt) } else { Ok(()) };
+            assert_eq!([flush(), flush()], [first, Ok(())], "{name} {discards}");
+            let expected = if discards { 0 } else { 66 };
+            let changed = (0..WRITTEN).filter(|block| get(&engine, 1, 2 * block).is_ok_and(|found| found == expected));
+            let changed = changed.count() as u64;
+            // The leaf that is left covers the range of the removed ones: if it is damaged, the whole disk is.
+            let range = match (lost, discards) {
+                (true, true) => 0..WRITTEN,
+                (true, false) => WRITTEN / 4..WRITTEN,
+                (false, _) => WRITTEN..WRITTEN + 1,
+            };
+            assert!(range.contains(&changed), "{name} {discards}: {changed} blocks were changed");
+            engine.close().unwrap();
+            drop(engine);
+            others_go_on(&open(&disk).unwrap(), &mut model, 101);
+        }
     }
 }
 
