@@ -342,6 +342,15 @@ impl Catalog {
         self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("object {id} does not exist any more")))
     }
 
+    /// The object with an id, unless it was deleted: the tree of a deleted object loses a part after the other.
+    pub fn whole(&self, id: u64) -> Result<&Object> {
+        let object = self.get(id)?;
+        if object.state == ObjectState::Trash {
+            return Err(Error::new(ErrorKind::NotFound, "the disk or snapshot was deleted meanwhile"));
+        }
+        Ok(object)
+    }
+
     /// The object with an id, if it exists.
     pub fn find(&self, id: u64) -> Option<&Object> {
         self.objects.get(&id).map(|held| &held.object)

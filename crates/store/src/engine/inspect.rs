@@ -171,7 +171,7 @@ impl Engine {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
             let spans = self.meta.look(|meta| {
-                let root = meta.catalog.get(snapshot)?.root;
+                let root = meta.catalog.whole(snapshot)?.root;
                 let mut spans = Vec::new();
                 meta.spans(root, part.clone(), &mut spans)?;
                 Ok(spans)
@@ -214,7 +214,7 @@ impl Engine {
             at = part.end;
             let looked = self.meta.look(|meta| {
                 let mut found = Vec::new();
-                let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
+                let (a, b) = (meta.catalog.whole(from)?.root, meta.catalog.whole(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
                     // Both have the same tree: no range can differ.
                     return Ok(None);
@@ -318,7 +318,7 @@ impl Engine {
         while at < end {
             let stride = end.min(at + STRIDE);
             let looked = self.meta.look(|meta| {
-                let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
+                let Some(root) = meta.catalog.whole(object)?.root else { return Ok(None) };
                 let mut effects = Effects::default();
                 meta.surveyed(root, at..stride, Aim::Read, |meta| {
                     let mut found = Vec::new();

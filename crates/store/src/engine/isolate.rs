@@ -1,8 +1,9 @@
 //! Isolates ranges of disks. Buffered writes to these ranges cannot enter the map, because the map is damaged there.
 //!
-//! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, or
-//! the table of the blocks that are mapped there, the write would block all later flushes and write-back of all disks. It is therefore removed from the buffer. The next
-//! flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are refused.
+//! A write is acknowledged before the map is read. Damage may then be found in the map where it would have to refer to
+//! the write, or in the table of the blocks that are mapped there. The write would block all later flushes and
+//! write-back of all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of
+//! the range return the damage, and further writes to it are refused.
 
 use super::metadata::Meta;
 use super::{Engine, Head};

@@ -230,7 +230,7 @@ impl Engine {
         self.wait_sealed(snapshot)?;
         self.meta.look(|meta| {
             let guard = meta.freed.guard();
-            let root = meta.catalog.get(snapshot)?.root;
+            let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
             Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard })

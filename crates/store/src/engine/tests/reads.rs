@@ -121,3 +121,38 @@ fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
     }
     assert!(missed > 50 && loads >= missed && loads < 4 * missed, "{missed} reads missed metadata, {loads} loads");
 }
+
+/// A comparison takes long and holds no lock between its strides. What it has not compared yet may be deleted then.
+#[test]
+fn a_comparison_with_a_deleted_snapshot_fails_instead_of_reporting_dropped_blocks() {
+    let (_disk, engine) = made();
+    let far = 1 << 18;
+    for block in 0..300 {
+        write(&engine, 2 * block, 1);
+        write(&engine, far + 2 * block, 1);
+    }
+    let (from, to) = (take(&engine, 1, "from"), take(&engine, 1, "to"));
+    write(&engine, 0, 2);
+    write(&engine, far, 2);
+    engine.flush().unwrap();
+    let diff = |each: &mut dyn FnMut(Changed) -> Result<bool>| engine.diff(from, 1, 0..2 * far, each);
+    let mut found = Vec::new();
+    diff(&mut |changed| {
+        found.push(changed.logical);
+        Ok(true)
+    })
+    .unwrap();
+    assert_eq!(found, [0, far]);
+    engine.set_capacity(1, 2 * far * BLOCK_SIZE as u64).unwrap();
+    engine.delete_disk(1, &[]).unwrap();
+    // From now on maintenance drops the trees, leaf by leaf.
+    for object in [from, to, 1] {
+        let gone = [
+            engine.diff(object, to, 0..far, &mut |_| Ok(true)).map_err(|error| error.kind()),
+            engine.spans_snapshot(object, 0..far, 9).map(drop).map_err(|error| error.kind()),
+            engine.plan_snapshot(object, 0..1).map(drop).map_err(|error| error.kind()),
+            engine.count_blocks(object).map(drop).map_err(|error| error.kind()),
+        ];
+        assert_eq!(gone, [Err(ErrorKind::NotFound); 4], "object {object}");
+    }
+}
