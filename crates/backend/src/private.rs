@@ -2,14 +2,18 @@
 //!
 //! 1. What this module creates has its final permissions from the moment it exists. If permissions were removed
 //!    afterwards, another process could open the file before that.
-//! 2. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself.
+//! 2. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself. [`close`]
+//!    changes what it has opened, not what a path leads to: another user who can write to a folder may replace a part
+//!    of the path at any time.
 
 use parking_lot::Mutex;
-use rustix::fs::Mode;
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::{Child, Command};
 
 /// Permissions of group and others.
@@ -138,16 +142,51 @@ fn search(top: &Path, below: &Path, depth: usize, found: &mut Vec<Exposed>) -> i
     Ok(())
 }
 
-/// Removes the permissions of other users. A file that no longer exists is not an error.
+/// How [`close`] opens files. On Linux the handle permits neither reads nor writes, so files without permissions for
+/// their owner and sockets can be opened, and devices and pipes do not notice it.
+#[cfg(target_os = "linux")]
+const HANDLE: OFlags = OFlags::PATH;
+#[cfg(not(target_os = "linux"))]
+const HANDLE: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK);
+
+/// Removes the permissions of other users. A file that no longer exists is not an error, and neither is a symbolic link
+/// in its place, or in the place of a folder above it.
 pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
-    let path = folder.join(&exposed.path);
-    match fs::symlink_metadata(&path) {
-        Ok(found) if found.file_type().is_symlink() => return Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-        Ok(_) => {}
+    let file = match open_below(folder, &exposed.path) {
+        Ok(file) => file,
+        Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) == FileType::Symlink {
+        return Ok(());
     }
-    fs::set_permissions(&path, Permissions::from_mode(exposed.wanted))
+    change_mode(&file, exposed.wanted)
+}
+
+/// Opens what lies at a path below a folder. No symbolic link below the folder is followed.
+fn open_below(folder: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = HANDLE | OFlags::CLOEXEC;
+    let mut opened = rustix::fs::open(folder, flags | OFlags::DIRECTORY, Mode::empty())?;
+    let mut parts = path.components().peekable();
+    while let Some(part) = parts.next() {
+        let Component::Normal(name) = part else { return Err(Errno::INVAL) };
+        let folder = if parts.peek().is_some() { OFlags::DIRECTORY } else { OFlags::empty() };
+        opened = rustix::fs::openat(&opened, name, flags | OFlags::NOFOLLOW | folder, Mode::empty())?;
+    }
+    Ok(opened)
+}
+
+/// Changes the permissions of an open file. `fchmod` refuses handles without access; the name that procfs gives a
+/// handle leads to the file that was opened.
+#[cfg(target_os = "linux")]
+fn change_mode(file: &OwnedFd, mode: u32) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    fs::set_permissions(format!("/proc/self/fd/{}", file.as_raw_fd()), Permissions::from_mode(mode))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn change_mode(file: &OwnedFd, mode: u32) -> io::Result<()> {
+    Ok(rustix::fs::fchmod(file, Mode::from_raw_mode(mode))?)
 }
 
 #[cfg(test)]
@@ -204,7 +243,41 @@ mod tests {
         found.iter().try_for_each(|one| close(folder.path(), one)).unwrap();
         assert!(exposed(folder.path()).unwrap().is_empty());
         assert_eq!(mode(&path("machines/web/memory")), 0o600);
+        // A socket that is not directly in the folder, and a file without permissions for its owner.
+        drop(std::os::unix::net::UnixListener::bind(path("machines/qmp.sock")).unwrap());
+        set("machines/qmp.sock", 0o666);
+        set("machines/web/memory", 0o044);
+        let found = exposed(folder.path()).unwrap();
+        assert_eq!(found.len(), 2, "{found:?}");
+        found.iter().try_for_each(|one| close(folder.path(), one)).unwrap();
+        assert_eq!((mode(&path("machines/qmp.sock")), mode(&path("machines/web/memory"))), (0o600, 0));
         set("", 0o755);
         assert!(close_folder(folder.path()).unwrap() && !close_folder(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn nothing_outside_the_folder_is_closed_through_a_link_that_replaced_a_part_of_the_path() {
+        let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = |name: &str| folder.path().join(name);
+        let foreign = outside.path().join("memory");
+        write(&foreign, b"foreign").unwrap();
+        fs::set_permissions(&foreign, Permissions::from_mode(0o644)).unwrap();
+        create_folders(&path("machines/web")).unwrap();
+        write(&path("machines/web/memory"), b"secret").unwrap();
+        fs::set_permissions(path("machines/web/memory"), Permissions::from_mode(0o644)).unwrap();
+        let found = exposed(folder.path()).unwrap();
+        let file = found.iter().find(|one| one.path.ends_with("memory")).unwrap();
+        // The file is replaced, then the folder above it.
+        fs::remove_file(path("machines/web/memory")).unwrap();
+        std::os::unix::fs::symlink(&foreign, path("machines/web/memory")).unwrap();
+        close(folder.path(), file).unwrap();
+        fs::remove_dir_all(path("machines/web")).unwrap();
+        std::os::unix::fs::symlink(outside.path(), path("machines/web")).unwrap();
+        close(folder.path(), file).unwrap();
+        assert_eq!(mode(&foreign), 0o644);
+        fs::remove_file(path("machines/web")).unwrap();
+        close(folder.path(), file).unwrap();
+        let up = Exposed { path: "../memory".into(), mode: 0o644, wanted: 0o600 };
+        assert!(close(folder.path(), &up).is_err());
     }
 }
