@@ -20,7 +20,7 @@
 //! | 72 | 16 | UUID |
 //! | 88 | 255 | name, UTF-8 |
 
-use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages};
+use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages, is_lost, patiently};
 use crate::tree::{LOGICAL_LIMIT, NodeId, PHYSICAL_LIMIT};
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
@@ -208,14 +208,14 @@ pub struct Catalog {
 }
 
 impl Catalog {
-    /// Reads all records; `slots` is the number in the superblock. If a page is damaged, only its own records are
-    /// missing.
+    /// Reads all records; `slots` is the number in the superblock. If a page is damaged or unreadable, only its own
+    /// records are missing.
     pub fn open(pages: &mut Pages, slots: u64, next_id: u64) -> Result<Self> {
         let mut catalog = Self { slots, next_id, ..Self::default() };
         for first in (0..slots).step_by(SLOTS_PER_PAGE) {
-            match whole_page(pages, first) {
+            match patiently(|| whole_page(pages, first)) {
                 Ok(()) => catalog.read_page(pages, first)?,
-                Err(error) if error.kind() == ErrorKind::Corrupt => catalog.lose_page(pages, first, &error),
+                Err(error) if is_lost(&error) => catalog.lose_page(pages, first, &error),
                 Err(error) => return Err(error),
             }
         }
@@ -250,7 +250,7 @@ impl Catalog {
         self.lost.insert(key.number(), error.to_string());
         // No slot of the damaged page is used, not even a free one.
         self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);
-        let raw = pages.read_raw(key);
+        let Some(raw) = pages.read_raw(key) else { return };
         for slot in first..(first + SLOTS_PER_PAGE as u64).min(self.slots) {
             if let Ok(Some(object)) = Object::decode(slot_bytes(&raw, slot)) {
                 self.unproven.push((slot, object));
@@ -467,8 +467,8 @@ impl Catalog {
             let page = match pages.get_mut(slot_page(slot)) {
                 Ok(page) => page,
                 // All records of the page are in memory.
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::error!(%error, "a damaged page of the catalog is rewritten from memory");
+                Err(error) if is_lost(&error) => {
+                    tracing::error!(%error, "a lost page of the catalog is rewritten from memory");
                     self.renew_page(pages, slot_page(slot).number());
                     continue;
                 }

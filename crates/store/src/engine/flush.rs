@@ -133,8 +133,15 @@ impl Engine {
                     self.append_changes(false)?;
                     continue;
                 }
-                Err(error) if self.isolate(&error) => continue,
-                other => other?,
+                Err(error) => {
+                    let pause = self.isolate(&error).ok_or(error)?;
+                    drop(gate);
+                    drop(commit);
+                    drop(appends);
+                    crate::sync::thread::sleep(pause);
+                    continue;
+                }
+                Ok(left) => left,
             };
             // No batch of write-back is under way while the gate is locked, so this flush covers the writes of all
             // batches.

@@ -1,25 +1,44 @@
-//! Isolates ranges of disks. Buffered writes to these ranges cannot enter the map, because the map is damaged there.
+//! Isolates ranges of disks. Buffered writes to these ranges cannot enter the map, because the map is lost there: its
+//! pages are damaged, or the medium cannot read them.
 //!
-//! A write is acknowledged before the map is read. Damage may then be found in the map where it would have to refer to
-//! the write, or in the table of the blocks that are mapped there. The write would block all later flushes and
-//! write-back of all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of
-//! the range return the damage, and further writes to it are refused.
+//! A write is acknowledged before the map is read. Pages may then be lost where the map would have to refer to the write,
+//! or in the table of the blocks that are mapped there. The write would block all later flushes and write-back of all
+//! disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of the range return
+//! the damage, and further writes to it are refused.
+//!
+//! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
+//! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
+//! it may come back. Nothing is removed by a close because of failed reads: a failed close can be repeated.
 
-use super::metadata::Meta;
+use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
 use crate::buffer::Content;
+use crate::pages::is_lost;
+use crate::space::TABLE_ENTRIES;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::time::Instant;
+use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::Duration;
+
+/// How long reads of a page fail before the page counts as unreadable.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// The pause before a change that needs an unreadable page is tried again.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Failures further apart than this belong to different events.
+const APART: Duration = Duration::from_secs(10);
 
 /// The isolated ranges of one disk.
 #[derive(Default)]
 struct Isolated {
-    /// Ranges of blocks, with the reason.
-    ranges: Vec<(Range<u64>, String)>,
+    /// Ranges of blocks.
+    ranges: Vec<Range<u64>>,
+    /// How many ranges were ever added.
+    added: u64,
     /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
     /// Set when acknowledged writes were lost: the next durable write of the disk reports it. It is kept apart from
@@ -32,39 +51,109 @@ struct Isolated {
 pub struct Isolation {
     any: AtomicBool,
     disks: Mutex<BTreeMap<u64, Isolated>>,
+    /// When reads of metadata that a change needs began to fail, and when they failed last.
+    failing: Mutex<Option<(Instant, Instant)>>,
+}
+
+impl Isolated {
+    fn overlaps(&self, range: &Range<u64>) -> bool {
+        self.ranges.iter().any(|known| known.start < range.end && range.start < known.end)
+    }
+
+    /// Ends the isolation of a range, and of nothing beside it.
+    fn cut(&mut self, range: &Range<u64>) {
+        let beside = |known: Range<u64>| {
+            let (before, after) = (known.end.min(range.start), known.start.max(range.end));
+            [known.start..before, after..known.end].into_iter().filter(|part| !part.is_empty())
+        };
+        self.ranges = std::mem::take(&mut self.ranges).into_iter().flat_map(beside).collect();
+    }
 }
 
 impl Isolation {
-    fn add(&self, disk: u64, range: Range<u64>, why: String) {
+    /// Adds a range of a disk. Acknowledged writes to a part of it, `lost`, were removed.
+    fn add(&self, disk: u64, range: Range<u64>, lost: Range<u64>, why: &Error) {
         let mut disks = self.disks.lock();
         let isolated = disks.entry(disk).or_default();
         let bytes = BLOCK_SIZE as u64;
-        let lost = format!(
-            "acknowledged writes to bytes {} to {} are lost: the map is damaged there ({why})",
-            range.start * bytes,
-            range.end * bytes
+        let text = format!(
+            "acknowledged writes to bytes {} to {} are lost: the map is damaged or unreadable there ({why})",
+            lost.start * bytes,
+            lost.end * bytes
         );
-        isolated.untold_by_writes = Some(lost.clone());
-        isolated.untold = Some(lost);
-        match isolated.ranges.last_mut() {
-            Some((last, _)) if last.end == range.start => last.end = range.end,
-            _ => isolated.ranges.push((range, why)),
-        }
+        isolated.untold_by_writes = Some(text.clone());
+        isolated.untold = Some(text);
         self.any.store(true, Ordering::Release);
+        isolated.added += 1;
+        if isolated.ranges.iter().any(|known| known.start <= range.start && range.end <= known.end) {
+            return;
+        }
+        match isolated.ranges.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => isolated.ranges.push(range),
+        }
+    }
+
+    /// Notes that a read has failed. True if reads have failed for so long that the pages count as unreadable.
+    fn is_lasting(&self) -> bool {
+        let now = Instant::now();
+        let mut failing = self.failing.lock();
+        let since = failing.filter(|(_, last)| last.elapsed() < APART).map_or(now, |(since, _)| since);
+        *failing = Some((since, now));
+        since.elapsed() >= PATIENCE
+    }
+
+    /// Notes that the whole medium fails, so that failed reads say nothing about a page.
+    fn forget_failures(&self) {
+        *self.failing.lock() = None;
     }
 }
 
 impl Meta {
-    /// The parts of a range of a disk whose mapping cannot be changed because of damage, and why.
-    fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool, out: &mut Vec<(Range<u64>, Error)>) {
+    /// The parts of a range that cannot be changed, because the map of the disk, or the table entries of its nodes and
+    /// blocks, are lost; and why. A part may end behind the range, where the lost node does: later writes there are
+    /// refused at once, and not acknowledged and lost.
+    fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool) -> Vec<(Range<u64>, Error)> {
+        let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return Vec::new() };
+        let (mut effects, mut mappings, mut out) = (Effects::default(), Vec::new(), Vec::new());
+        let mut lost = |range: Range<u64>, error: Error| {
+            if is_lost(&error) {
+                out.push((range, error));
+            }
+        };
+        tree::find_unreadable(&mut self.nodes(&mut effects), root, range.clone(), &mut mappings, &mut lost);
+        // Each page of the table is read once, because the medium may take seconds to fail a read.
+        let mut pages: BTreeMap<u64, Option<Error>> = BTreeMap::new();
+        for mapping in mappings {
+            let mut at = 0;
+            while at < mapping.blocks {
+                let block = mapping.physical + at;
+                let here = (TABLE_ENTRIES - block % TABLE_ENTRIES).min(mapping.blocks - at);
+                let read =
+                    pages.entry(block / TABLE_ENTRIES).or_insert_with(|| self.entry(block).err().filter(is_lost));
+                if let Some(error) = read {
+                    out.push((mapping.logical + at..mapping.logical + at + here, error.repeated()));
+                }
+                at += here;
+            }
+        }
+        if out.is_empty() {
+            self.unchangeable(disk, range, unmap, &mut out);
+        }
+        out
+    }
+
+    /// The parts of a range that no operation can change, because other pages that a change reads are lost, such as a
+    /// neighbouring leaf.
+    fn unchangeable(&mut self, disk: u64, range: Range<u64>, unmap: bool, out: &mut Vec<(Range<u64>, Error)>) {
         match self.reach(disk, range.clone(), unmap, u64::MAX) {
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
+            Err(error) if is_lost(&error) => {
                 if range.end - range.start == 1 {
                     return out.push((range, error));
                 }
                 let middle = range.start + (range.end - range.start) / 2;
-                self.unreadable(disk, range.start..middle, unmap, out);
-                self.unreadable(disk, middle..range.end, unmap, out);
+                self.unchangeable(disk, range.start..middle, unmap, out);
+                self.unchangeable(disk, middle..range.end, unmap, out);
             }
             _ => {}
         }
@@ -102,29 +191,40 @@ impl Engine {
 
     #[cold]
     fn look_at_isolated(&self, head: &Head, range: &Range<u64>) -> Result<()> {
-        let mut disks = self.isolation.disks.lock();
-        let Some(isolated) = disks.get_mut(&head.id) else { return Ok(()) };
-        let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
-        if !isolated.ranges.iter().any(|(known, _)| overlaps(known)) {
-            return Ok(());
+        let added = match self.isolation.disks.lock().get(&head.id) {
+            Some(isolated) if isolated.overlaps(range) => isolated.added,
+            _ => return Ok(()),
+        };
+        // The map may have been repaired since, or the disk reverted to a snapshot. Only this range is tested, so the
+        // rest stays isolated. The pages are read without locks, because the medium may take seconds to fail a read.
+        let test = |meta: &mut Meta| {
+            meta.unreadable(head.id, range.clone(), false).into_iter().next().map_or(Ok(()), |(_, e)| Err(e))
+        };
+        self.meta.look(test)?;
+        if let Some(isolated) = self.isolation.disks.lock().get_mut(&head.id).filter(|now| now.added == added) {
+            isolated.cut(range);
         }
-        // The map may have been repaired since, or the disk reverted to a snapshot.
-        let mut unreadable = Vec::new();
-        self.meta.lock().unreadable(head.id, range.clone(), false, &mut unreadable);
-        match unreadable.into_iter().next() {
-            Some((_, error)) => Err(error),
-            None => {
-                isolated.ranges.retain(|(known, _)| !overlaps(known));
-                Ok(())
-            }
-        }
+        Ok(())
     }
 
     /// Called after moving buffered blocks into the map failed with `error`. Removes those blocks from the buffers for
-    /// which the map is damaged. True if there were any: the caller then retries with the others.
-    pub(super) fn isolate(&self, error: &Error) -> bool {
-        if error.kind() != ErrorKind::Corrupt {
-            return false;
+    /// which the map is lost. Returns the pause after which the caller tries again, without locks during the pause;
+    /// `None` if the failure has another cause.
+    pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
+        if !is_lost(error) || self.running.is_stopped() {
+            return None;
+        }
+        if error.kind() == ErrorKind::Io {
+            if !self.log.is_medium_readable() {
+                self.isolation.forget_failures();
+                return None;
+            }
+            if !self.running.goes_on() {
+                return None;
+            }
+            if !self.isolation.is_lasting() {
+                return Some(PAUSE);
+            }
         }
         let mut any = false;
         for head in self.buffers.heads() {
@@ -134,22 +234,22 @@ impl Engine {
             }
             let (layer, _) = buffer.layers.oldest();
             for piece in layer.take(0, u64::MAX) {
-                let mut unreadable = Vec::new();
                 let range = piece.logical..piece.logical + piece.entry.blocks;
                 let unmap = matches!(piece.entry.content, Content::Unmapped);
-                self.meta.lock().unreadable(head.id, range, unmap, &mut unreadable);
+                let unreadable = self.meta.lock().unreadable(head.id, range, unmap);
                 for (range, why) in unreadable {
                     let (layer, _) = buffer.layers.oldest();
-                    let gone = layer.remove(range.start, range.end - range.start, piece.entry.stamp);
+                    let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
+                    let gone = layer.remove(lost.start, lost.end - lost.start, piece.entry.stamp);
                     self.give_back(gone);
-                    self.isolation.add(head.id, range, why.to_string());
+                    self.isolation.add(head.id, range, lost, &why);
                     any = true;
                 }
             }
         }
         if any {
-            tracing::error!(%error, "writes are lost where the map is damaged");
+            tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
         }
-        any
+        any.then_some(Duration::ZERO)
     }
 }

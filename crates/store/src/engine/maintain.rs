@@ -51,11 +51,13 @@ const SLACK_SHARE: u64 = 32;
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
 /// How long punching pauses after a failure, because the file system may always refuse it.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);
+/// How often the tables of unreadable regions are read again.
+const READ_AGAIN: Duration = Duration::from_secs(60);
 /// Free backed blocks that are not punched even when the datastore is idle (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
 /// State that maintenance keeps between rounds.
-struct Watch {
+pub(super) struct Watch {
     activity: u64,
     last_write: Instant,
     last_commit: Instant,
@@ -65,6 +67,42 @@ struct Watch {
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
+    /// When the tables of unreadable regions were read last.
+    read_again: Instant,
+}
+
+impl Watch {
+    pub(super) fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            activity: 0,
+            last_write: now,
+            last_commit: now,
+            region: 0,
+            passes: Passes::default(),
+            rest: now,
+            punch_after: now,
+            read_again: now,
+        }
+    }
+}
+
+/// The first failure of the optional steps of a round. A step that fails prevents no other step, and not the commit by
+/// time: a failure that lasts would prevent it in every round.
+struct Steps(Result<()>);
+
+impl Steps {
+    /// Notes the result of a step; `None` if it failed.
+    fn note<T>(&mut self, step: Result<T>) -> Option<T> {
+        let error = match step {
+            Ok(done) => return Some(done),
+            Err(error) => error,
+        };
+        if self.0.is_ok() {
+            self.0 = Err(error);
+        }
+        None
+    }
 }
 
 /// Whether a pass over all free runs has found nothing to punch since the last write or free: for long runs, and for
@@ -136,15 +174,7 @@ impl Engine {
     }
 
     fn maintain_loop(&self) {
-        let mut watch = Watch {
-            activity: 0,
-            last_write: Instant::now(),
-            last_commit: Instant::now(),
-            region: 0,
-            passes: Passes::default(),
-            rest: Instant::now(),
-            punch_after: Instant::now(),
-        };
+        let mut watch = Watch::new();
         let mut owner_seen = Instant::now();
         let mut memory_seen = Instant::now();
         let mut last_round = Instant::now();
@@ -201,7 +231,8 @@ impl Engine {
         (!self.trail_journal().unwrap_or(true)).then(|| (head, Instant::now()))
     }
 
-    fn maintain(&self, watch: &mut Watch) -> Result<()> {
+    pub(super) fn maintain(&self, watch: &mut Watch) -> Result<()> {
+        let mut steps = Steps(Ok(()));
         let clock = self.log.clocks.acknowledged();
         // Bulk writers are not counted as acknowledged writes, only as writes to the data files.
         let activity = clock + self.log.clocks.home();
@@ -225,16 +256,16 @@ impl Engine {
         if logged > 0 && (logged > logged_limit || idle > IDLE) {
             let mut left = logged - if idle > IDLE { 0 } else { logged_limit / 2 };
             while left > 0 && self.running.goes_on() {
-                let written = self.write_logged(LOGGED_ROUND)?;
+                let written = steps.note(self.write_logged(LOGGED_ROUND)).unwrap_or(0);
                 left = if written == 0 { 0 } else { left.saturating_sub(written) };
             }
         }
-        if wanted.checkpoint || checkpoint_due || (idle > LONG_IDLE && self.log.used() > 1 << 20) {
-            self.checkpoint_if_needed()?;
+        let wants_checkpoint = wanted.checkpoint || checkpoint_due || (idle > LONG_IDLE && self.log.used() > 1 << 20);
+        if wants_checkpoint && steps.note(self.checkpoint_if_needed()).is_some() {
             watch.last_commit = Instant::now();
         }
         if writes > 0 {
-            self.extend_ahead()?;
+            steps.note(self.extend_ahead());
         }
         // A commit flushes the data files, which slows concurrent buffered writes, so it is made only for one of the
         // reasons below.
@@ -261,14 +292,18 @@ impl Engine {
             watch.last_commit = Instant::now();
         }
         self.meta.lock().release_freed();
+        if watch.read_again.elapsed() > READ_AGAIN {
+            watch.read_again = Instant::now();
+            self.load_unreadable();
+        }
         if !quiet && Instant::now() < watch.rest {
-            return Ok(());
+            return steps.0;
         }
         let began = Instant::now();
         if !self.return_unclaimed_room(true, || began.elapsed() < SEARCH_ROUND && self.running.goes_on()) {
             self.request(|work| work.reclaim = true);
         }
-        let more = self.drop_trash(DROP_ROUNDS)?;
+        let more = steps.note(self.drop_trash(DROP_ROUNDS)).unwrap_or(false);
         if more || freeing > 0 {
             watch.passes = Passes::default();
         }
@@ -276,9 +311,26 @@ impl Engine {
             self.request(|work| work.commit |= work.reclaim);
         }
         self.meta.lock().release_freed();
-        self.give_space_back(watch, idle, quiet)?;
+        steps.note(self.give_space_back(watch, idle, quiet));
         watch.rest = Instant::now() + began.elapsed() * (BUSY_SHARE - 1);
-        Ok(())
+        steps.0
+    }
+
+    /// Reads the tables of unreadable regions again, so that a failure of the medium that has ended does not keep their
+    /// free blocks unused.
+    pub(super) fn load_unreadable(&self) {
+        let (data, map) = {
+            let meta = self.meta.lock();
+            (meta.data.unreadable(), meta.map.unreadable())
+        };
+        // The pages are read without the lock. If a read fails, the region stays unused.
+        for number in data {
+            let _ = self.meta.look(|meta| meta.data.load_again(&mut meta.pages, number));
+        }
+        for number in map {
+            let _ = self.meta.look(|meta| meta.map.load_again(&mut meta.pages, number));
+        }
+        self.update_headroom(&self.meta.lock());
     }
 
     /// Drops parts of deleted trees. True while parts are left.

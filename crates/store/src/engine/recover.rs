@@ -75,7 +75,9 @@ impl Opening {
 
     fn unrecovered(self, error: Error) -> Error {
         match error.kind() {
-            ErrorKind::Corrupt => error.context(format!("the datastore cannot be recovered; {}", self.advice())),
+            ErrorKind::Corrupt | ErrorKind::Io => {
+                error.context(format!("the datastore cannot be recovered; {}", self.advice()))
+            }
             _ => error,
         }
     }
@@ -286,6 +288,11 @@ impl Engine {
         let mut map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
         let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
+        if !catalog.lost().is_empty() {
+            // If the whole medium fails, no page counts as lost.
+            superblock_file.forget_cached().during(|| "reading the superblock again".into())?;
+            Superblock::read(&*superblock_file)?;
+        }
         for (key, error) in map.take_derived().into_iter().chain(data.take_derived()) {
             tracing::error!(%error, "a damaged page of summaries is recounted from its table");
             found_first.add(damaged_page(key, &error), Some("recounted from the table".to_owned()));

@@ -286,6 +286,7 @@ mod nodes;
 mod ownership;
 mod reads;
 mod room;
+mod unreadable;
 
 #[test]
 fn a_flush_fails_if_the_earlier_flush_that_covered_its_writes_failed() {

@@ -5,10 +5,32 @@ use crate::sync::{Condvar, Mutex};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// After this many hits since the last miss, operations skip their surveys. At this rate of misses, all surveys
 /// together cost more time than the threads that wait for a rare miss under the lock.
 const WARM_HITS: u64 = 1 << 16;
+/// How often a read that the medium fails is tried before the bytes count as lost.
+const READS_MAX: u32 = 3;
+/// The pause before a failed read is tried again.
+const READ_PAUSE: Duration = Duration::from_millis(50);
+
+/// Whether an error means that bytes on the medium are lost: they are wrong, or the medium cannot read them.
+pub fn is_lost(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io)
+}
+
+/// Repeats a read that the medium fails, for a caller that otherwise treats the bytes as lost. The medium may fail a
+/// single read only.
+pub fn patiently<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 1..READS_MAX {
+        match read() {
+            Err(error) if error.kind() == ErrorKind::Io => crate::sync::thread::sleep(READ_PAUSE),
+            other => return other,
+        }
+    }
+    read()
+}
 
 /// A page that is being read without the lock.
 #[derive(Default)]

@@ -42,7 +42,7 @@ mod mend;
 pub use home::write_home;
 pub use kept::{Keeping, Kept};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
-pub use load::{Load, read_home};
+pub use load::{Load, is_lost, patiently, read_home};
 pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
 use crate::Result;
@@ -234,16 +234,18 @@ impl Pages {
 
     /// Whether a page was never written to its file and is not dirty.
     pub fn is_unwritten(&self, key: PageKey) -> bool {
-        !self.dirty.contains(&key) && self.read_raw(key).0 == [0; BLOCK_SIZE]
+        !self.dirty.contains(&key) && self.is_zero_in_file(key)
     }
 
-    /// The bytes in the file of a page, unverified. Zeros if they cannot be read.
-    pub fn read_raw(&self, key: PageKey) -> Block {
+    /// Whether the file has zeros in the place of a page. False if they cannot be read: that is no page of zeros.
+    fn is_zero_in_file(&self, key: PageKey) -> bool {
+        self.read_raw(key).is_some_and(|page| page.0 == [0; BLOCK_SIZE])
+    }
+
+    /// The bytes in the file of a page, unverified. `None` if they cannot be read.
+    pub fn read_raw(&self, key: PageKey) -> Option<Block> {
         let mut page = Block([0; BLOCK_SIZE]);
-        match self.file(key.file()).read_at(&mut page.0, key.offset()) {
-            Ok(()) => page,
-            Err(_) => Block([0; BLOCK_SIZE]),
-        }
+        self.file(key.file()).read_at(&mut page.0, key.offset()).is_ok().then_some(page)
     }
 
     /// Removes the page of a freed node from memory: it need not be written.
@@ -266,8 +268,8 @@ impl Pages {
         let read = load::read_one(&**self.file(key.file()), key);
         let Some(mender) = &self.mender else { return read };
         // If an image exists, a page of zeros is lost: the checkpoint wrote it.
-        let lost = read.is_err() || mender.has_image(key) && self.read_raw(key).0 == [0; BLOCK_SIZE];
-        match lost.then(|| mender.restore(key, Some(&self.read_raw(key)))).flatten() {
+        let lost = read.is_err() || mender.has_image(key) && self.is_zero_in_file(key);
+        match lost.then(|| mender.restore(key, self.read_raw(key).as_ref())).flatten() {
             Some(page) => load::verified(page, key),
             None => read,
         }

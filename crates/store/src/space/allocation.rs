@@ -3,7 +3,7 @@
 use super::region::{self, Bitmaps, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
 use super::{Run, Space, SpaceKind};
-use crate::pages::{PageFile, PageKey, Pages};
+use crate::pages::{PageFile, PageKey, Pages, is_lost};
 use crate::{Error, ErrorKind, Result};
 
 /// The most regions with bitmaps in memory (4 KiB each). Few in tests, so that the limit is reached.
@@ -89,31 +89,44 @@ impl Space {
             self.dirty_regions.insert(number);
         }
         self.counts.free = self.counts.free + bitmaps.free() - before;
-        region.bitmaps = Some(bitmaps);
+        (region.bitmaps, region.unreadable) = (Some(bitmaps), false);
         self.loaded += 1;
         Ok(())
     }
 
-    /// A damaged region, if there is one: it explains why fewer blocks are free than the file system has allocated.
+    /// A damaged or unreadable region, if there is one: it explains why fewer blocks are free than the file system has
+    /// allocated.
     pub fn damage(&self) -> Option<Error> {
-        (0..).zip(&self.regions).find(|(_, region)| region.damaged).map(|(number, _)| lost(self.table, number))
+        let found = (0..).zip(&self.regions).find(|(_, region)| region.damaged || region.unreadable);
+        found.map(|(number, region)| if region.damaged { lost(self.table, number) } else { unread(self.table, number) })
     }
 
-    /// Loads a region to allocate from it. False if the region is damaged and has to be skipped.
+    /// Loads a region to allocate from it. False if the region is damaged or unreadable and has to be skipped.
     pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
-        if self.regions[number as usize].damaged {
+        let region = &self.regions[number as usize];
+        if region.damaged || region.unreadable {
             return Ok(false);
         }
         match self.load(pages, number) {
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::error!(%error, "a damaged region is not used for allocation any more");
+            Err(error) if is_lost(&error) => {
+                tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
                 let region = &mut self.regions[number as usize];
                 self.counts.free -= region.estimate();
-                region.damaged = true;
+                region.lose(&error);
                 Ok(false)
             }
             other => other.map(|()| true),
         }
+    }
+
+    /// The regions with a table that the medium could not read.
+    pub fn unreadable(&self) -> Vec<u64> {
+        (0..).zip(&self.regions).filter(|(_, region)| region.unreadable).map(|(number, _)| number).collect()
+    }
+
+    /// Reads the table of an unreadable region again. If that succeeds, its blocks can be allocated.
+    pub fn load_again(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
+        self.load(pages, number)
     }
 
     /// Removes bitmaps that can be rebuilt from the table.
@@ -192,4 +205,9 @@ fn lost(file: PageFile, region: u64) -> Error {
             file.name()
         ),
     )
+}
+
+fn unread(file: PageFile, region: u64) -> Error {
+    let text = format!("region {region} in {} cannot be read, so its free blocks are not used", file.name());
+    Error::new(ErrorKind::Io, text)
 }

@@ -17,19 +17,19 @@ impl Space {
     /// For the map only: the file is reserved up to this many blocks.
     pub fn set_backed_length(&mut self, blocks: u64) {
         debug_assert_eq!(self.kind, SpaceKind::Map);
-        let more = blocks.saturating_sub(self.backed_length);
-        self.counts.backed += more;
-        self.counts.free += more;
+        self.counts.backed += blocks.saturating_sub(self.backed_length);
         let from = self.backed_length;
         self.backed_length = self.backed_length.max(blocks);
         self.grow_regions(self.backed_length.div_ceil(REGION_BLOCKS));
         for number in from / REGION_BLOCKS..self.regions() {
             let length = self.backed_length;
             let region = &mut self.regions[number as usize];
+            let before = region.estimate();
             region.backed = length.saturating_sub(number * REGION_BLOCKS).min(REGION_BLOCKS) as u16;
             if let Some(bitmaps) = &mut region.bitmaps {
                 bitmaps.set_backed(0, u64::from(region.backed), true);
             }
+            self.counts.free += region.estimate() - before;
         }
     }
 

@@ -22,8 +22,9 @@ mod table;
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
-use crate::pages::{PageFile, PageKey, Pages};
+use crate::pages::{PageFile, PageKey, Pages, is_lost, patiently};
 use crate::{Error, ErrorKind, Result};
+use backend::{BLOCK_SIZE, Block};
 use region::Region;
 use std::collections::BTreeSet;
 
@@ -111,20 +112,21 @@ impl Space {
     }
 
     /// Opens the space as of the last checkpoint. `backed_length` is the reserved length of the map file in blocks.
-    /// Summary pages that fail their checksum are rebuilt from the table.
+    /// Summary pages that cannot be read or fail their checksum are rebuilt from the table.
     pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
         let mut space = Self::without_regions(kind);
         let summary = space.summary;
         for first in (0..regions).step_by(SUMMARY_ENTRIES as usize) {
             let key = PageKey::new(summary, first / SUMMARY_ENTRIES);
             let numbers = first..(first + SUMMARY_ENTRIES).min(regions);
-            let read: Vec<Region> = match pages.get(key) {
-                Ok(page) => {
+            let read: Vec<Region> = match patiently(|| pages.get(key).map(drop)) {
+                Ok(()) => {
+                    let page = pages.get(key)?;
                     let read =
                         numbers.map(|number| Region::read(page, number % SUMMARY_ENTRIES).possible(summary, number));
                     read.collect::<Result<_>>()?
                 }
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                Err(error) if is_lost(&error) => {
                     let counted = numbers.clone().map(|number| space.count_region(pages, number)).collect();
                     space.derived.push((key, error));
                     pages.replace(key);
@@ -151,7 +153,7 @@ impl Space {
         Ok(space)
     }
 
-    /// Summary pages that failed their checksum at opening and were rebuilt.
+    /// Summary pages that were lost at opening and were rebuilt.
     pub fn take_derived(&mut self) -> Vec<(PageKey, Error)> {
         std::mem::take(&mut self.derived)
     }
@@ -169,8 +171,8 @@ impl Space {
                     }
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a damaged region is not used for allocation any more");
-                    region.damaged = true;
+                    tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
+                    region.lose(&error);
                 }
             }
         }
@@ -409,10 +411,11 @@ impl Space {
             // With a count of zero, loading the region replaces the count by that of the table.
             self.dirty_regions.insert(number);
             match self.load(pages, number) {
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                Err(error) if is_lost(&error) => {
                     // The table of the region cannot be read completely: the old counts stay.
                     let region = &mut self.regions[number as usize];
-                    (region.used, region.backed, region.damaged) = (known.0, known.1, true);
+                    (region.used, region.backed) = known;
+                    region.lose(&error);
                     self.counts.used += u64::from(known.0);
                     self.counts.backed += u64::from(known.1);
                 }
@@ -450,7 +453,7 @@ impl Space {
     /// and returns the new entry.
     pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, BlockEntry) -> BlockEntry) {
         let key = PageKey::new(self.table, page);
-        let raw = pages.read_raw(key);
+        let raw = pages.read_raw(key).unwrap_or(Block([0; BLOCK_SIZE]));
         let fresh = pages.replace(key);
         for index in 0..TABLE_ENTRIES {
             let entry = renew(page * TABLE_ENTRIES + index, table::read(&raw, index as usize));
@@ -484,8 +487,8 @@ impl Space {
             match pages.get_mut(key) {
                 Ok(page) => self.regions[number as usize].write(page, number % SUMMARY_ENTRIES),
                 // All counts of the page are in memory.
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::error!(%error, "a damaged page of summaries is rewritten from memory");
+                Err(error) if is_lost(&error) => {
+                    tracing::error!(%error, "a lost page of summaries is rewritten from memory");
                     pages.replace(key);
                     let first = number - number % SUMMARY_ENTRIES;
                     self.dirty_regions.extend(first..(first + SUMMARY_ENTRIES).min(self.regions()));

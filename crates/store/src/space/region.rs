@@ -31,11 +31,13 @@ pub struct Region {
     /// The table has lost blocks that the summary still counts: the region is not used for allocation until `check` has
     /// repaired it.
     pub damaged: bool,
+    /// The medium could not read the table: the region is not used for allocation until a later read succeeds.
+    pub unreadable: bool,
 }
 
 impl Region {
     pub fn empty() -> Self {
-        Self { used: 0, backed: 0, bitmaps: None, damaged: false }
+        Self { used: 0, backed: 0, bitmaps: None, damaged: false, unreadable: false }
     }
 
     pub fn read(page: &Block, index: u64) -> Self {
@@ -63,9 +65,17 @@ impl Region {
     /// The number of free backed blocks: exact with bitmaps, otherwise estimated from the counts.
     pub fn estimate(&self) -> u64 {
         match &self.bitmaps {
-            _ if self.damaged => 0,
+            _ if self.damaged || self.unreadable => 0,
             Some(bitmaps) => bitmaps.free(),
             None => u64::from(self.backed.saturating_sub(self.used)),
+        }
+    }
+
+    /// Notes that the table of the region is lost, with the error of reading it.
+    pub fn lose(&mut self, error: &Error) {
+        match error.kind() {
+            ErrorKind::Io => self.unreadable = true,
+            _ => self.damaged = true,
         }
     }
 }

@@ -38,6 +38,7 @@
 //! | `reach` | how many pages a `replace` would change |
 //! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
+//! | `unreadable` | which parts of a range cannot be changed |
 
 mod balance;
 mod compare;
@@ -49,6 +50,7 @@ mod reach;
 mod remove;
 mod replace;
 mod survey;
+mod unreadable;
 mod walk;
 
 #[cfg(test)]
@@ -62,6 +64,7 @@ pub use reach::{Reach, Seen, reach};
 pub use remove::{check_drop, drop_step};
 pub use replace::replace;
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
+pub use unreadable::find_unreadable;
 pub use walk::{Lost, Visit, walk, walk_damaged};
 
 use crate::{Error, ErrorKind, Result};

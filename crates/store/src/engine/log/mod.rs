@@ -23,7 +23,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::{Error, IoContext, Result};
 use admission::Admission;
-use backend::{Directory, File};
+use backend::{BLOCK_SIZE, Buffer, Directory, File};
 use permits::Permits;
 use std::sync::Arc;
 
@@ -177,6 +177,13 @@ impl CommitLog {
         commit.superblock = *next;
         self.release(commit, next.tail);
         Ok(())
+    }
+
+    /// Whether the medium can be read at all: reads the superblock past the page cache.
+    pub fn is_medium_readable(&self) -> bool {
+        let mut bytes = Buffer::zeroed(1);
+        let mut reads = |copy: u64| self.superblock_file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).is_ok();
+        self.superblock_file.forget_cached().is_ok() && (reads(0) || reads(1))
     }
 
     /// The damaged copy of the superblock on the medium, if there is one. With `repair` both copies are then rewritten.

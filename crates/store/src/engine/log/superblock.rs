@@ -177,15 +177,29 @@ impl Superblock {
         Ok(Some(superblock))
     }
 
-    /// Reads the newer of the two copies. The boolean is true if the other copy fails its checksum, so that it may have
-    /// been newer.
+    /// Reads copy 0 or 1. The medium may fail a single read only, so a failed read is tried again.
+    fn read_copy(file: &dyn File, copy: u64) -> Result<Buffer> {
+        crate::pages::patiently(|| {
+            let mut bytes = Buffer::zeroed(1);
+            let read = file.read_at(&mut bytes, copy * BLOCK_SIZE as u64);
+            read.during(|| format!("reading copy {} of 2 of the superblock", copy + 1)).map(|()| bytes)
+        })
+    }
+
+    /// Reads the newer of the two copies. The boolean is true if the other copy is unreadable or fails its checksum, so
+    /// that it may have been newer.
     pub fn read(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
-        let mut refused = None;
+        let (mut refused, mut unread) = (None, None);
         let mut lost = false;
         for copy in 0..2 {
-            let mut bytes = Buffer::zeroed(1);
-            file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).during(|| "reading the superblock".into())?;
+            let bytes = match Self::read_copy(file, copy) {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    (lost, unread) = (true, Some(error));
+                    continue;
+                }
+            };
             match Self::decode(&bytes) {
                 Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
                 Ok(Some(_)) => {}
@@ -193,10 +207,14 @@ impl Superblock {
                 Err(error) => refused = Some(error),
             }
         }
-        match (newest, refused) {
-            (Some(found), None) => Ok((found, lost)),
-            (_, Some(error)) => Err(error),
-            (None, None) => Err(Error::new(
+        match (newest, refused, unread) {
+            (Some(found), None, _) => Ok((found, lost)),
+            (_, Some(error), _) => Err(error),
+            (None, None, Some(error)) => Err(error.context(
+                "neither copy of the superblock can be used; mend the medium, or read out what can be read with 'lamina \
+                 salvage'",
+            )),
+            (None, None, None) => Err(Error::new(
                 ErrorKind::Corrupt,
                 "neither copy of the superblock can be read: this is not a datastore, or both copies are damaged; 'lamina \
                  salvage' reads out what can be read",
@@ -209,10 +227,12 @@ impl Superblock {
         let mut newest: Option<Self> = None;
         let mut lost = false;
         for copy in 0..2 {
-            let mut bytes = Buffer::zeroed(1);
-            let read = file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).is_ok();
+            let Ok(mut bytes) = Self::read_copy(file, copy) else {
+                lost = true;
+                continue;
+            };
             let mut decoded = Self::decode(&bytes);
-            if read && matches!(decoded, Ok(None)) && crate::pages::restore_bit(&mut bytes, CHECKSUM_AT) {
+            if matches!(decoded, Ok(None)) && crate::pages::restore_bit(&mut bytes, CHECKSUM_AT) {
                 decoded = Self::decode(&bytes);
             }
             match decoded {
@@ -232,11 +252,10 @@ impl Superblock {
     /// Finds which copy in the file, 0 or 1, is damaged while the other equals this superblock.
     pub fn damaged_copy(&self, file: &dyn File) -> Result<Option<u64>> {
         let other = (self.sequence + 1) % 2;
-        let mut bytes = Buffer::zeroed(1);
-        let read = file.read_at(&mut bytes, other * BLOCK_SIZE as u64);
+        let Ok(bytes) = Self::read_copy(file, other) else { return Ok(Some(other)) };
         // A new datastore has one copy only, the one with sequence number 1.
-        let never_written = self.sequence == 1 && read.is_ok() && bytes.iter().all(|byte| *byte == 0);
-        let whole = read.is_ok() && matches!(Self::decode(&bytes), Ok(Some(_)));
+        let never_written = self.sequence == 1 && bytes.iter().all(|byte| *byte == 0);
+        let whole = matches!(Self::decode(&bytes), Ok(Some(_)));
         Ok((!whole && !never_written).then_some(other))
     }
 

@@ -10,7 +10,7 @@ use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::Cost;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
-use crate::pages::PageFile;
+use crate::pages::{PageFile, is_lost};
 use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
@@ -70,7 +70,7 @@ impl Engine {
     /// Makes one reservation of at most `largest` blocks, if the free blocks do not suffice for `claims` yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
-        let planned = self.meta.look(|meta| {
+        let plan = |meta: &mut Meta| {
             meta.release_freed();
             self.update_headroom(meta);
             let free = self.reserves.headroom();
@@ -81,8 +81,13 @@ impl Engine {
             let Meta { data, pages, .. } = &mut *meta;
             let run = data.plan_extension(pages, want)?;
             Ok(Some((run, needs(meta, 0, 0))))
-        })?;
-        let Some((run, needs)) = planned else { return Ok(()) };
+        };
+        let planned = match self.meta.look(plan) {
+            // Under the lock, the region whose table is lost is noted and skipped.
+            Err(error) if is_lost(&error) => plan(&mut self.meta.lock()),
+            planned => planned,
+        };
+        let Some((run, needs)) = planned? else { return Ok(()) };
         match self.reserve_run(run, &needs) {
             Ok(()) => {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_run(run));

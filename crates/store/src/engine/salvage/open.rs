@@ -17,7 +17,7 @@ use super::super::{Engine, EngineOptions};
 use super::{EVERYTHING, Salvage, is_readable};
 use crate::catalog::{Catalog, ObjectState};
 use crate::journal::{BatchKind, Journal, Operation, Place, Reader};
-use crate::pages::{Mender, PageFile, Pages, write_home};
+use crate::pages::{Mender, PageFile, Pages, is_lost, write_home};
 use crate::space::{Run, Space, SpaceKind};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::overlay::Overlay;
@@ -151,7 +151,7 @@ fn find_state(
             images.mend();
             Ok((superblock, images, other_lost))
         }
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
+        Err(error) if is_lost(&error) => {
             notes.push(
                 "neither copy of the superblock can be read; the record of the last checkpoint is used".to_owned(),
             );

@@ -43,7 +43,7 @@ fn free(engine: &Engine, disk: &Head, blocks: std::ops::Range<u64>) {
 }
 
 /// Makes a page of a file unreadable. The returned function makes it readable again.
-fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() + use<> {
+pub(super) fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() + use<> {
     let file = disk.directory().open(name, IoMode::Buffered).unwrap();
     let mut bytes = Buffer::zeroed(1);
     let at = page * BLOCK_SIZE as u64;
@@ -105,7 +105,7 @@ fn one_failed_read_of_a_catalog_page_delays_only_the_checkpoint() {
 }
 
 #[test]
-fn one_failed_read_of_a_summary_page_delays_only_the_checkpoint() {
+fn a_summary_page_that_cannot_be_read_delays_no_checkpoint() {
     let (disk, engine) = made();
     (0..200).for_each(|block| write(&engine, block, 7));
     engine.settle(&engine.head(1)).unwrap();
@@ -115,10 +115,8 @@ fn one_failed_read_of_a_summary_page_delays_only_the_checkpoint() {
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
     engine.meta.lock().pages.drop_clean();
-    let mend = lose_page(&disk, "data.summary", 0);
-    assert_eq!(engine.checkpoint().unwrap_err().kind(), ErrorKind::Io);
-    mend();
-    engine.check_running().unwrap();
+    let _mend = lose_page(&disk, "data.summary", 0);
+    // All counts of the page are in memory. The checkpoint writes the page, so that it can be read again.
     engine.checkpoint().unwrap();
     let before = engine.counts();
     engine.close().unwrap();

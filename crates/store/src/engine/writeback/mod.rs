@@ -189,8 +189,14 @@ impl Engine {
             // The disk is recorded after a failure too, so that the next attempt serves another one.
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
-                Err(error) if self.isolate(&error) => return Ok(true),
-                other => other?,
+                Err(error) => {
+                    let pause = self.isolate(&error).ok_or(error)?;
+                    MutexGuard::unlock_fair(lane);
+                    drop(appends);
+                    crate::sync::thread::sleep(pause);
+                    return Ok(true);
+                }
+                Ok(batch) => batch,
             };
             MutexGuard::unlock_fair(lane);
             drop(appends);
@@ -220,8 +226,14 @@ impl Engine {
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let batch = match self.write_back(&mut lane, head) {
-                Err(error) if self.isolate(&error) => continue,
-                other => other?,
+                Err(error) => {
+                    let pause = self.isolate(&error).ok_or(error)?;
+                    MutexGuard::unlock_fair(lane);
+                    drop(appends);
+                    crate::sync::thread::sleep(pause);
+                    continue;
+                }
+                Ok(batch) => batch,
             };
             MutexGuard::unlock_fair(lane);
             drop(appends);

@@ -1,0 +1,324 @@
+//! Sectors that the medium cannot read: an unreadable page takes no more than a page with a wrong checksum, and a read
+//! that fails once loses nothing.
+
+use super::between::lose_page;
+use super::*;
+use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::maintain::Watch;
+use backend::IoMode;
+use backend::simulated::Fault;
+use std::time::{Duration, Instant};
+
+/// Blocks written to disk 1, each the second one, so that its map has several leaves.
+const WRITTEN: u64 = 1200;
+
+/// A closed store with disk 1, which has a map of several leaves, and disk 2.
+fn grown() -> SimulatedDisk {
+    let (disk, engine) = made();
+    assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
+    for block in 0..WRITTEN {
+        write(&engine, 2 * block, 1);
+        if block % 64 == 0 {
+            engine.pump().unwrap();
+        }
+    }
+    engine.close().unwrap();
+    disk
+}
+
+/// The leaves of disk 1: the first logical block of each, and its page.
+fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
+    let map = disk.directory().open("map", IoMode::Buffered).unwrap();
+    let mut page = Buffer::zeroed(1);
+    let mut found = Vec::new();
+    for number in 0..map.len().unwrap() / BLOCK_SIZE as u64 {
+        map.read_at(&mut page, number * BLOCK_SIZE as u64).unwrap();
+        if &page[0..4] == b"LMND" && page[6] == 0 && page[8] > 50 {
+            let word = u64::from_le_bytes(page[32..40].try_into().unwrap());
+            found.push((word & ((1 << 40) - 1), number));
+        }
+    }
+    found.sort_unstable();
+    assert!(found.len() > 4, "{found:?}");
+    found
+}
+
+fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
+    engine.flush_head(&engine.head(disk), engine.acknowledged())
+}
+
+fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
+    engine.write_blocks(&engine.head(disk), logical, slice(byte, 1))
+}
+
+#[test]
+fn an_unreadable_node_loses_only_the_writes_below_it() {
+    let disk = grown();
+    let (block, leaf) = leaves(&disk)[2];
+    let mend = lose_page(&disk, "map", leaf);
+    let engine = open(&disk).unwrap();
+    write(&engine, block, 9);
+    write(&engine, 0, 8);
+    try_write(&engine, 2, 5, 7).unwrap();
+    flush_disk(&engine, 2).unwrap();
+    let told = flush_disk(&engine, 1).unwrap_err();
+    assert!(told.to_string().contains("are lost"), "{told}");
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 8);
+    assert_eq!(try_write(&engine, 1, block, 9).unwrap_err().kind(), ErrorKind::Io);
+    mend();
+    assert_eq!(value(&engine, block).unwrap(), 1);
+    write(&engine, block, 9);
+    flush_disk(&engine, 1).unwrap();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!([0, block].map(|block| value(&engine, block).unwrap()), [8, 9]);
+    is_whole(&engine);
+}
+
+#[test]
+fn an_unreadable_table_page_loses_only_the_writes_to_its_blocks() {
+    for name in ["data.table", "map.table"] {
+        let disk = grown();
+        let mend = lose_page(&disk, name, 0);
+        let engine = open(&disk).unwrap();
+        write(&engine, 0, 9);
+        flush_disk(&engine, 1).unwrap_err();
+        flush_disk(&engine, 1).unwrap();
+        mend();
+        engine.load_unreadable();
+        write(&engine, 0, 9);
+        flush_disk(&engine, 1).unwrap();
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), 9);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn reads_that_fail_for_a_short_time_lose_no_write() {
+    let disk = grown();
+    for failing in 1..8 {
+        let engine = open(&disk).unwrap();
+        write(&engine, 2 * failing, 9);
+        disk.fail_reads_after(0, failing);
+        while flush_disk(&engine, 1).is_err() {}
+        assert_eq!(disk.reads_to_fail(), 0);
+        assert_eq!(value(&engine, 2 * failing).unwrap(), 9);
+        engine.close().unwrap();
+    }
+}
+
+#[test]
+fn no_write_is_lost_while_the_whole_medium_is_unreadable() {
+    let disk = grown();
+    let (block, _) = leaves(&disk)[2];
+    let engine = open(&disk).unwrap();
+    write(&engine, block, 9);
+    disk.fail_requests(Fault::Read, 0, u64::MAX);
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(2) {
+        assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Io);
+    }
+    disk.mend();
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!(value(&engine, block).unwrap(), 9);
+}
+
+#[test]
+fn a_write_to_a_mended_part_does_not_end_the_isolation_of_the_rest() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let ((_, first), (block, second)) = (leaves[1], leaves[2]);
+    // A wrong checksum needs no patience.
+    let spoil = |leaf: u64| disk.flip_bit("map", leaf * BLOCK_SIZE as u64 + 100, 1).unwrap();
+    [first, second].into_iter().for_each(spoil);
+    let engine = open(&disk).unwrap();
+    engine.write_blocks(&engine.head(1), block - 2, slice(9, 3)).unwrap();
+    flush_disk(&engine, 1).unwrap_err();
+    spoil(first);
+    write(&engine, block - 2, 9);
+    assert_eq!(try_write(&engine, 1, block, 9).unwrap_err().kind(), ErrorKind::Corrupt);
+    flush_disk(&engine, 1).unwrap();
+    spoil(second);
+    write(&engine, block, 8);
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!([block - 2, block].map(|block| value(&engine, block).unwrap()), [9, 8]);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_huge_discard_over_a_damaged_root_is_isolated_at_once() {
+    let (disk, engine) = made();
+    let huge = engine.create_disk(new_disk("huge", 1 << 38)).unwrap();
+    try_write(&engine, huge, 0, 1).unwrap();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let root = engine.with_catalog(|catalog| catalog.get(huge).unwrap().root.unwrap());
+    engine.discard_blocks(&engine.head(huge), 0..1 << 38).unwrap();
+    disk.flip_bit("map", root.0 * BLOCK_SIZE as u64 + 100, 1).unwrap();
+    engine.meta.lock().pages.drop_clean();
+    flush_disk(&engine, huge).unwrap_err();
+    flush_disk(&engine, huge).unwrap();
+}
+
+#[test]
+fn one_unreadable_copy_of_the_superblock_is_like_a_damaged_one() {
+    for (closed, copy) in [(true, 0), (true, 1), (false, 0), (false, 1)] {
+        let (disk, engine) = made();
+        (0..200).for_each(|block| write(&engine, block, 7));
+        engine.checkpoint().unwrap();
+        (0..100).for_each(|block| write(&engine, block, 8));
+        engine.flush().unwrap();
+        if closed {
+            engine.close().unwrap();
+        }
+        drop(engine);
+        let at = copy * BLOCK_SIZE as u64;
+        disk.fail_reads(files::SUPERBLOCK_FILE, at..at + BLOCK_SIZE as u64).unwrap();
+        let engine = open(&disk).unwrap();
+        assert_eq!([0, 99, 100, 199].map(|block| value(&engine, block).unwrap()), [8, 8, 7, 7]);
+        assert_eq!(engine.take_found_first().findings.len(), 1);
+        is_whole(&engine);
+        engine.close().unwrap();
+        drop(engine);
+        // The opening has written the copy again.
+        assert_eq!(open(&disk).unwrap().take_found_first().findings, []);
+    }
+    let (disk, engine) = made();
+    engine.close().unwrap();
+    drop(engine);
+    disk.fail_reads(files::SUPERBLOCK_FILE, 0..2 * BLOCK_SIZE as u64).unwrap();
+    let refused = open(&disk).err().unwrap();
+    assert!(refused.kind() == ErrorKind::Io && refused.to_string().contains("lamina salvage"), "{refused}");
+}
+
+#[test]
+fn unreadable_summaries_are_counted_again_when_the_store_is_opened() {
+    for name in ["data.summary", "map.summary"] {
+        let disk = grown();
+        let before = open(&disk.crash()).unwrap().counts();
+        let disk = disk.crash();
+        disk.fail_reads(name, 0..BLOCK_SIZE as u64).unwrap();
+        let engine = open(&disk).unwrap();
+        assert_eq!((engine.counts().data, engine.counts().map), (before.data, before.map), "{name}");
+        assert_eq!(engine.take_found_first().findings.len(), 1);
+        write(&engine, 0, 3);
+        // The checkpoint writes the page again.
+        engine.close().unwrap();
+        drop(engine);
+        is_whole(&open(&disk).unwrap());
+    }
+}
+
+/// A closed store with disks on two pages of the catalog.
+fn with_two_catalog_pages() -> SimulatedDisk {
+    let (disk, engine) = made();
+    for number in 2..=SLOTS_PER_PAGE as u64 + 2 {
+        add_disk(&engine, &format!("vm{number}"), BLOCKS, Provisioning::Thin);
+    }
+    write(&engine, 0, 5);
+    engine.close().unwrap();
+    disk
+}
+
+fn disks(engine: &Engine) -> usize {
+    engine.with_catalog(|catalog| catalog.disks().count())
+}
+
+#[test]
+fn an_unreadable_catalog_page_loses_only_its_own_objects() {
+    let disk = with_two_catalog_pages();
+    let mend = lose_page(&disk, "catalog", 1);
+    let engine = open(&disk).unwrap();
+    assert_eq!((disks(&engine), value(&engine, 0).unwrap()), (SLOTS_PER_PAGE, 5));
+    // A new disk is stored on another page.
+    add_disk(&engine, "new", BLOCKS, Provisioning::Thin);
+    engine.close().unwrap();
+    drop(engine);
+    mend();
+    assert_eq!(disks(&open(&disk).unwrap()), SLOTS_PER_PAGE + 3);
+}
+
+#[test]
+fn one_failed_read_during_an_opening_hides_no_disk() {
+    for number in 0..40 {
+        let disk = with_two_catalog_pages();
+        disk.fail_reads_after(number, 1);
+        let opened = open(&disk);
+        if let Ok(engine) = opened {
+            assert_eq!((disks(&engine), engine.take_found_first().findings), (SLOTS_PER_PAGE + 2, vec![]), "{number}");
+        }
+    }
+}
+
+#[test]
+fn catalog_and_summaries_that_became_unreadable_are_written_from_memory() {
+    let disk = with_two_catalog_pages();
+    let engine = open(&disk).unwrap();
+    engine.checkpoint().unwrap();
+    engine.meta.lock().pages.drop_clean();
+    for (name, page) in [("catalog", 1), ("data.summary", 0)] {
+        let at = page * BLOCK_SIZE as u64;
+        disk.fail_reads(name, at..at + BLOCK_SIZE as u64).unwrap();
+    }
+    (0..300).for_each(|block| write(&engine, block, 6));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    add_disk(&engine, "new", BLOCKS, Provisioning::Thin);
+    engine.checkpoint().unwrap();
+    let before = engine.counts().data;
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!((disks(&engine), value(&engine, 299).unwrap()), (SLOTS_PER_PAGE + 3, 6));
+    assert_eq!(engine.counts().data.used, before.used);
+    is_whole(&engine);
+}
+
+#[test]
+fn an_unreadable_table_page_does_not_prevent_allocation() {
+    let disk = grown();
+    let mend = lose_page(&disk, "data.table", 20);
+    let engine = open(&disk).unwrap();
+    for block in 0..2000 {
+        try_write(&engine, 2, block, 4).unwrap();
+        if block % 100 == 0 {
+            engine.pump().unwrap();
+        }
+    }
+    flush_disk(&engine, 2).unwrap();
+    assert_eq!(engine.meta.lock().data.unreadable(), [0]);
+    engine.load_unreadable();
+    assert_eq!(engine.meta.lock().data.unreadable(), [0]);
+    mend();
+    engine.load_unreadable();
+    assert!(engine.meta.lock().data.unreadable().is_empty());
+    is_whole(&engine);
+    let before = engine.counts();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let after = engine.counts();
+    assert_eq!((before.data.free, before.data.used), (after.data.free, after.data.used));
+    is_whole(&engine);
+}
+
+#[test]
+fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
+    let disk = formatted();
+    let engine =
+        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
+    drop(engine.claim_blocks(256).unwrap());
+    (0..250).for_each(|block| write(&engine, block, 1));
+    disk.fail_requests(Fault::Reserve, 0, u64::MAX);
+    let mut watch = Watch::new();
+    assert_eq!(engine.maintain(&mut watch).unwrap_err().kind(), ErrorKind::Io);
+    engine.check_running().unwrap();
+    assert!(engine.log.clocks.is_durable(engine.acknowledged()));
+}
