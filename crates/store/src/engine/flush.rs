@@ -443,7 +443,8 @@ impl Engine {
     /// for the end of reads.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
-        if meta.committed(taken)? {
+        // After a failure, some blocks would stay held or freed until the datastore is opened again.
+        if meta.committed(taken).map_err(|error| self.stop(error))? {
             self.request(|work| work.reclaim = true);
         }
         meta.release_freed();

@@ -322,3 +322,41 @@ fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
     engine.check_running().unwrap();
     assert!(engine.log.clocks.is_durable(engine.acknowledged()));
 }
+
+/// Removes all pages from memory, as if none were dirty, and makes a page of the data table unreadable.
+fn lose_entries(disk: &SimulatedDisk, engine: &Engine, page: u64) -> impl Fn() + use<> {
+    let mut meta = engine.meta.lock();
+    drop(meta.pages.capture());
+    meta.pages.drop_clean();
+    lose_page(disk, "data.table", page)
+}
+
+#[test]
+fn a_failed_lookup_of_journalled_payload_claims_no_block() {
+    let (disk, engine) = made();
+    drop(engine.claim_blocks(1024).unwrap());
+    for block in 0..500 {
+        write(&engine, block, 1);
+    }
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    (500..520).for_each(|block| write(&engine, block, 2));
+    engine.flush().unwrap();
+    let pages = |engine: &Engine| engine.meta.lock().logged.keys().map(|block| block / 508).collect::<Vec<_>>();
+    assert!(pages(&engine).contains(&0) && pages(&engine).contains(&1), "{:?}", pages(&engine));
+    let _mend = lose_entries(&disk, &engine, 1);
+    engine.write_logged(64).unwrap_err();
+    assert!(engine.meta.lock().in_flight.is_empty());
+}
+
+#[test]
+fn changes_that_cannot_be_retired_stop_the_store() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    assert!(!engine.meta.lock().pending.is_empty());
+    let _mend = lose_entries(&disk, &engine, 0);
+    engine.commit_changes().unwrap_err();
+    assert!(engine.running.is_stopped());
+}

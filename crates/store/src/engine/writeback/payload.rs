@@ -38,10 +38,11 @@ impl Engine {
             let mut ready = Vec::with_capacity(blocks.len());
             for (block, slice) in blocks {
                 if !meta.entry(block)?.held && !meta.in_flight.contains(block) {
-                    meta.in_flight.claim(Run { start: block, blocks: 1 });
                     ready.push((block, slice));
                 }
             }
+            // No block is claimed before all entries are read: after a failed read a claim would remain for ever.
+            ready.iter().for_each(|(block, _)| meta.in_flight.claim(Run { start: *block, blocks: 1 }));
             lane.cursor = last_seen;
             if ready.is_empty() {
                 return Ok(0);
