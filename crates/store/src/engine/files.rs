@@ -39,7 +39,7 @@ pub fn show_media(directory: &dyn Directory) -> Result<()> {
 
 /// Drops cached data of one file; false if there is no such file. The file is opened by its name and not looked up in
 /// the folder's list, which leaves out symbolic links.
-fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
+pub fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
     let file = match directory.open(name, IoMode::Buffered) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),

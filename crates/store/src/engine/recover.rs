@@ -216,7 +216,8 @@ impl Engine {
         let open = |name: &str, mode| files::open_present(&*directory, name, mode);
         let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
-        superblock_file.forget_cached().during(|| "reading the superblock again".into())?;
+        // After a failed write, the page cache may have a copy that never reached the medium.
+        files::show_medium(&*directory, SUPERBLOCK_FILE)?;
         let (mut superblock, other_copy_lost) = match opening {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,

@@ -360,3 +360,44 @@ fn changes_that_cannot_be_retired_stop_the_store() {
     engine.commit_changes().unwrap_err();
     assert!(engine.running.is_stopped());
 }
+
+/// A store with flushed content, whose operation `number` of a checkpoint fails.
+fn failed_checkpoint(number: u64) -> SimulatedDisk {
+    let (disk, engine) = made();
+    (0..300).for_each(|block| write(&engine, block, 7));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    disk.fail_operation(disk.operations() + number);
+    let _ = engine.checkpoint();
+    disk
+}
+
+#[test]
+fn a_superblock_that_never_reached_the_medium_is_not_used() {
+    let sequence = |disk: &SimulatedDisk| {
+        let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+        Superblock::read(&*file).unwrap().0.sequence
+    };
+    let unwritten: Vec<u64> = (0..40)
+        .filter(|number| {
+            let disk = failed_checkpoint(*number);
+            sequence(&disk) != sequence(&disk.crash())
+        })
+        .collect();
+    assert!(!unwritten.is_empty());
+    for (number, sync, cut) in unwritten
+        .iter()
+        .flat_map(|number| [0, 6].map(|sync| (number, sync)))
+        .flat_map(|(number, sync)| (0..24).map(move |cut| (*number, sync, cut)))
+    {
+        let disk = failed_checkpoint(number);
+        disk.mend();
+        // The flush of the superblock fails, and loses the copy in the page cache.
+        disk.fail_requests(Fault::Sync, sync, 1);
+        disk.cut_after(disk.operations() + cut);
+        drop(open(&disk));
+        let engine = open(&disk.crash()).unwrap_or_else(|error| panic!("{number} {sync} {cut}: {error}"));
+        assert!((0..300).all(|block| value(&engine, block).unwrap() == 7), "{number} {sync} {cut}");
+        is_whole(&engine);
+    }
+}
