@@ -20,6 +20,7 @@ use super::replies::Style;
 use super::status::{self, Context};
 use crate::access::{self, Permission};
 use crate::exports::{ExportName, Exports, ResizePolicy};
+use backend::local::{Slice, Thread};
 use connections::TlsIdentity;
 use connections::tls::Tls;
 use connections::transport::{Transport, Wait, wait_for};
@@ -168,6 +169,9 @@ impl Handshake<'_> {
                     return Ok(None);
                 }
                 Next::Transmit(opened) => {
+                    // The client may open the export. With a long slice, its next requests would interrupt this thread
+                    // before the session is registered.
+                    Thread::current().set_slice(Slice::Default);
                     self.push()?;
                     return Ok(Some(opened));
                 }

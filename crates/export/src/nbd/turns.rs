@@ -36,7 +36,6 @@ impl Turns {
     /// `thread`, the calling one, serves a session.
     pub fn join(&self, thread: Thread) -> Turn<'_> {
         let mut threads = self.0.lock();
-        thread.set_slice(Slice::Default);
         threads.join(thread).iter().for_each(|thread| thread.set_slice(Slice::Short));
         Turn { turns: self, thread }
     }

@@ -191,6 +191,8 @@ fn a_client_without_its_right_is_not_waited_for_and_one_that_may_read_is() {
     let _sessions = ["a-1", "b-1"].map(|export| {
         let mut client = tenants.client("a.example");
         assert_eq!(client.go(export), REP_ACK);
+        // The session is registered once it answers requests.
+        client.read(0, 512);
         client
     });
     replace(&tenants, "a.example b-1 read\n", 2);
