@@ -339,7 +339,7 @@ impl Transmission<'_> {
             // These requests are handled when their payload arrives.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
             Action::Cache { length } => {
-                let done = device.prefetch(offset, length);
+                let done = device.prefetch(offset, length.min(CACHE_BYTES_MAX));
                 return self.conclude(head, done);
             }
             Action::Resize { capacity } => {

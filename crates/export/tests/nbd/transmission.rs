@@ -407,6 +407,15 @@ fn cache_requests_prefetch_into_the_page_cache() {
 }
 
 #[test]
+fn a_cache_request_for_a_large_disk_loads_a_limited_part() {
+    let disk = MemoryDisk::new("vm", 70 << 20, 7);
+    let running = Running::start(Shelf::of(&[&disk]));
+    let mut client = Client::open(&running.socket, "vm", Mode::Extended);
+    assert_eq!(client.ask(CMD_CACHE, 0, 4096, 69 << 20).error, 0);
+    assert_eq!(*disk.prefetched.lock(), vec![4096..4096 + (64 << 20)]);
+}
+
+#[test]
 fn a_disconnect_completes_requests_under_way() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
