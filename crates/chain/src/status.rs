@@ -59,12 +59,14 @@ impl Chain {
         let among = among.start..among.end.min(levels.stack.len());
         let _guard = Arc::clone(&levels).guard();
         let end = offset + length;
+        // Layers are asked for whole sectors.
+        let sectors_end = end.next_multiple_of(SECTOR).min(levels.capacity());
         let mut spans: Vec<Span> = Vec::new();
         let mut at = offset;
         while at < end && spans.len() <= limit {
             let start = at / SECTOR * SECTOR;
-            let demand = start..(start + STEP).min(end.next_multiple_of(SECTOR)).min(levels.capacity());
-            let window = start..demand.end.max((start + WINDOW).min(end));
+            let demand = start..(start + STEP).min(sectors_end);
+            let window = start..demand.end.max((start + WINDOW).min(sectors_end));
             let found = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS }
                 .run()
                 .map_err(|error| error.context(&self.name))?;

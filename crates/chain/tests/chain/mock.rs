@@ -257,6 +257,7 @@ impl Layer for Mock {
         }
         let Manner { grain, capacity, .. } = self.manner;
         assert!(range.start < range.end && range.end <= capacity && range.start.is_multiple_of(512));
+        assert!(range.end.is_multiple_of(512) || range.end == capacity, "the formats refuse parts of sectors");
         {
             let state = self.state.read();
             let mut at = range.start;
