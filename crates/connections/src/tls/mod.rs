@@ -21,6 +21,9 @@ use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// The most bytes of a PEM file.
+const PEM_BYTES_MAX: u64 = 16 << 20;
+
 /// TLS configuration of a server (PEM files).
 #[derive(Clone, Debug)]
 pub struct TlsConfig {
@@ -160,19 +163,32 @@ fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> Error {
 
 /// Reads a private key from a PEM file.
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| {
-        let text = format!("TLS key {}: {error}; give a PEM file with one unencrypted private key", path.display());
+    let wrong = |what: String| {
+        let text = format!("TLS key {}: {what}; give a PEM file with one unencrypted private key", path.display());
         Error::new(ErrorKind::Invalid, text)
-    })
+    };
+    PrivateKeyDer::from_pem_slice(&pem(path).map_err(wrong)?).map_err(|error| wrong(error.to_string()))
 }
 
 /// Reads at least one certificate from a PEM file. `role` states their purpose in error messages.
 fn certificates(path: &Path, role: &str) -> Result<Vec<CertificateDer<'static>>> {
     let wrong = |what: String| Error::new(ErrorKind::Invalid, format!("TLS {role} {}: {what}", path.display()));
-    let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;
-    let found: std::result::Result<Vec<_>, _> = found.collect();
+    let bytes = pem(path).map_err(wrong)?;
+    let found: std::result::Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let found = found.map_err(|error| wrong(error.to_string()))?;
     if found.is_empty() { Err(wrong("holds no certificate in PEM form".to_owned())) } else { Ok(found) }
+}
+
+/// Reads a PEM file. Devices and pipes are refused, because reading them may never end.
+fn pem(path: &Path) -> std::result::Result<Vec<u8>, String> {
+    let metadata = std::fs::metadata(path).map_err(|error| error.to_string())?;
+    if !metadata.is_file() {
+        return Err("is not a regular file".to_owned());
+    }
+    if metadata.len() > PEM_BYTES_MAX {
+        return Err(format!("has {} bytes; the limit is {PEM_BYTES_MAX}", metadata.len()));
+    }
+    std::fs::read(path).map_err(|error| error.to_string())
 }
 
 /// Reads the certificates of authorities from a PEM file.
@@ -185,4 +201,23 @@ fn authorities(path: &Path, role: &str) -> Result<RootCertStore> {
         })?;
     }
     Ok(roots)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn devices_and_huge_files_are_refused_as_pem_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let huge = folder.path().join("huge");
+        std::fs::File::create(&huge).unwrap().set_len(PEM_BYTES_MAX + 1).unwrap();
+        for (path, why) in [(Path::new("/dev/zero"), "is not a regular file"), (&huge, "the limit is 16777216")] {
+            for refused in [private_key(path).err(), certificates(path, "certificate").err()] {
+                let error = refused.unwrap().to_string();
+                assert!(error.contains(why) && error.contains(&path.display().to_string()), "{error}");
+            }
+        }
+    }
 }
