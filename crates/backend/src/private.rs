@@ -68,6 +68,12 @@ pub fn spawn(command: &mut Command) -> io::Result<Child> {
     child
 }
 
+/// Whether all users may create files in a folder, and only their owners may remove them, as in `/tmp`.
+pub fn is_shared_folder(path: &Path) -> bool {
+    const SHARED: u32 = 0o1002;
+    fs::metadata(path).is_ok_and(|metadata| metadata.mode() & SHARED == SHARED)
+}
+
 /// Removes the permissions of other users from a folder. Returns whether there were any.
 pub fn close_folder(path: &Path) -> io::Result<bool> {
     let mode = fs::metadata(path)?.mode() & 0o7777;

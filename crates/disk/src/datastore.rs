@@ -137,6 +137,7 @@ impl Datastore {
         let directory = location.connect(LocalQueues::Threads);
         let result = directory.and_then(|directory| {
             Self::init_in(Arc::clone(&directory), options)?;
+            location.close_to_others();
             if let Some(folder) = location.local_path() {
                 keep_space(folder);
                 Spare::of(directory).keep();

@@ -171,14 +171,16 @@ impl Location {
         path.canonicalize().map(Self::from).during(|| format!("finding '{self}'"))
     }
 
-    /// Creates the folder of a new datastore if it is missing, and returns whether it was missing. Other users have no
-    /// access, even if the folder existed before.
+    /// Creates the folder of a new datastore if it is missing, and returns whether it was missing. A folder that all
+    /// users share, such as `/tmp`, is refused, because a datastore denies them the access.
     pub(crate) fn make(&self) -> Result<bool> {
         let Folder(path) = &self.0 else { return Ok(false) };
         let making = || format!("making {self}");
         if path.exists() {
-            if let Err(error) = private::close_folder(path) {
-                tracing::warn!(datastore = %self, %error, "the folder stays open to other users");
+            if private::is_shared_folder(path) {
+                let text =
+                    format!("all users share the folder '{self}': give a folder of its own, such as '{self}/store'");
+                return Err(Error::new(ErrorKind::Invalid, text));
             }
             return Ok(false);
         }
@@ -187,6 +189,14 @@ impl Location {
         }
         private::create_folder(path).during(making)?;
         Ok(true)
+    }
+
+    /// Denies other users the access to the folder of a new datastore, which may have existed before.
+    pub(crate) fn close_to_others(&self) {
+        let Folder(path) = &self.0 else { return };
+        if let Err(error) = private::close_folder(path) {
+            tracing::warn!(datastore = %self, %error, "the folder stays open to other users");
+        }
     }
 
     /// Undoes [`Location::make`] after a failed creation: removes the files that the creation made, and the folder if

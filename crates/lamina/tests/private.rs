@@ -107,6 +107,18 @@ fn a_folder_that_exists_is_closed_when_it_becomes_a_datastore() {
     assert_eq!(mode(&store), 0o700);
 }
 
+#[test]
+fn a_folder_that_all_users_share_does_not_become_a_datastore() {
+    let folder = tempfile::tempdir().unwrap();
+    let shared = folder.path().join("shared");
+    fs::create_dir(&shared).unwrap();
+    set(&shared, 0o1777);
+    let mut command = testkit::process::lamina();
+    let done: Done = output(command.args(["init", "--journal-size", "8M"]).arg(&shared)).into();
+    done.fails(2, "all users share the folder");
+    assert_eq!((mode(&shared), fs::read_dir(&shared).unwrap().count()), (0o1777, 0));
+}
+
 /// Whether a user other than root, as a member of a group, can connect to a socket.
 fn connects(socket: &Path, group: &str) -> bool {
     let script = "use IO::Socket::UNIX; exit !IO::Socket::UNIX->new(Peer => $ARGV[0])";
