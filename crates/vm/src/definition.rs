@@ -99,8 +99,8 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `vnc`, `cdrom` and `seed`, and
-    /// of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `vnc`, `cdrom`
+    /// and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.

@@ -1,4 +1,5 @@
-//! The seed of cloud-init: a small read-only disk that the guest finds by its label, `CIDATA` (the data source NoCloud).
+//! The seed of cloud-init: a small read-only disk that the guest finds by its label, `CIDATA` (the data source
+//! NoCloud).
 //!
 //! | file | content |
 //! |---|---|
@@ -8,8 +9,8 @@
 //!
 //! 1. The image is made at each start of a process, in its run folder. So a clone has its own instance, and cloud-init
 //!    makes new host keys for it.
-//! 2. The image follows from the definition alone, and its size never changes: a guest that continues from a saved state
-//!    finds the disk as it was.
+//! 2. The image follows from the definition alone, and its size never changes: a guest that continues from a saved
+//!    state finds the disk as it was.
 
 mod fat;
 
@@ -19,8 +20,8 @@ use error::{IoContext, Result};
 use serde_json::json;
 use std::path::Path;
 
-/// PCI slot of the disk: behind those of the other disks, so that the guest numbers it last. In the chipset i440fx it is
-/// that of the last port.
+/// PCI slot of the disk: behind those of the other disks, so that the guest numbers it last. In the chipset i440fx it
+/// is that of the last port.
 const SLOTS: [u8; 2] = [25, 31];
 /// What cloud-init does once in every instance, before its other scripts. A guest that was not copied has one instance.
 const VENDOR: &str = "\

@@ -5,7 +5,7 @@
 //! | path or name | what it is |
 //! |---|---|
 //! | `/tmp/tour` | the working directory of the page |
-//! | `~/lamina` | the source; `~/lamina/target/guest` has the guest built by `scripts/guest`, and that of `scripts/debian` |
+//! | `~/lamina` | the source; `~/lamina/target/guest` has the guests of `scripts/guest` and `scripts/debian` |
 //! | `*.example.org`, `store.example` | this host, over the loopback device of the namespace |
 
 use std::io::{PipeReader, Read, Write};
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use testkit::machines;
 
 /// Time limit of a command on a loaded machine. Guests run without KVM.
-const COMMAND_MAX: Duration = Duration::from_secs(600);
+const COMMAND_MAX: Duration = Duration::from_secs(1800);
 /// How long to wait for the output of a background command.
 const BACKGROUND_MAX: Duration = Duration::from_secs(60);
 /// Mark that the shell prints after each command, followed by the exit code.
