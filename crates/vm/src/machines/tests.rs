@@ -234,7 +234,7 @@ fn machines_that_start_at_the_same_time_query_qemu_once() {
     let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
     let host = Host::open(&places, Arc::new(Names::default())).unwrap();
     std::thread::scope(|scope| {
-        let all: Vec<_> = (0..8).map(|_| scope.spawn(|| host.features().map(|features| features.clone()))).collect();
+        let all: Vec<_> = (0..8).map(|_| scope.spawn(|| host.features().cloned())).collect();
         let all: Vec<_> = all.into_iter().map(|one| one.join().unwrap().unwrap()).collect();
         assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
     });
