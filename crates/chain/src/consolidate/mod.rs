@@ -43,6 +43,7 @@ use copy::{Copied, Side};
 pub(crate) use dirty::DirtyLog;
 use layer::{Layer, SECTOR};
 use parking_lot::Mutex;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -91,14 +92,13 @@ impl Job {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// Handles a failed write to the target: before the commit phase the merge ends with this error; in the commit
-    /// phase the client's write fails with it.
-    pub fn fail(&self, error: Error) -> Result<()> {
-        if self.commits() {
-            return Err(error);
-        }
-        self.failure.lock().get_or_insert(error);
-        Ok(())
+    /// Handles a change of `range` after which the target may differ from the top: the merge ends with this error,
+    /// unless the owner's record has been replaced already. In the commit phase, the client's change fails with the
+    /// error too.
+    pub fn fail(&self, error: Error, range: &Range<u64>) -> Result<()> {
+        self.dirty.mark(range);
+        self.failure.lock().get_or_insert_with(|| error.repeated());
+        if self.commits() { Err(error) } else { Ok(()) }
     }
 
     /// Whether [`Job::check`] would fail.
@@ -347,13 +347,45 @@ impl Chain {
         self.flush()?;
         job.check(progress)?;
         commit()?;
+        let missed = self.copy_missed(job);
         let _control = self.control.lock();
         let stays = |level: &&Arc<Level>| !job.sources.contains(&level.key());
         let (old, pause) = self.publish(self.levels().stack.iter().filter(stays).cloned().collect(), None);
         merged.pause = merged.pause.max(pause);
+        self.stop_over_missed(job, missed);
         let gone = old.stack.iter().filter(|level| job.sources.contains(&level.key()));
         merged.removed = gone.map(|level| Arc::clone(&level.layer)).collect();
         Ok(merged)
+    }
+
+    /// Copies the ranges of changes that failed in the target, or were executed only partly in the top, after the last
+    /// check: from the swap on, reads of these ranges are made in the target.
+    fn copy_missed(&self, job: &Arc<Job>) -> Result<()> {
+        let mut at = 0;
+        while let Some(piece) = job.dirty.take(at) {
+            at = piece.end;
+            let mut start = piece.start;
+            while start < piece.end {
+                let copied = self.copy_within(job, start..piece.end, COPY_STEP);
+                start = copied.inspect_err(|_| job.dirty.mark(&piece))?.next;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops the chain if the target still lacks a change: until the chain is opened again, the range of that change is
+    /// not read, so that no reader gets content older than what it has read before.
+    fn stop_over_missed(&self, job: &Job, missed: Result<()>) {
+        let failure = job.failure.lock().take();
+        let mut at = 0;
+        while let Some(piece) = job.dirty.take(at) {
+            at = piece.end;
+            self.rearranged.note(&piece);
+        }
+        if at > 0 {
+            let unknown = || Error::new(ErrorKind::Io, "a change failed at the end of a merge");
+            self.stop(&missed.err().or(failure).unwrap_or_else(unknown));
+        }
     }
 
     /// Waits until all writes that began before this call have ended; new writes may begin meanwhile.

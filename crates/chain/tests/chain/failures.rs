@@ -252,3 +252,47 @@ fn a_flush_during_a_write_does_not_cover_the_write() {
         assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written after the failure");
     }
 }
+
+/// The top records only a part of a discard while the owner of the chain replaces its record. The target gets the same
+/// content before writes go to it.
+#[test]
+fn a_discard_executed_in_part_during_the_commit_of_a_merge_keeps_its_effect() {
+    const HALF: usize = 2 << 20;
+    let (chain, layers, _) = filled(2, 2 * HALF as u64, 4096, 9);
+    chain.write(0, &vec![7; 2 * HALF]).unwrap();
+    let mut expected = vec![7; 2 * HALF];
+    expected[..HALF].fill(0);
+    let mut commit = || {
+        layers[0].faults.zero_end.store(HALF as u64, Ordering::SeqCst);
+        chain.discard(0, 2 * HALF as u64).unwrap();
+        assert!(read(&chain, 0, 2 * HALF).unwrap() == expected);
+        Ok(())
+    };
+    chain.consolidate(&NoProgress, &mut commit).unwrap();
+    assert!(read(&chain, 0, 2 * HALF).unwrap() == expected);
+}
+
+/// A write that succeeds in the top and fails in the target fails. Reads of its range return the same content before
+/// and after the levels are exchanged, or fail.
+#[test]
+fn a_write_that_fails_in_the_target_during_the_commit_of_a_merge_does_not_revert_later() {
+    for lasting in [false, true] {
+        let (chain, layers, _) = filled(2, 1 << 20, 4096, 10);
+        let target = &layers[1];
+        let mut commit = || {
+            target.faults.write_in.store(1, Ordering::SeqCst);
+            assert_eq!(chain.write(8192, &[9; 4096]).unwrap_err().kind(), ErrorKind::NoSpace);
+            assert!(read(&chain, 8192, 4096).unwrap() == [9; 4096]);
+            chain.flush().unwrap();
+            target.faults.write_in.store(u64::from(lasting), Ordering::SeqCst);
+            Ok(())
+        };
+        chain.consolidate(&NoProgress, &mut commit).unwrap();
+        assert_eq!(chain.keys().len(), 1);
+        match lasting {
+            false => assert!(read(&chain, 8192, 4096).unwrap() == [9; 4096]),
+            true => assert_eq!(read(&chain, 8192, 4096).unwrap_err().kind(), ErrorKind::Io),
+        }
+        assert_eq!(chain.failure().is_some(), lasting);
+    }
+}

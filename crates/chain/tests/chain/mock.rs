@@ -113,6 +113,11 @@ pub struct Faults {
     pub write_in: AtomicU64,
     /// Zeros cannot be recorded for lack of space.
     pub zero_room: AtomicBool,
+    /// Zeros cannot be recorded past this byte for lack of space; 0 for no limit.
+    pub zero_end: AtomicU64,
+    /// Closing fails, or fails for lack of space.
+    pub close: AtomicBool,
+    pub close_room: AtomicBool,
     /// A map call that touches this sector fails (0: none).
     pub map_at: AtomicU64,
     /// Delays in microseconds.
@@ -130,6 +135,7 @@ pub struct Mock {
     pub maps: AtomicU64,
     pub flushes: AtomicU64,
     pub written: AtomicU64,
+    pub closed: AtomicBool,
     read_only: AtomicBool,
 }
 
@@ -150,6 +156,7 @@ impl Mock {
             maps: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
             written: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
             read_only: AtomicBool::new(!manner.writable),
         })
     }
@@ -379,7 +386,8 @@ impl Layer for Mock {
 
     fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
         self.check_write()?;
-        if self.faults.zero_room.load(Ordering::SeqCst) {
+        let limit = self.faults.zero_end.load(Ordering::SeqCst);
+        if self.faults.zero_room.load(Ordering::SeqCst) || (limit > 0 && range.end > limit) {
             return Err(Error::new(ErrorKind::NoSpace, "the test permits no space for zeros"));
         }
         let grains = self.grains(&range);
@@ -404,6 +412,16 @@ impl Layer for Mock {
         self.file.sync().during(|| "flushing".to_owned())?;
         *self.durable.lock() = table;
         self.state.write().freed.extend(freed);
+        Ok(())
+    }
+
+    fn close(&self) -> Result<()> {
+        self.check(&self.faults.close, "close")?;
+        if self.faults.close_room.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::NoSpace, "the test permits no space for closing"));
+        }
+        self.flush()?;
+        self.closed.store(true, Ordering::SeqCst);
         Ok(())
     }
 
