@@ -57,6 +57,8 @@ pub struct Chain {
     /// such a change is lost, no acknowledged write is lost.
     pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
+    /// Whether the chain was closed except for layers that lacked the space for it.
+    closing: AtomicBool,
     /// The reason for which the chain was stopped or its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,
     /// Held during a change of the stack, so that only one is made at a time.
@@ -98,6 +100,7 @@ impl Chain {
             unflushed: Unflushed::new(if read_only { 0 } else { capacity }),
             rearranged: Unflushed::new(if read_only { 0 } else { capacity }),
             stopped: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
             failure: Mutex::new(None),
             control: Mutex::new(()),
             operation: Mutex::new(()),
@@ -178,26 +181,41 @@ impl Chain {
     }
 
     /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. If the flush fails
-    /// for lack of space, the layers stay open and can be closed later.
+    /// for lack of space, the layers stay open and can be closed later. If closing a layer fails for lack of space,
+    /// the chain takes no changes, and a later call closes that layer.
     pub fn close(&self) -> Result<()> {
         let _control = self.control.lock();
-        if self.stopped.load(Ordering::SeqCst) {
-            return Ok(());
-        }
         let levels = self.levels();
-        levels.gate.close();
-        let result = self.flush();
-        match &result {
-            Err(error) if error.kind() == ErrorKind::NoSpace => {}
-            Err(error) => self.stop(error),
-            Ok(()) => self.stopped.store(true, Ordering::SeqCst),
+        if !self.closing.load(Ordering::SeqCst) {
+            if self.stopped.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            levels.gate.close();
+            let result = self.flush();
+            match &result {
+                Err(error) if error.kind() == ErrorKind::NoSpace => {}
+                Err(error) => self.stop(error),
+                Ok(()) => self.stopped.store(true, Ordering::SeqCst),
+            }
+            levels.gate.open();
+            result?;
         }
-        levels.gate.open();
-        result?;
+        let mut outcome = Ok(());
         for level in levels.stack.iter().filter(|level| level.layer.writable()) {
-            level.layer.close().map_err(|error| error.context(format_args!("closing {}", self.name)))?;
+            let Err(error) = level.layer.close() else { continue };
+            let error = error.context(format_args!("closing {}", self.name));
+            // After a lack of space the caller tries again, so any other failure is returned instead.
+            if outcome.as_ref().map_or_else(|first: &Error| first.kind() == ErrorKind::NoSpace, |()| true) {
+                outcome = Err(error);
+            }
         }
-        Ok(())
+        let lacks_space = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);
+        self.closing.store(lacks_space, Ordering::SeqCst);
+        outcome.inspect_err(|error| {
+            if !lacks_space {
+                self.stop(error);
+            }
+        })
     }
 
     /// Stops the chain without a flush, for an owner that opens the same layers again. Waits until no change and no

@@ -296,3 +296,25 @@ fn a_write_that_fails_in_the_target_during_the_commit_of_a_merge_does_not_revert
         assert_eq!(chain.failure().is_some(), lasting);
     }
 }
+
+#[test]
+fn a_failed_close_closes_the_other_layers_and_can_be_repeated() {
+    let (chain, layers, _) = filled(3, 1 << 20, 4096, 11);
+    let closed = || [0, 1, 2].map(|index| layers[index].closed.load(Ordering::SeqCst));
+    layers[0].faults.close_room.store(true, Ordering::SeqCst);
+    for _ in 0..2 {
+        assert_eq!(chain.close().unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(closed(), [false, true, true]);
+        assert_eq!(chain.write(0, &[1; 512]).unwrap_err().kind(), ErrorKind::Stopped);
+    }
+    layers[0].faults.close_room.store(false, Ordering::SeqCst);
+    chain.close().unwrap();
+    assert_eq!((closed(), chain.failure()), ([true; 3], None));
+
+    let (chain, layers, content) = filled(3, 1 << 20, 4096, 12);
+    layers[0].faults.close_room.store(true, Ordering::SeqCst);
+    layers[1].faults.close.store(true, Ordering::SeqCst);
+    assert_eq!(chain.close().unwrap_err().kind(), ErrorKind::Io, "a failure of the device is reported first");
+    assert!(layers[2].closed.load(Ordering::SeqCst) && chain.failure().is_some());
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+}
