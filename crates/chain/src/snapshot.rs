@@ -37,12 +37,18 @@ impl Chain {
     /// Adds an empty layer, open for writing, on top. The levels below are a snapshot from now on, and durable on
     /// return. Returns the new level, and the longest time for which writers waited.
     pub fn push(&self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
-        let control = self.control.lock();
+        let pushed = self.push_unflushed(layer)?;
+        self.flush()?;
+        Ok(pushed)
+    }
+
+    /// As [`Chain::push`], without the flush. If this fails, the chain is unchanged; once it has succeeded, writes are
+    /// made in the new level, whether the flush succeeds or not.
+    pub fn push_unflushed(&self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
+        let _control = self.control.lock();
         let level = self.prepare(layer)?;
         let key = level.key();
         let pause = self.publish_top(level);
-        drop(control);
-        self.flush()?;
         Ok((key, pause))
     }
 

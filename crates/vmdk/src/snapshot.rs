@@ -153,16 +153,15 @@ impl Disk {
     pub fn snapshot(&self, new: &NewSnapshot) -> Result<Duration> {
         self.noting(|| {
             let prepared = self.prepare(new)?;
-            match prepared.line.chain.push(Arc::clone(prepared.image.layer())) {
+            match prepared.line.chain.push_unflushed(Arc::clone(prepared.image.layer())) {
                 Ok((key, pause)) => {
+                    // If only this flush fails, writes go to the delta all the same, and the record is kept.
+                    let flushed = self.noting(|| prepared.line.chain.flush());
                     prepared.finish(key);
-                    Ok(pause)
+                    flushed.map(|()| pause)
                 }
                 Err(error) => {
-                    // If only the flush after the push has failed, the record is correct and is kept.
-                    if prepared.line.chain.keys().len() == prepared.line.levels().len()
-                        && let Err(second) = prepared.take_back()
-                    {
+                    if let Err(second) = prepared.take_back() {
                         tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                     }
                     Err(error)

@@ -11,4 +11,5 @@ mod histories;
 mod media;
 mod operations;
 mod raw;
+mod refused_flushes;
 mod world;
