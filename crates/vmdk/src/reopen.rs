@@ -82,8 +82,8 @@ impl Disk {
             state.failed = false;
             state.stale.clear();
         }
-        self.recover()?;
-        self.open_again()?;
+        // After a failure here, the page cache may differ from the device again.
+        self.noting(|| self.recover().and_then(|()| self.open_again()))?;
         let mut state = self.state.lock();
         state.doubtful = false;
         Ok(std::mem::take(&mut state.lost))

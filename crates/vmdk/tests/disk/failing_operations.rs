@@ -417,3 +417,26 @@ fn a_snapshot_whose_flush_failed_reads_data_of_the_medium() {
     }
     assert!(read_ones > 100 && lost > 20, "{read_ones} {lost}");
 }
+
+/// The reopening has flushed and evicted every file before it fails. What it has written after that may be in the page
+/// cache only, so a reader of a snapshot flushes and evicts the files again.
+#[test]
+fn readers_of_a_snapshot_do_not_rely_on_the_page_cache_after_a_failed_reopening() {
+    let machine = SimulatedDisk::new(1, SimulatedOptions::default());
+    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
+    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
+    let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(1), &NoProgress).unwrap();
+    disk.snapshot(&NewSnapshot::named("s")).unwrap();
+    let chain = disk.chain().unwrap();
+    chain.write(0, &[1; 4096]).unwrap();
+    machine.fail_syncs(1);
+    chain.flush().unwrap_err();
+    drop(chain);
+    // The write that marks the head as in use, after the record was read.
+    machine.fail_requests(Fault::Write, 0, 1);
+    assert_eq!(disk.reopen().unwrap_err().kind(), error::ErrorKind::Io);
+    let before = machine.operations();
+    drop(disk.snapshot_chain("s").unwrap());
+    assert!(machine.operations() > before, "no file was flushed");
+    disk.reopen().unwrap();
+}
