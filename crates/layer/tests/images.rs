@@ -5,16 +5,18 @@
 mod scratch;
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Directory, IoMode};
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Access, Directory, File, IoMode, LocalFolder, Lock};
 use error::{Error, ErrorKind, Result};
 use layer::Layer;
 use layer::descriptor::{Adapter, ContentId, Descriptor, storage};
 use layer::flat::{self, NewDisk, NewKind, Provisioning};
 use layer::image::{Folder, Image, OpenOptions, Place, open_chain};
 use scratch::{Random, folder, read, read_by_qemu, run, try_run};
+use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
@@ -341,4 +343,68 @@ fn qemu_detects_a_parent_changed_by_lamina() {
     drop(image);
     let (good, told) = try_run(folder.path(), "qemu-io", &through);
     assert!(!good || told.contains("failed"), "QEMU read a child although its parent had changed: {told}");
+}
+
+/// A folder in which another process changes files just before a lock is taken.
+struct Late<F> {
+    inner: Arc<dyn Directory>,
+    change: Mutex<Option<F>>,
+}
+
+impl<F: FnOnce() + Send> Directory for Late<F> {
+    backend::forward_directory!(inner: remove, rename, list, sync, room, queue, queue_kind);
+
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        self.inner.open(name, mode)
+    }
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        self.inner.create(name, mode)
+    }
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        if let Some(change) = self.change.lock().unwrap().take() {
+            change();
+        }
+        self.inner.lock(name)
+    }
+    fn local(&self) -> Option<&dyn LocalFolder> {
+        Some(self)
+    }
+}
+
+impl<F: FnOnce() + Send> LocalFolder for Late<F> {
+    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        self.inner.open_foreign(name, mode, access)
+    }
+    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
+        self.inner.copy_permissions(from, to)
+    }
+    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
+        Ok(None)
+    }
+}
+
+#[test]
+fn a_descriptor_that_changes_before_the_lock_is_taken_is_not_overwritten_with_older_text() {
+    let machine = SimulatedDisk::new(1, SimulatedOptions::default());
+    let inner = machine.directory();
+    let (kind, provisioning) = (NewKind::Vmfs, Provisioning::Thin);
+    let adapter = Adapter::LsiLogic;
+    let disk = NewDisk { name: "disk.vmdk", capacity: MIB, kind, provisioning, adapter, mode: IoMode::Buffered };
+    let mut random = Random(1);
+    flat::create(&*inner, &disk, &mut || random.next(), &NoProgress).unwrap();
+    let load = |folder: &dyn Directory| {
+        storage::load(&*folder.open("disk.vmdk", IoMode::Buffered).unwrap(), "disk.vmdk").unwrap()
+    };
+    let mut changed = load(&*inner);
+    changed.content = ContentId::new(0x1234_5678).unwrap();
+    changed.set_thin(false);
+    let (other, text) = (Arc::clone(&inner), changed.clone());
+    let change = move || storage::replace(&*other, "disk.vmdk", &text).unwrap();
+    let late = Late { inner: Arc::clone(&inner), change: Mutex::new(Some(change)) };
+    let place = Place { folder: Folder::plain(Arc::new(late)), name: "disk.vmdk".to_owned() };
+    let image = Image::open(place, &OpenOptions { writable: true, ..OpenOptions::default() }).unwrap();
+    assert_eq!(image.descriptor().unwrap(), changed);
+    image.layer().write(0, &[&[1; 512]]).unwrap();
+    let written = load(&*inner);
+    assert!(!written.thin() && written.content != changed.content, "{written:?}");
 }

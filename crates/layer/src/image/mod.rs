@@ -56,6 +56,9 @@ use work::{Progress, WorkPart, WorkPlace};
 /// The default limit on parents below an image: that of ESXi.
 pub const LEVELS_MAX: usize = 32;
 
+/// How often a descriptor that another writer changes is loaded before opening for writing is given up.
+const LOADS_MAX: usize = 8;
+
 /// The source of random identities: each call returns a new number.
 pub type Entropy = Arc<dyn Fn() -> u64 + Send + Sync>;
 
@@ -151,11 +154,7 @@ impl Image {
         let alone = |format| Self::open_alone(place.clone(), format, options);
         let needs_text = !options.format.is_some_and(|format| format != Format::Vmdk);
         match signature {
-            Signature::Descriptor => {
-                let file = place.open(IoMode::Buffered, backend::Access::Read)?;
-                let descriptor = storage::load(&*file, &label)?;
-                Self::open_described(place, descriptor, options)
-            }
+            Signature::Descriptor => Self::open_described(place, options),
             Signature::HostedSparse => Self::open_embedded(place, options),
             Signature::VmfsSparse | Signature::SeSparse | Signature::VsanSparse if needs_text => {
                 Err(needs_descriptor(&label, signature))
@@ -250,15 +249,11 @@ impl Image {
         Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
     }
 
-    fn open_described(place: Place, descriptor: Descriptor, options: &OpenOptions) -> Result<Self> {
+    fn open_described(place: Place, options: &OpenOptions) -> Result<Self> {
         let label = place.label();
+        let (descriptor, lock) = load_locked(&place, options)?;
         let parent = parent_of(&descriptor, &label, options)?;
         let resolved = resolve_extents(&place, &descriptor, options)?;
-        let first = resolved.iter().flatten().find(|extent| extent.line.access == Access::ReadWrite);
-        let lock = match first {
-            Some(extent) => lock_for(&extent.place, options)?,
-            None => None,
-        };
         let mut parts = Vec::with_capacity(resolved.len());
         let mut flats = Vec::new();
         let mut engines = Vec::new();
@@ -551,6 +546,28 @@ fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>
         }
         _ => Error::io(format!("locking '{}'", place.label()), error),
     })
+}
+
+/// Loads the descriptor of an image, and takes the lock of the image's writer. Another writer may replace the descriptor
+/// until the lock is taken, so the descriptor is loaded again then.
+fn load_locked(place: &Place, options: &OpenOptions) -> Result<(Descriptor, Option<Box<dyn Lock>>)> {
+    let label = place.label();
+    let load = || storage::load(&*place.open(IoMode::Buffered, backend::Access::Read)?, &label);
+    let mut descriptor = load()?;
+    for _ in 0..LOADS_MAX {
+        let resolved = resolve_extents(place, &descriptor, options)?;
+        let first = resolved.iter().flatten().find(|extent| extent.line.access == Access::ReadWrite);
+        let lock = first.map(|extent| lock_for(&extent.place, options)).transpose()?.flatten();
+        if lock.is_none() {
+            return Ok((descriptor, None));
+        }
+        let now = load()?;
+        if now == descriptor {
+            return Ok((descriptor, lock));
+        }
+        descriptor = now;
+    }
+    Err(Error::new(ErrorKind::Busy, format!("'{label}' is being changed elsewhere; try again")))
 }
 
 /// The last component of a path, which may be a Windows path.
