@@ -2,6 +2,7 @@
 //! each line is a JSON object with the member `error` or `warning`.
 
 use super::Form;
+use super::printable::printable;
 use crate::exit;
 use control::{Cloned, Failure};
 use error::ErrorKind;
@@ -72,7 +73,7 @@ fn line_of(sentence: &str) -> String {
 fn print_line(form: Form, text: &str, value: impl FnOnce() -> Value) {
     let mut err = io::stderr().lock();
     let _ = match form {
-        Form::Text => writeln!(err, "lamina: {text}"),
+        Form::Text => writeln!(err, "lamina: {}", printable(text)),
         Form::Json => writeln!(err, "{}", value()),
     };
 }

@@ -5,6 +5,7 @@ mod complaints;
 mod extents;
 pub mod human;
 mod json;
+mod printable;
 mod table;
 mod text;
 mod tree;

@@ -1,5 +1,6 @@
 //! Tables with aligned columns.
 
+use super::printable::printable;
 use std::io::{self, Write};
 
 /// Space between columns.
@@ -34,7 +35,7 @@ impl Table {
     /// Adds a row with a cell for each column.
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.columns.len());
-        self.rows.push(cells);
+        self.rows.push(cells.iter().map(|cell| printable(cell).into_owned()).collect());
     }
 
     /// Prints the table, without spaces at the ends of lines.
@@ -68,7 +69,7 @@ pub fn print_facts(out: &mut dyn Write, facts: &[(&str, String)]) -> io::Result<
         let pad = widest - width(name);
         // Only the first line of a value with several lines has the name.
         let colon = if name.is_empty() { ' ' } else { ':' };
-        writeln!(out, "{name}{colon}{:pad$} {value}", "")?;
+        writeln!(out, "{name}{colon}{:pad$} {}", "", printable(value))?;
     }
     Ok(())
 }
