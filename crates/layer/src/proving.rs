@@ -2,11 +2,13 @@
 
 use crate::{Content, Layer, Result};
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Directory, File, IoMode};
+use backend::{Directory, File, IoMode, LocalFile, LocalPart};
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 pub(crate) use testkit::Random;
 
 /// Bytes determined by `seed`, different in every word.
@@ -113,6 +115,70 @@ pub(crate) fn memory_file(bytes: &[u8]) -> Arc<dyn File> {
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     file.write_at(&[bytes], 0, true).unwrap();
     file
+}
+
+/// A request of a [`Gated`] file.
+pub(crate) enum Request {
+    Write,
+    Sync,
+    Reserve(Range<u64>),
+}
+
+/// A file that asks a test before it forwards a request, so that the test can refuse the request.
+pub(crate) struct Gated<F> {
+    pub(crate) inner: Arc<dyn File>,
+    pub(crate) gate: F,
+}
+
+impl<F: Fn(Request) -> io::Result<()> + Send + Sync> File for Gated<F> {
+    fn len(&self) -> io::Result<u64> {
+        self.inner.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.inner.set_len(length)
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.inner.read_at(buffer, offset)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        (self.gate)(Request::Write)?;
+        self.inner.write_at(slices, offset, durable)
+    }
+    fn sync(&self) -> io::Result<()> {
+        (self.gate)(Request::Sync)?;
+        self.inner.sync()
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.inner.punch(offset, length)
+    }
+    fn local(&self) -> Option<LocalPart<'_>> {
+        Some(LocalPart { file: self, descriptor: None, mode: self.inner.mode() })
+    }
+}
+
+impl<F: Fn(Request) -> io::Result<()> + Send + Sync> LocalFile for Gated<F> {
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        (self.gate)(Request::Reserve(offset..offset + length))?;
+        self.inner.reserve(offset, length)
+    }
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        self.inner.next_allocated(offset)
+    }
+    fn allocated(&self) -> io::Result<u64> {
+        self.inner.allocated()
+    }
+}
+
+/// A file of a process that is killed at a flush: only the number of flushes that `left` has are made.
+pub(crate) fn killed_at_a_flush(inner: Arc<dyn File>, left: Arc<AtomicU32>) -> Arc<dyn File> {
+    let gate = move |request| match request {
+        Request::Sync => {
+            let taken = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+            taken.map(drop).map_err(|_| io::Error::other("the process is killed"))
+        }
+        _ => Ok(()),
+    };
+    Arc::new(Gated { inner, gate })
 }
 
 /// Peak memory of this process so far, in bytes.

@@ -121,6 +121,17 @@ impl Retirement {
         self.releasing.clear();
     }
 
+    /// These of the locations that [`Retirement::next_ready`] has returned could not be freed, and are returned again;
+    /// the others are free.
+    pub(crate) fn put_back(&mut self, places: Vec<Range<u64>>) {
+        self.releasing.clear();
+        self.waiting += places.len();
+        if !places.is_empty() {
+            // Their commit is complete and their epoch is over already.
+            self.batches.push_front(Batch { places, epoch: 0, commit: 0 });
+        }
+    }
+
     /// All runs that no table in memory names and that are not free yet.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = Range<u64>> {
         let batches = self.batches.iter().flat_map(|batch| &batch.places);

@@ -78,6 +78,9 @@ impl Hosted {
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let space = Space::new(&self.image, self.header.grain, scan.used());
+        // The scan has read the page cache. If the last writer was killed before a flush, the device may have older
+        // tables, which name grains that are about to be punched or used again.
+        self.file.sync().during(|| format!("{}: cannot flush", self.image))?;
         self.mark(true)?;
         if !scan.differing.is_empty() {
             self.mend(&scan, &space)?;
@@ -287,20 +290,32 @@ impl Hosted {
             if let Some(table) = self.tables.get(self.file.as_ref(), index, &self.warnings)? {
                 return Ok(table);
             }
-            let sectors = self.header.table_sectors();
             let mut places = [0, 0];
-            for (copy, place) in places.iter_mut().enumerate() {
-                if self.tables.has_copy(copy) {
-                    self.back_directory(writer, copy, index)?;
-                    *place = writer.space.allocate_table(self.file.as_ref(), sectors)?;
-                    let backed = self.back(writer, u64::from(*place), sectors, TABLES_PIECE);
-                    backed.inspect_err(|_| writer.space.give_table_back(*place, sectors))?;
+            let placed = self.place_table(writer, index, &mut places);
+            placed.inspect_err(|_| {
+                // In the reverse order, because only the sectors allocated last can be given back.
+                for place in places.into_iter().rev().filter(|place| *place != 0) {
+                    writer.space.give_table_back(place, self.header.table_sectors());
                 }
-            }
+            })?;
             self.tables.add(index, places);
         }
         let what = format!("{}: grain table {index} could not be made", self.image);
         Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    /// Allocates the sectors of a new table's copies, and their space. After an error, `places` has the sectors that
+    /// were allocated.
+    fn place_table(&self, writer: &Writer, index: usize, places: &mut Places) -> Result<()> {
+        let sectors = self.header.table_sectors();
+        for (copy, place) in places.iter_mut().enumerate() {
+            if self.tables.has_copy(copy) {
+                self.back_directory(writer, copy, index)?;
+                *place = writer.space.allocate_table(self.file.as_ref(), sectors)?;
+                self.back(writer, u64::from(*place), sectors, TABLES_PIECE)?;
+            }
+        }
+        Ok(())
     }
 
     /// Creates the missing tables of a range of grains, and allocates the space of all its tables, before the grains

@@ -5,6 +5,7 @@ use crate::epochs::Epoch;
 use crate::model::Random;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -219,4 +220,21 @@ fn a_location_is_not_reused_while_a_thread_reads_it() {
     // With no operation under way, every location except those in use becomes free.
     image.commit();
     assert_eq!(image.state.lock().1.len() as u64, PLACES - OWNERS);
+}
+
+#[test]
+fn locations_that_could_not_be_freed_are_returned_again() {
+    let epochs = Epochs::new();
+    let mut retirement = Retirement::new(10);
+    assert!(retirement.give_up(0..10) && retirement.give_up(20..30));
+    retirement.begin_commit(&epochs);
+    retirement.complete_commit();
+    let mut ready: Vec<Range<u64>> = std::iter::from_fn(|| retirement.next_ready(&epochs, 100)).collect();
+    let freed = ready.pop().unwrap();
+    retirement.put_back(ready.clone());
+    assert_eq!(retirement.waiting().collect::<Vec<_>>(), ready, "{freed:?} is free");
+    assert_eq!(retirement.next_ready(&epochs, 100), ready.pop());
+    assert_eq!(retirement.next_ready(&epochs, 100), None);
+    retirement.released();
+    assert_eq!(retirement.waiting().count(), 0);
 }

@@ -32,6 +32,7 @@ use super::{Options, SeSparse};
 use crate::group_commit::Turn;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{BLOCK_SIZE, Buffer};
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 /// The most pages in one write.
@@ -85,7 +86,8 @@ impl SeSparse {
             state.retirement.complete_commit();
         }
         turn.complete();
-        self.free_ready()
+        self.free_ready();
+        Ok(())
     }
 
     /// Captures all dirty pages, the header and the mark at one instant.
@@ -168,14 +170,15 @@ impl SeSparse {
     }
 
     /// Frees the retired grains that are ready: clears their bits, which the next commit writes. The caller holds the
-    /// turn to commit. Ends when many pages are dirty, to leave room in the cache for the next operations.
-    fn free_ready(&self) -> Result<()> {
+    /// turn to commit. Ends when many pages are dirty, to leave room in the cache for the next operations. A failure is
+    /// only logged: the commit is durable, and the next one tries again to free the grains.
+    fn free_ready(&self) {
         loop {
             let mut ready: Vec<GrainRun> = Vec::new();
             {
                 let mut state = self.state.lock();
                 if state.cache.is_half_pressed() {
-                    return Ok(());
+                    return;
                 }
                 let mut left = RELEASED_PAGES;
                 while left > 0
@@ -186,11 +189,20 @@ impl SeSparse {
                 }
             }
             if ready.is_empty() {
-                return Ok(());
+                return;
             }
-            self.punch_runs(&ready)?;
-            for part in ready.iter().copied().flat_map(by_bitmap_page) {
-                self.settle(|state| state.release(part))?;
+            if let Err(error) = self.punch_runs(&ready) {
+                // The grains become free without it: a new grain is written as a whole.
+                tracing::warn!(image = %self.name, %error, "space is not returned to the file system");
+            }
+            let mut left: VecDeque<GrainRun> = ready.into_iter().flat_map(by_bitmap_page).collect();
+            while let Some(part) = left.front().copied() {
+                if let Err(error) = self.settle(|state| state.release(part)) {
+                    tracing::warn!(image = %self.name, %error, "unused grains are not freed");
+                    let left = left.into_iter().map(|run| run.start..run.end()).collect();
+                    return self.state.lock().retirement.put_back(left);
+                }
+                left.pop_front();
             }
             self.state.lock().retirement.released();
         }

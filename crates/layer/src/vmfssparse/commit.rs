@@ -194,8 +194,9 @@ impl VmfsSparse {
         if !*open {
             return Ok(());
         }
-        *open = false;
+        // After a lack of space the image stays open, so that it can be closed later.
         self.commit(writer)?;
+        *open = false;
         let closed = self.mark_closed(writer);
         closed.inspect_err(|_| writer.commits.stop())
     }

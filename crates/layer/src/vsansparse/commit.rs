@@ -301,8 +301,9 @@ impl VsanSparse {
         if !*open {
             return Ok(());
         }
-        *open = false;
+        // After a lack of space the image stays open, so that it can be closed later.
         self.commit(writer, true)?;
+        *open = false;
         let mut checkpoint = writer.checkpoint.lock();
         checkpoint.header.clean = true;
         for _ in 0..2 {

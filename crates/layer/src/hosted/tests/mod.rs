@@ -8,7 +8,7 @@ mod threads;
 
 use super::create::create_shaped;
 use super::{CreateOptions, Hosted, OpenOptions, create};
-use crate::proving::{Random, read, read_all};
+use crate::proving::{Gated, Random, Request, read, read_all};
 use crate::{ErrorKind, Layer, Result, SECTOR};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File, IoMode};
@@ -143,4 +143,26 @@ fn reading_changes_nothing() {
     layer.flush().unwrap();
     layer.close().unwrap();
     assert_eq!(disk.operations(), before);
+}
+
+/// A write that needs a new table is refused because the directory of the second copy has no space: the sectors of the
+/// first copy are used again.
+#[test]
+fn refused_tables_use_up_no_sectors() {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = small(disk.directory().as_ref(), 20 * GRAIN, false);
+    drop_tables(file.as_ref(), |_| true);
+    let second = super::read_header(file.as_ref()).unwrap().redundant_offset * SECTOR;
+    let gate = move |request| match request {
+        Request::Reserve(range) if range.contains(&second) => Err(std::io::ErrorKind::StorageFull.into()),
+        _ => Ok(()),
+    };
+    let gated: Arc<dyn File> = Arc::new(Gated { inner: file, gate });
+    let layer = open(&gated, true, false).unwrap();
+    let used = || layer.writer.as_ref().unwrap().space.used();
+    let before = used();
+    for _ in 0..40 {
+        assert_eq!(layer.write(0, &[&[1; GRAIN as usize]]).unwrap_err().kind(), ErrorKind::NoSpace);
+    }
+    assert!(used() <= before + GRAIN / SECTOR, "{} sectors for one table", used() - before);
 }

@@ -4,6 +4,7 @@ use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
 use crate::ErrorKind;
 use backend::local::{LocalDirectory, LocalQueues};
+use backend::simulated::Fault;
 
 /// A disk of 64 MiB in which every second run was discarded, or overwritten with zeros.
 fn half_dead(directory: &LocalDirectory, zeros: bool) -> SeSparse {
@@ -119,6 +120,25 @@ fn freed_runs_are_punched_if_requested() {
     let usage = layer.usage().unwrap();
     assert!(usage.allocated + 16 * MIB <= full + 64 * 1024, "{usage:?}, full {full}");
     assert!(usage.dead < MIB);
+}
+
+/// A punch only returns space to the file system: if it fails, the flush before it is durable all the same, and the
+/// grains become free.
+#[test]
+fn a_failed_punch_fails_no_flush_and_loses_no_grains() {
+    let disk = simulated(12);
+    let layer = create(&disk, IoMode::Buffered, 64 * MIB, Options { punch: Some(GRAIN), ..writing() });
+    layer.write(0, &[&stamped(64, 1)]).unwrap();
+    layer.flush().unwrap();
+    for first in [0, 32] {
+        layer.zero(first * GRAIN..(first + 8) * GRAIN, false).unwrap();
+        disk.fail_requests(Fault::Punch, 0, 1 - first / 32);
+        layer.flush().unwrap();
+    }
+    layer.close().unwrap();
+    let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+    assert_clean(&layer);
+    assert_eq!(layer.usage().unwrap().mapped, 48 * GRAIN);
 }
 
 /// After a crash with many writes under way, opening for writing frees all lost grains, and the mark limits the search.

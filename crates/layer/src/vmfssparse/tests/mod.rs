@@ -2,8 +2,10 @@
 
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
+use crate::proving::{Gated, Request, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::sync::atomic::{AtomicBool, Ordering};
 use work::NoProgress;
 
 mod bytes;
@@ -142,4 +144,28 @@ fn large_writes_are_aligned_to_large_boundaries_without_waste() {
         layer.writer().unwrap().space.lock().free() * SECTOR <= data + tables + 2 * PIECE,
         "skipped sectors are used"
     );
+}
+
+#[test]
+fn a_close_that_lacks_space_can_be_repeated() {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions { capacity: 1 << 20, grain_sectors: 1 }).unwrap();
+    disk.directory().sync().unwrap();
+    let full = Arc::new(AtomicBool::new(false));
+    let is_full = Arc::clone(&full);
+    let gate = move |request| match request {
+        Request::Write if is_full.load(Ordering::SeqCst) => Err(std::io::ErrorKind::StorageFull.into()),
+        _ => Ok(()),
+    };
+    let layer = VmfsSparse::open(Arc::new(Gated { inner: file, gate }), &OpenOptions::writing("image")).unwrap();
+    layer.write(0, &[&[7; 4096]]).unwrap();
+    full.store(true, Ordering::SeqCst);
+    assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::NoSpace);
+    full.store(false, Ordering::SeqCst);
+    layer.close().unwrap();
+    assert_eq!(layer.write(0, &[&[8; 512]]).unwrap_err().kind(), ErrorKind::ReadOnly);
+    let file = disk.crash().directory().open("image", IoMode::Buffered);
+    let layer = VmfsSparse::open(file.unwrap(), &OpenOptions::reading("image")).unwrap();
+    assert!(!layer.header().unclean() && read(&layer, 0..4096, None).unwrap() == [7; 4096]);
 }
