@@ -110,7 +110,16 @@ impl SeSparse {
         let layer = Self::assemble(file, name, options, layout, header, block, (overlay, replayed), length);
         *layer.mended.lock() = mended;
         match options.write {
-            true => layer.recover()?,
+            true => {
+                // The recovery reads the page cache. If the last writer was killed before a flush, the device may have
+                // older tables, which name grains that are about to be freed. A closed image has an empty mark.
+                let marked =
+                    |state: &LayerState| state.suspect.as_ref().is_some_and(|mark| mark.regions().next().is_some());
+                if marked(&layer.state.lock()) {
+                    layer.sync()?;
+                }
+                layer.recover()?;
+            }
             // Slots that name the same table are found now, so that reads do not return data of another part of the
             // disk.
             false => layer.find_shared_tables(),
