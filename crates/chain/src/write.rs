@@ -9,8 +9,8 @@
 //! 5. While a merge has the top as a source, each write is also made in the target (in the last pass), or marked in the
 //!    dirty log (before). If the write to the target fails, the merge fails and the client's write succeeds. A write
 //!    that was made only in part in the top, after an error or for lack of space, is marked too; in the last pass it
-//!    ends the merge. While the owner of the chain replaces its record, the merge cannot end any more: then the range is
-//!    copied into the target again, and if that fails, the chain stops and the range is not read.
+//!    ends the merge. While the owner of the chain replaces its record, the merge cannot end any more: then the range
+//!    is copied into the target again, and if that fails, the chain stops and the range is not read.
 //! 6. A discard never fails for lack of space: a range that cannot be recorded as discarded keeps its content. Where
 //!    there is no space to record zeros, zeros are written over the grains that the top stores.
 

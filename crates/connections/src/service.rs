@@ -7,9 +7,9 @@
 //! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
-//! 4. Refusals are logged at a bounded rate, no matter how often clients connect. Over TCP they also happen at a bounded rate,
-//!    so that clients without a certificate use little of the processors by connecting: further clients wait in the
-//!    backlog of the kernel.
+//! 4. Refusals are logged at a bounded rate, no matter how often clients connect. Over TCP they also happen at a
+//!    bounded rate, so that clients without a certificate use little of the processors by connecting: further clients
+//!    wait in the backlog of the kernel.
 
 use crate::connection::Connection;
 use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_PAUSE, SETTLE_LOOK};

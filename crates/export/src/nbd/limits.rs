@@ -41,8 +41,8 @@ pub const SEND_BATCH_BYTES: usize = 128 << 10;
 /// Most extents in one block status chunk. The client has to query the rest of its range again.
 pub const STATUS_EXTENTS_MAX: usize = 32 << 10;
 
-/// The most bytes of a `CACHE` request that are loaded. The rest is ignored, as the protocol allows, because the time for
-/// a range grows with its length, and other requests of the client wait.
+/// The most bytes of a `CACHE` request that are loaded. The rest is ignored, as the protocol allows, because the time
+/// for a range grows with its length, and other requests of the client wait.
 pub const CACHE_BYTES_MAX: u64 = 64 << 20;
 
 /// Most metadata contexts of one connection.

@@ -548,8 +548,8 @@ fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>
     })
 }
 
-/// Loads the descriptor of an image, and takes the lock of the image's writer. Another writer may replace the descriptor
-/// until the lock is taken, so the descriptor is loaded again then.
+/// Loads the descriptor of an image, and takes the lock of the image's writer. Another writer may replace the
+/// descriptor until the lock is taken, so the descriptor is loaded again then.
 fn load_locked(place: &Place, options: &OpenOptions) -> Result<(Descriptor, Option<Box<dyn Lock>>)> {
     let label = place.label();
     let load = || storage::load(&*place.open(IoMode::Buffered, backend::Access::Read)?, &label);

@@ -2,8 +2,8 @@
 //! pages are damaged, or the medium cannot read them.
 //!
 //! A write is acknowledged before the map is read. Pages may then be lost where the map would have to refer to the
-//! write, or in the table of the blocks that are mapped there. The write would block all later flushes and write-back of
-//! all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of the range
+//! write, or in the table of the blocks that are mapped there. The write would block all later flushes and write-back
+//! of all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of the range
 //! return the damage, and further writes to it are refused.
 //!
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail

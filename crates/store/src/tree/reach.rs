@@ -50,8 +50,8 @@ struct Leaf {
 /// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
 /// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
 /// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
-/// same step, which come in ascending order. A step ends before a leaf that cannot be changed because of damage; if that
-/// is the first leaf, or `most` does not limit the step, the damage is an error.
+/// same step, which come in ascending order. A step ends before a leaf that cannot be changed because of damage; if
+/// that is the first leaf, or `most` does not limit the step, the damage is an error.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -156,7 +156,8 @@ fn step<S: NodeStore + ?Sized>(
         leaf.upper = slot.upper.unwrap_or(leaf.upper);
         let covered = unmap && range.start <= lower && leaf.upper <= range.end;
         if covered && (shared || store.references(slot.child)? > 1) {
-            // Other trees keep the subtree, which loses only one reference. The change searches it for its first extent.
+            // Other trees keep the subtree, which loses only one reference. The change searches it for its first
+            // extent.
             lookup::first_mapped(store, slot.child, lower..leaf.upper)?;
             leaf.tables += 1;
             return Ok(leaf);
