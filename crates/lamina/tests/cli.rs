@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 72] = [
+const VERBS: [Verb; 75] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -70,6 +70,9 @@ const VERBS: [Verb; 72] = [
     verb("vm freeze", "vm1"),
     verb("vm console", "vm1"),
     verb("vm exec", "vm1 -- true"),
+    verb("vm screenshot", "vm1 /nowhere/vm1.png"),
+    verb("vm send-key", "vm1 ret"),
+    verb("vm type", "vm1 text"),
     verb("vm revert", "vm1@a"),
     verb("vm snapshot create", "vm1@a"),
     verb("vm snapshot list", "vm1"),

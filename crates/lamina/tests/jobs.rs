@@ -115,7 +115,7 @@ fn jobs_end_with_their_server() {
     store.run(&format!("job wait {id}")).fails(3, &id);
     // Short operations, and operations that the server does not carry out, cannot be jobs.
     store.run("disk list --background").fails(2, "--background");
-    store.run("vm list --background").fails(1, "process that asks");
+    store.run("vm list --background").fails(1, "carried out by the requesting process");
     store.run("completion bash --background").fails(2, "background");
     assert_eq!(serving.stop("KILL"), None);
     store.is_clean();

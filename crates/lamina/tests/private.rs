@@ -117,6 +117,14 @@ fn a_folder_that_all_users_share_does_not_become_a_datastore() {
     let done: Done = output(command.args(["init", "--journal-size", "8M"]).arg(&shared)).into();
     done.fails(2, "all users share the folder");
     assert_eq!((mode(&shared), fs::read_dir(&shared).unwrap().count()), (0o1777, 0));
+    // A refusal changes no permissions: `init /dev/null` once closed the device to other users.
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    set(&file, 0o666);
+    let mut command = testkit::process::lamina();
+    let done: Done = output(command.args(["init", "--journal-size", "8M"]).arg(&file)).into();
+    done.fails(1, "Not a directory");
+    assert_eq!(mode(&file), 0o666);
 }
 
 /// Whether a user other than root, as a member of a group, can connect to a socket.
