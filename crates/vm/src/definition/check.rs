@@ -103,7 +103,7 @@ impl Definition {
                 ));
             }
             if !disks.insert(&disk.name) {
-                return invalid(format!("disk '{}' is there twice", disk.name));
+                return invalid(format!("disk '{}' is named twice", disk.name));
             }
         }
         for network in &self.networks {
@@ -131,7 +131,7 @@ impl Definition {
         }
         match platform.cores {
             Some(cores) if cores == 0 || !self.cpus.is_multiple_of(cores) => {
-                invalid(format!("{} CPUs cannot be sockets of {cores} cores", self.cpus))
+                invalid(format!("{} CPUs cannot be divided into sockets of {cores} cores", self.cpus))
             }
             _ => Ok(()),
         }
