@@ -320,7 +320,7 @@ impl MachineVerb {
 #[serde(rename_all = "snake_case")]
 pub enum MachineReply {
     /// Reply to `Create`.
-    Created(Definition),
+    Created(Box<Definition>),
     /// Reply to `Import`.
     Imported {
         /// The machines that were imported, or, in a dry run, would be.
@@ -331,13 +331,13 @@ pub enum MachineReply {
         dry_run: bool,
     },
     /// Reply to `Edit`.
-    Edited(Definition),
+    Edited(Box<Definition>),
     /// Reply to `Rename`.
     Renamed {
         /// The former name.
         name: String,
         /// The definition with the new name.
-        definition: Definition,
+        definition: Box<Definition>,
     },
     /// Reply to `Export`.
     Exported {
@@ -366,7 +366,7 @@ pub enum MachineReply {
         /// The machine.
         machine: String,
         /// The snapshot.
-        record: Record,
+        record: Box<Record>,
         /// How long the guest was paused while its memory was captured, in milliseconds.
         stun_ms: Option<f64>,
         /// Consistency of the file systems in the snapshot; `None` if the snapshot has memory.

@@ -61,17 +61,17 @@ impl Work<'_> {
     fn run(&self, verb: MachineVerb) -> Result<MachineReply> {
         let host = &self.host;
         match verb {
-            MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
+            MachineVerb::Create(new) => create(host, &new).map(Box::new).map(MachineReply::Created),
             MachineVerb::Import(request) => import::run(host, &request, self.watch),
             MachineVerb::Export { source, path, rate } => self.export(&source, path, rate),
             MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
-                vm::edit::edit(&host.change(&name)?, host, &edit).map(MachineReply::Edited)
+                vm::edit::edit(&host.change(&name)?, host, &edit).map(Box::new).map(MachineReply::Edited)
             }
             MachineVerb::Rename { name, to } => {
                 let _working = host.work()?;
                 let definition = vm::edit::rename(&host.change(&name)?, host, &to)?;
-                Ok(MachineReply::Renamed { name, definition })
+                Ok(MachineReply::Renamed { name, definition: Box::new(definition) })
             }
             MachineVerb::Start { names, autostart, paused } => {
                 let names = if autostart { marked_for_start(host)? } else { names };
@@ -275,7 +275,7 @@ fn take(host: &Host, snapshot: MachineSnapshot, options: snapshots::Options) -> 
     let taken = snapshots::take(host, &host.change(&machine)?, &name, options)?;
     Ok(MachineReply::SnapshotTaken {
         machine,
-        record: taken.record,
+        record: Box::new(taken.record),
         stun_ms: taken.stun.map(millis),
         quiet: taken.quiet.map(|quiet| quiet.sentence()),
     })
