@@ -107,7 +107,8 @@ fn failure(verb: &str, code: i32) -> i32 {
 }
 
 /// Verbs that accept any number of names.
-const SEVERAL: [&str; 6] = ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete"];
+const SEVERAL: [&str; 7] =
+    ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete", "vm send-key"];
 
 #[test]
 fn the_list_of_verbs_is_complete() {
