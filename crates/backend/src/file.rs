@@ -84,6 +84,53 @@ pub trait File: Send + Sync {
     }
 }
 
+/// Implements methods of [`File`] by those of another file, for types that change only some methods:
+/// `forward_file!(inner: len, sync);` in the implementation calls `self.inner.len()` and `self.inner.sync()`.
+#[macro_export]
+macro_rules! forward_file {
+    ($inner:tt: $($method:ident),+) => { $($crate::forward_file!(@$method $inner);)+ };
+    (@len $inner:tt) => {
+        fn len(&self) -> std::io::Result<u64> {
+            self.$inner.len()
+        }
+    };
+    (@set_len $inner:tt) => {
+        fn set_len(&self, length: u64) -> std::io::Result<()> {
+            self.$inner.set_len(length)
+        }
+    };
+    (@read_at $inner:tt) => {
+        fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+            self.$inner.read_at(buffer, offset)
+        }
+    };
+    (@read_cached_at $inner:tt) => {
+        fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<bool> {
+            self.$inner.read_cached_at(buffer, offset)
+        }
+    };
+    (@write_at $inner:tt) => {
+        fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
+            self.$inner.write_at(slices, offset, durable)
+        }
+    };
+    (@sync $inner:tt) => {
+        fn sync(&self) -> std::io::Result<()> {
+            self.$inner.sync()
+        }
+    };
+    (@punch $inner:tt) => {
+        fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
+            self.$inner.punch(offset, length)
+        }
+    };
+    (@local $inner:tt) => {
+        fn local(&self) -> Option<$crate::LocalPart<'_>> {
+            self.$inner.local()
+        }
+    };
+}
+
 /// The error of a failed flush. If the storage below the file system runs out of space, as a thin pool may, writes fail
 /// that the page cache acknowledged long before.
 pub(crate) fn flush_failed(error: io::Error) -> io::Error {

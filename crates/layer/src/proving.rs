@@ -131,15 +131,8 @@ pub(crate) struct Gated<F> {
 }
 
 impl<F: Fn(Request) -> io::Result<()> + Send + Sync> File for Gated<F> {
-    fn len(&self) -> io::Result<u64> {
-        self.inner.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.inner.set_len(length)
-    }
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.inner.read_at(buffer, offset)
-    }
+    backend::forward_file!(inner: len, set_len, read_at, punch);
+
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         (self.gate)(Request::Write)?;
         self.inner.write_at(slices, offset, durable)
@@ -147,9 +140,6 @@ impl<F: Fn(Request) -> io::Result<()> + Send + Sync> File for Gated<F> {
     fn sync(&self) -> io::Result<()> {
         (self.gate)(Request::Sync)?;
         self.inner.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.inner.punch(offset, length)
     }
     fn local(&self) -> Option<LocalPart<'_>> {
         Some(LocalPart { file: self, descriptor: None, mode: self.inner.mode() })

@@ -14,7 +14,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, SharedSlice};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -62,33 +62,14 @@ impl Directory for Slow {
 }
 
 impl File for SlowFile {
-    fn len(&self) -> io::Result<u64> {
-        self.inner.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.inner.set_len(length)
-    }
+    backend::forward_file!(inner: len, set_len, read_cached_at, write_at, sync, punch, local);
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let delay = self.delay.load(Ordering::Relaxed);
         if delay > 0 {
             std::thread::sleep(Duration::from_micros(delay));
         }
         self.inner.read_at(buffer, offset)
-    }
-    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
-        self.inner.read_cached_at(buffer, offset)
-    }
-    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
-        self.inner.write_at(slices, offset, durable)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.inner.punch(offset, length)
-    }
-    fn local(&self) -> Option<LocalPart<'_>> {
-        self.inner.local()
     }
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, SharedSlice};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -80,30 +80,11 @@ impl Directory for Stalling {
 }
 
 impl File for StallingFile {
-    fn len(&self) -> io::Result<u64> {
-        self.0.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.0.set_len(length)
-    }
+    backend::forward_file!(0: len, set_len, read_cached_at, write_at, sync, punch, local);
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.1.pass();
         self.0.read_at(buffer, offset)
-    }
-    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
-        self.0.read_cached_at(buffer, offset)
-    }
-    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
-        self.0.write_at(slices, offset, durable)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.0.punch(offset, length)
-    }
-    fn local(&self) -> Option<LocalPart<'_>> {
-        self.0.local()
     }
 }
 

@@ -441,27 +441,14 @@ fn goes_on(last: &Extent, next: Content) -> bool {
 pub struct DirectFile(pub Arc<dyn File>);
 
 impl File for DirectFile {
+    backend::forward_file!(0: len, set_len, write_at, sync, punch);
+
     fn mode(&self) -> IoMode {
         IoMode::Direct
-    }
-    fn len(&self) -> io::Result<u64> {
-        self.0.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.0.set_len(length)
     }
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         assert!(offset.is_multiple_of(4096) && buffer.len().is_multiple_of(4096));
         assert!((buffer.as_ptr() as usize).is_multiple_of(4096));
         self.0.read_at(buffer, offset)
-    }
-    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
-        self.0.write_at(slices, offset, durable)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.0.punch(offset, length)
     }
 }

@@ -339,27 +339,14 @@ impl Directory for FailingJournal {
 }
 
 impl File for FailingFile {
-    fn len(&self) -> io::Result<u64> {
-        self.inner.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.inner.set_len(length)
-    }
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.inner.read_at(buffer, offset)
-    }
+    backend::forward_file!(inner: len, set_len, read_at, sync, punch);
+
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         self.inner.write_at(slices, offset, durable)?;
         match durable && self.fails.load(Ordering::SeqCst) {
             true => Err(io::Error::other("the medium failed")),
             false => Ok(()),
         }
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.inner.punch(offset, length)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::world::{options, read};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{Access, Directory, File, IoMode, LocalFolder, LocalPart, Lock};
+use backend::{Access, Directory, File, IoMode, LocalFolder, Lock};
 use error::ErrorKind;
 use layer::descriptor::Adapter;
 use layer::image::{Folder, Image, ImageKind, OpenOptions, Place};
@@ -60,29 +60,13 @@ impl LocalFolder for Refusing {
 }
 
 impl File for RefusingFile {
-    fn len(&self) -> io::Result<u64> {
-        self.inner.len()
-    }
-    fn set_len(&self, length: u64) -> io::Result<()> {
-        self.inner.set_len(length)
-    }
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.inner.read_at(buffer, offset)
-    }
+    backend::forward_file!(inner: len, set_len, read_at, sync, punch, local);
+
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         if self.refuses.load(Ordering::SeqCst) {
             return Err(io::ErrorKind::StorageFull.into());
         }
         self.inner.write_at(slices, offset, durable)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.inner.punch(offset, length)
-    }
-    fn local(&self) -> Option<LocalPart<'_>> {
-        self.inner.local()
     }
 }
 

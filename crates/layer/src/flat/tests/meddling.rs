@@ -29,12 +29,8 @@ fn meddle(meddling: &Meddling) {
 }
 
 impl File for Meddled {
-    fn len(&self) -> std::io::Result<u64> {
-        self.inner.len()
-    }
-    fn set_len(&self, length: u64) -> std::io::Result<()> {
-        self.inner.set_len(length)
-    }
+    backend::forward_file!(inner: len, set_len, read_cached_at, write_at, sync, local);
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
         self.inner.read_at(buffer, offset)?;
         if self.reads_left.fetch_sub(1, Ordering::SeqCst) == 1 {
@@ -42,21 +38,9 @@ impl File for Meddled {
         }
         Ok(())
     }
-    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<bool> {
-        self.inner.read_cached_at(buffer, offset)
-    }
-    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
-        self.inner.write_at(slices, offset, durable)
-    }
-    fn sync(&self) -> std::io::Result<()> {
-        self.inner.sync()
-    }
     fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
         meddle(&self.before_punch);
         self.inner.punch(offset, length)
-    }
-    fn local(&self) -> Option<backend::LocalPart<'_>> {
-        self.inner.local()
     }
 }
 

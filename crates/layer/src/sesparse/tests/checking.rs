@@ -35,32 +35,14 @@ impl Watched {
 }
 
 impl File for Watched {
+    backend::forward_file!(file: len, set_len, write_at, sync, punch);
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
         self.file.read_at(buffer, offset)?;
         if let Some(after) = self.after.get() {
             after(offset);
         }
         Ok(())
-    }
-
-    fn len(&self) -> std::io::Result<u64> {
-        self.file.len()
-    }
-
-    fn set_len(&self, length: u64) -> std::io::Result<()> {
-        self.file.set_len(length)
-    }
-
-    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
-        self.file.write_at(slices, offset, durable)
-    }
-
-    fn sync(&self) -> std::io::Result<()> {
-        self.file.sync()
-    }
-
-    fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
-        self.file.punch(offset, length)
     }
 
     fn local(&self) -> Option<LocalPart<'_>> {
