@@ -15,6 +15,7 @@
 mod fat;
 
 use crate::definition::{Chipset, Definition};
+use crate::qemu::boot;
 use backend::private;
 use error::{IoContext, Result};
 use serde_json::json;
@@ -60,7 +61,7 @@ pub(crate) fn arguments(definition: &Definition, path: &Path) -> Vec<(&'static s
         Chipset::Q35 => SLOTS[0],
         Chipset::I440fx => SLOTS[1],
     };
-    let node = json!({ "driver": "file", "node-name": "seed", "filename": path, "read-only": true });
+    let node = boot::image("seed", path);
     let device = format!("virtio-blk-pci,id=seed-disk,drive=seed,addr={slot:x}.0,serial=cidata");
     vec![("-blockdev", node.to_string()), ("-device", device)]
 }

@@ -1,7 +1,6 @@
 //! What cloud-init in the guest is told: a host name, SSH keys, and the user's data.
 
-use super::{Definition, NAME_MAX, PORTS_MAX};
-use crate::definition::Chipset;
+use super::{Chipset, Definition, PORTS_MAX, check_name};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -47,14 +46,10 @@ impl Seed {
 
     fn check(&self) -> Result<()> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
-        if let Some(hostname) = &self.hostname {
-            let plain = |label: &str| {
-                let characters = label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
-                characters && (1..=NAME_MAX).contains(&label.len()) && !label.starts_with('-') && !label.ends_with('-')
-            };
-            if hostname.len() > HOSTNAME_MAX || !hostname.split('.').all(plain) {
-                return invalid(format!("'{}' is no host name", hostname.escape_debug()));
-            }
+        if let Some(hostname) = &self.hostname
+            && (hostname.len() > HOSTNAME_MAX || !hostname.split('.').all(|label| check_name(label).is_ok()))
+        {
+            return invalid(format!("'{}' is no host name", hostname.escape_debug()));
         }
         let whole = |key: &String| {
             !key.is_empty() && key.len() <= KEY_MAX && !key.chars().any(char::is_control) && key.contains(' ')

@@ -157,7 +157,7 @@ pub fn pci_address(chipset: Chipset, slot: u8) -> String {
 }
 
 /// A value with its commas doubled.
-fn value(text: impl AsRef<Path>) -> String {
+pub fn value(text: impl AsRef<Path>) -> String {
     text.as_ref().display().to_string().replace(',', ",,")
 }
 

@@ -3,7 +3,7 @@
 //! 1. The options are the same for a process that starts and for one that runs.
 //! 2. What the host lacks is reported before QEMU is started or told, with what to do.
 
-use super::command::{hub, network_node};
+use super::command::{self, hub, network_node};
 use crate::definition::{Definition, Link, Network};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Map, Value, json};
@@ -38,7 +38,7 @@ pub fn argument(network: &Network) -> String {
     let (kind, options) = options(network);
     let mut text = format!("{kind},id={}", network_node(network));
     for (key, value) in options {
-        text.push_str(&format!(",{key}={}", value.replace(',', ",,")));
+        text.push_str(&format!(",{key}={}", command::value(value)));
     }
     text
 }
@@ -70,11 +70,7 @@ pub fn check(definition: &Definition) -> Result<()> {
 
 /// Checks that the host has what a card needs.
 pub fn check_one(network: &Network) -> Result<()> {
-    let (kind, name) = match &network.link {
-        Link::User | Link::Forward(_) | Link::None => return Ok(()),
-        Link::Bridge(name) => ("bridge", name),
-        Link::Tap(name) => ("tap device", name),
-    };
+    let (Link::Bridge(name) | Link::Tap(name)) = &network.link else { return Ok(()) };
     let interfaces = fs::read_to_string(INTERFACES).during(|| format!("reading '{INTERFACES}'"))?;
     let there = interfaces.lines().any(|line| line.trim_start().split(':').next() == Some(name));
     let missing = |what: String| {
@@ -87,7 +83,7 @@ pub fn check_one(network: &Network) -> Result<()> {
              the user who starts the machine, and 'ip link set {name} up' activates it"
         )),
         (Link::Bridge(_), false) => missing(format!(
-            "the host has no {kind} '{name}'; as root, 'ip link add {name} type bridge' makes one, and 'ip link set {name} \
+            "the host has no bridge '{name}'; as root, 'ip link add {name} type bridge' makes one, and 'ip link set {name} \
              up' activates it"
         )),
         (Link::Bridge(_), true) if !HELPERS.iter().any(|helper| Path::new(helper).exists()) => missing(format!(
