@@ -32,3 +32,8 @@ mod testbed;
 pub(crate) use checksums::checksum;
 pub use engine::{Engine, EngineOptions};
 pub(crate) use error::{Error, ErrorKind, IoContext, Result};
+
+/// Whether an error means that bytes on the medium are lost: they are wrong, or the medium cannot read them.
+pub(crate) fn is_lost(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io)
+}

@@ -20,9 +20,9 @@
 //! | 72 | 16 | UUID |
 //! | 88 | 255 | name, UTF-8 |
 
-use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages, is_lost, patiently};
+use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages, patiently};
 use crate::tree::{LOGICAL_LIMIT, NodeId, PHYSICAL_LIMIT};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, is_lost};
 use backend::BLOCK_SIZE;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};

@@ -134,11 +134,7 @@ impl Engine {
                     continue;
                 }
                 Err(error) => {
-                    let pause = self.isolate(&error).ok_or(error)?;
-                    drop(gate);
-                    drop(commit);
-                    drop(appends);
-                    crate::sync::thread::sleep(pause);
+                    self.isolate_or_fail(error, (gate, commit, appends))?;
                     continue;
                 }
                 Ok(left) => left,

@@ -13,13 +13,12 @@
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
 use crate::buffer::Content;
-use crate::pages::is_lost;
 use crate::space::TABLE_ENTRIES;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::time::Instant;
 use crate::tree;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, is_lost};
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -207,9 +206,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Called after moving buffered blocks into the map failed with `error`. Removes those blocks from the buffers for
-    /// which the map is lost. Returns the pause after which the caller tries again, without locks during the pause;
-    /// `None` if the failure has another cause.
+    /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
+    /// and pauses; the caller then tries again. Fails with `error` if it has another cause.
+    pub(super) fn isolate_or_fail(&self, error: Error, locks: impl Sized) -> Result<()> {
+        let pause = self.isolate(&error).ok_or(error)?;
+        drop(locks);
+        crate::sync::thread::sleep(pause);
+        Ok(())
+    }
+
+    /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
+    /// again, without locks during the pause; `None` if the failure has another cause.
     pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {
             return None;

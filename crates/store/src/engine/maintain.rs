@@ -9,7 +9,7 @@ use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::time::Instant;
-use crate::{ErrorKind, IoContext, Result};
+use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
@@ -345,7 +345,7 @@ impl Engine {
                 continue;
             }
             match meta.check_readable(&operation) {
-                Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io) => {
+                Err(error) if is_lost(&error) => {
                     tracing::error!(%error, "a deleted disk or snapshot is damaged: its other blocks are not freed");
                     meta.catalog.leave_trash(object);
                     continue;

@@ -33,7 +33,7 @@ use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
 use crate::sync::Mutex;
 use crate::sync::time::Instant;
-use crate::{Error, ErrorKind, IoContext, Result};
+use crate::{Error, ErrorKind, IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
@@ -74,11 +74,9 @@ impl Opening {
     }
 
     fn unrecovered(self, error: Error) -> Error {
-        match error.kind() {
-            ErrorKind::Corrupt | ErrorKind::Io => {
-                error.context(format!("the datastore cannot be recovered; {}", self.advice()))
-            }
-            _ => error,
+        match is_lost(&error) {
+            true => error.context(format!("the datastore cannot be recovered; {}", self.advice())),
+            false => error,
         }
     }
 }

@@ -15,11 +15,6 @@ const READS_MAX: u32 = 3;
 /// The pause before a failed read is tried again.
 const READ_PAUSE: Duration = Duration::from_millis(50);
 
-/// Whether an error means that bytes on the medium are lost: they are wrong, or the medium cannot read them.
-pub fn is_lost(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io)
-}
-
 /// Repeats a read that the medium fails, for a caller that otherwise treats the bytes as lost. The medium may fail a
 /// single read only.
 pub fn patiently<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {

@@ -42,7 +42,7 @@ mod mend;
 pub use home::write_home;
 pub use kept::{Keeping, Kept};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
-pub use load::{Load, is_lost, patiently, read_home};
+pub use load::{Load, patiently, read_home};
 pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
 use crate::Result;

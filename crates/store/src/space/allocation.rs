@@ -3,8 +3,8 @@
 use super::region::{self, Bitmaps, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
 use super::{Run, Space, SpaceKind};
-use crate::pages::{PageFile, PageKey, Pages, is_lost};
-use crate::{Error, ErrorKind, Result};
+use crate::pages::{PageFile, PageKey, Pages};
+use crate::{Error, ErrorKind, Result, is_lost};
 
 /// The most regions with bitmaps in memory (4 KiB each). Few in tests, so that the limit is reached.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };

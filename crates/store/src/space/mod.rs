@@ -22,8 +22,8 @@ mod table;
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
-use crate::pages::{PageFile, PageKey, Pages, is_lost, patiently};
-use crate::{Error, ErrorKind, Result};
+use crate::pages::{PageFile, PageKey, Pages, patiently};
+use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use region::Region;
 use std::collections::BTreeSet;

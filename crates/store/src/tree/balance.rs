@@ -13,7 +13,7 @@
 use super::page::{self, ENTRIES_MAX, EXTENT_BLOCKS_MAX};
 use super::path::{Path, Step};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, is_lost};
 use backend::Block;
 
 /// The most entries of a node that results from a merge.
@@ -147,7 +147,7 @@ fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, coun
 /// What was found out about a node, or false if the node cannot be read: it then stays as it is.
 fn is_true_and_readable(found: Result<bool>) -> Result<bool> {
     match found {
-        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io) => Ok(false),
+        Err(error) if is_lost(&error) => Ok(false),
         other => other,
     }
 }

@@ -174,6 +174,14 @@ pub fn levels<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u64>
     Ok(u64::from(page::level(store.node(root)?)) + 1)
 }
 
+/// The number of references on a node to which the tree refers, so that there must be one.
+fn references<S: NodeStore + ?Sized>(store: &mut S, id: NodeId) -> Result<u32> {
+    match store.references(id)? {
+        0 => Err(corrupt(id, "the table counts no reference on it")),
+        references => Ok(references),
+    }
+}
+
 /// The error for a node that passes its checksum but is inconsistent in itself or with other nodes.
 #[cold]
 fn corrupt(id: NodeId, what: impl fmt::Display) -> Error {

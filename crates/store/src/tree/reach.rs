@@ -7,7 +7,7 @@
 //! It also reads what the step will read: a change that fails half-way would stop the whole store.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
-use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, lookup};
+use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, lookup, references};
 use crate::{ErrorKind, Result};
 use std::ops::Range;
 
@@ -101,11 +101,7 @@ fn step<S: NodeStore + ?Sized>(
     let mut id = root;
     let (mut lower, mut shared, mut level_above) = (0, false, None);
     for (depth, met) in seen.path.iter_mut().enumerate() {
-        let references = store.references(id)?;
-        if references == 0 {
-            return Err(corrupt(id, "the table counts no reference on it"));
-        }
-        shared = shared || references > 1;
+        shared = references(store, id)? > 1 || shared;
         let node = store.node(id)?;
         let level = page::level(node);
         if level_above.is_some_and(|above: u8| level != above - 1) {
@@ -146,11 +142,7 @@ fn step<S: NodeStore + ?Sized>(
             let children: Vec<NodeId> = page::children(node).collect();
             leaf.tables += described(children.iter().map(|child| (child.0, 1)), per_page);
             // A copy of the node adds a reference to each child.
-            for child in children {
-                if store.references(child)? == 0 {
-                    return Err(corrupt(child, "the table counts no reference on it"));
-                }
-            }
+            children.into_iter().try_for_each(|child| references(store, child).map(drop))?;
         }
         lower = slot.lower.unwrap_or(lower);
         leaf.upper = slot.upper.unwrap_or(leaf.upper);

@@ -10,9 +10,9 @@ use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::Cost;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
-use crate::pages::{PageFile, is_lost};
+use crate::pages::PageFile;
 use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
-use crate::{Error, ErrorKind, IoContext, Result};
+use crate::{Error, ErrorKind, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
 
 /// One reservation takes at least this many data blocks (1 MiB).

@@ -190,10 +190,7 @@ impl Engine {
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
                 Err(error) => {
-                    let pause = self.isolate(&error).ok_or(error)?;
-                    MutexGuard::unlock_fair(lane);
-                    drop(appends);
-                    crate::sync::thread::sleep(pause);
+                    self.isolate_or_fail(error, (lane, appends))?;
                     return Ok(true);
                 }
                 Ok(batch) => batch,
@@ -227,10 +224,7 @@ impl Engine {
             let mut lane = self.writeback.lock();
             let batch = match self.write_back(&mut lane, head) {
                 Err(error) => {
-                    let pause = self.isolate(&error).ok_or(error)?;
-                    MutexGuard::unlock_fair(lane);
-                    drop(appends);
-                    crate::sync::thread::sleep(pause);
+                    self.isolate_or_fail(error, (lane, appends))?;
                     continue;
                 }
                 Ok(batch) => batch,
