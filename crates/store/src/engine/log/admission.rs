@@ -19,6 +19,7 @@
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Dirty pages that are allowed even if the cache is smaller (16 MiB). No single operation changes as many pages, so
@@ -68,7 +69,10 @@ pub struct Admission {
     pending: AtomicU64,
     /// Pages that the next checkpoint has to write.
     dirty: AtomicU64,
-    /// Pages of announced blocks: recovery would change them, but they are not dirty now.
+    /// Table pages of announced blocks: recovery would change them, but they are not dirty now. A page that several
+    /// announcements concern counts once, so overwriting the same blocks repeatedly requests no checkpoint.
+    announced_pages: Mutex<BTreeSet<u64>>,
+    /// The number of these pages.
     announced: AtomicU64,
     /// Pages that the checkpoint under way has captured, and those that its appends will dirty.
     captured: AtomicU64,
@@ -103,6 +107,7 @@ impl Admission {
             used: AtomicU64::new(0),
             pending: AtomicU64::new(0),
             dirty: AtomicU64::new(0),
+            announced_pages: Mutex::default(),
             announced: AtomicU64::new(0),
             captured: AtomicU64::new(0),
         }
@@ -151,16 +156,21 @@ impl Admission {
         self.dirty.store(dirty, Ordering::Release);
     }
 
-    /// Adds pages of announced blocks, which recovery would change.
-    pub fn add_announced(&self, pages: u64) {
-        self.announced.fetch_add(pages, Ordering::AcqRel);
+    /// Counts the table pages of announced blocks, which recovery would change.
+    pub fn add_announced(&self, pages: &BTreeSet<u64>) {
+        let mut announced = self.announced_pages.lock();
+        announced.extend(pages);
+        self.announced.store(announced.len() as u64, Ordering::Release);
     }
 
     /// Counts the dirty pages as captured by a checkpoint. Appending the pending changes dirties up to `more` pages
     /// again.
     pub fn begin_checkpoint(&self, more: u64) {
-        let announced = self.announced.swap(0, Ordering::AcqRel);
-        self.captured.fetch_add(self.dirty.load(Ordering::Acquire) + announced + more, Ordering::AcqRel);
+        let mut announced = self.announced_pages.lock();
+        let pages = self.dirty.load(Ordering::Acquire) + announced.len() as u64 + more;
+        self.captured.fetch_add(pages, Ordering::AcqRel);
+        announced.clear();
+        self.announced.store(0, Ordering::Release);
     }
 
     /// Ends the checkpoint: its pages are written to their places, and no longer count.
@@ -180,10 +190,13 @@ impl Admission {
         self.used.load(Ordering::Acquire) + self.pending.load(Ordering::Acquire)
     }
 
+    /// Pages that recovery would change if no checkpoint followed.
+    fn pages_changed(&self) -> u64 {
+        self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire)
+    }
+
     fn pages_held(&self) -> u64 {
-        self.dirty.load(Ordering::Acquire)
-            + self.announced.load(Ordering::Acquire)
-            + self.captured.load(Ordering::Acquire)
+        self.pages_changed() + self.captured.load(Ordering::Acquire)
     }
 
     fn fits(&self, granted: Cost, cost: Cost) -> bool {
@@ -219,14 +232,13 @@ impl Admission {
     /// Whether the budgets are so full that a checkpoint is due.
     pub fn is_checkpoint_due(&self) -> bool {
         let soft = self.cache_soft.min(self.page_limit() / 2);
-        let dirty = self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire);
-        dirty > soft || self.bytes_held() * 100 > self.ring * SOFT_RING_PERCENT
+        self.pages_changed() > soft || self.bytes_held() * 100 > self.ring * SOFT_RING_PERCENT
     }
 
     /// Whether checkpoints are requested because of the images file, and not because of the cache.
     pub fn is_capacity_short(&self) -> bool {
         let capacity = self.capacity();
-        capacity < self.cache && self.dirty.load(Ordering::Acquire) > capacity / 4
+        capacity < self.cache && self.pages_changed() > capacity / 4
     }
 
     /// Fill level of the fuller budget.
@@ -275,8 +287,9 @@ mod tests {
         assert!(admission.try_admit(cost(1 << 20, 500)).is_some());
         assert!(admission.try_admit(cost((1 << 20) + 1, 0)).is_none());
         assert!(admission.try_admit(cost(0, 501)).is_none());
-        admission.add_announced(200);
-        assert!(admission.try_admit(cost(0, 301)).is_none());
+        admission.add_announced(&(0..150).collect());
+        admission.add_announced(&(50..200).collect());
+        assert!(admission.try_admit(cost(0, 301)).is_none() && admission.try_admit(cost(0, 300)).is_some());
         // Captured pages count until their checkpoint has ended.
         admission.begin_checkpoint(100);
         admission.set_changes(6 << 20, 10);

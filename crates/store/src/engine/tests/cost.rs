@@ -3,6 +3,7 @@
 use super::super::log::PAGES_FLOOR;
 use super::super::metadata::Touched;
 use super::*;
+use crate::sync::atomic::Ordering;
 
 /// A write to a disk while only single blocks are free. The map of the disk is shared with a snapshot, and refers to
 /// blocks all over the medium. Each block of the write is mapped on its own, and one leaf is copied for all of them.
@@ -48,5 +49,27 @@ fn pending_changes_of_scattered_writes_take_limited_memory() {
     assert!((1 << 20..3 << 20).contains(&most), "{most} bytes of pending changes");
     engine.flush().unwrap();
     assert!((0..40_000).step_by(777).all(|block| value(&engine, 3 * block).unwrap() == 1));
+    is_whole(&engine);
+}
+
+#[test]
+fn announcing_the_same_blocks_repeatedly_requests_no_checkpoint() {
+    let disk = plain_disk();
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: 16 * RING }).unwrap();
+    let engine = open(&disk).unwrap();
+    add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
+    let head = engine.head(1);
+    for start in (0..BLOCKS).step_by(64) {
+        engine.write_blocks(&head, start, slice(1, 64)).unwrap();
+    }
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let before = engine.counters.checkpoints.load(Ordering::Acquire);
+    for round in 0..500 {
+        // Each flush ends all permits, so the next write announces the rest of the disk again.
+        engine.write_blocks(&head, round % 32 * 64, slice(round as u8, 64)).unwrap();
+        engine.flush().unwrap();
+    }
+    assert_eq!(engine.counters.checkpoints.load(Ordering::Acquire), before);
     is_whole(&engine);
 }

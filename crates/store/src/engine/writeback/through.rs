@@ -27,6 +27,7 @@ use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// The smallest write that bypasses the buffer, in blocks (128 KiB).
@@ -228,21 +229,18 @@ impl Engine {
                 writer.push(&Operation::Announce { run: part });
             }
         }
-        let _grant = self.admit(Cost { bytes: batch_bytes(writer.len()), pages })?;
+        let _grant = self.admit(Cost { bytes: batch_bytes(writer.len()), pages: pages.len() as u64 })?;
         let mut commit = self.log.lock();
         // Recovery would mark the blocks as suspect, and so change their table pages.
-        self.log.admission.add_announced(pages);
+        self.log.admission.add_announced(&pages);
         self.log.permit(runs, || self.append(&mut commit, BatchKind::Urgent, &writer.finish()))
     }
 }
 
-/// The pages of the data table that describe these runs. A page counts once, even if several runs lie in it.
-fn pages_of_runs(runs: &[Run]) -> u64 {
+/// The pages of the data table that describe these runs.
+fn pages_of_runs(runs: &[Run]) -> BTreeSet<u64> {
     let of = |run: &Run| run.start / TABLE_ENTRIES..=(run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES;
-    let mut pages: Vec<u64> = runs.iter().flat_map(of).collect();
-    pages.sort_unstable();
-    pages.dedup();
-    pages.len() as u64
+    runs.iter().flat_map(of).collect()
 }
 
 /// An upper limit of the cost of mapping these runs.
@@ -265,8 +263,8 @@ mod tests {
     #[test]
     fn a_page_that_describes_several_runs_counts_once() {
         let runs = [3, 1, 2, 0].map(|i| Run { start: i * 10, blocks: 5 });
-        assert_eq!(pages_of_runs(&runs), 1);
+        assert_eq!(pages_of_runs(&runs), [0].into());
         let across = Run { start: TABLE_ENTRIES - 1, blocks: 2 };
-        assert_eq!(pages_of_runs(&[runs[0], across, Run { start: TABLE_ENTRIES + 7, blocks: 1 }]), 2);
+        assert_eq!(pages_of_runs(&[runs[0], across, Run { start: TABLE_ENTRIES + 7, blocks: 1 }]), [0, 1].into());
     }
 }
