@@ -477,7 +477,7 @@ impl Disk {
                 );
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            match self.carry_out(&record) {
+            match self.carry_out(&mut record) {
                 // A lack of space does not matter: the files of the pending operation are removed with the disk. But
                 // adopted images are kept, so their descriptors have to be corrected first.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}

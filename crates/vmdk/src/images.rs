@@ -2,8 +2,8 @@
 //!
 //! 1. Files are named as by ESXi: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`, `-sesparse.vmdk` or
 //!    `-vsan.vmdk`. A new image gets the lowest number for which no file exists.
-//! 2. A descriptor file is replaced as a whole. A descriptor inside a sparse extent is overwritten in place; after the
-//!    commit of an operation, the record has the complete new text, for a repair after a crash.
+//! 2. A descriptor file is replaced as a whole. A descriptor inside a sparse extent is rewritten in place; before that,
+//!    the record has the complete new text, for a repair after a crash.
 //! 3. Removing a missing file succeeds, because removals are repeated after a crash.
 
 use crate::disk::Disk;
@@ -164,6 +164,15 @@ impl Disk {
             return storage::write_embedded(&*file, range, &Descriptor::parse(text.as_bytes())?);
         }
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
+    }
+
+    /// Overwrites only the digits of the CIDs that a settlement corrects in a descriptor inside an extent. No chain has
+    /// the image open for writing.
+    pub(crate) fn renumber(&self, record: &Record, settlement: &Settlement) -> Result<()> {
+        let file = self.place(record, record.node(settlement.node)?)?.open(IoMode::Buffered, Access::ReadWrite)?;
+        let Some((range, mut descriptor)) = storage::load_embedded(&*file)? else { return Ok(()) };
+        self.apply(settlement, &mut descriptor);
+        storage::renumber(&*file, range, descriptor.content, descriptor.parent_content).map(drop)
     }
 
     /// Adds the complete new text to those settlements that concern descriptors inside extents.

@@ -5,13 +5,15 @@
 //!
 //! 1. descriptors are corrected: the CID of an image that has replaced another one, and the hints of the images above;
 //! 2. after a merge that was not committed: down, the image above the target records the target's new CID as its parent
-//!    CID, because its visible content is unchanged; up, the old CID is restored in the target, for the same reason;
+//!    CID, because its visible content is unchanged; up, the old CID is restored in the target, for the same reason. If
+//!    that descriptor is inside an extent, the record gets the corrected text first, because a power cut may tear it;
 //! 3. files that are not needed any more, or were never completed, are removed; if a full file system has no space for
 //!    the corrections, files are removed first;
 //! 4. the record is committed without a pending operation, and VMware's list is written.
 
 use crate::disk::Disk;
 use crate::images::{list, remove};
+use crate::line::Level;
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::stored::{RECORD_NEW, RECORD_SPARE};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
@@ -108,7 +110,7 @@ impl Disk {
             self.state.lock().unsettled = false;
             return Ok(());
         }
-        let finished = self.carry_out(&record).and_then(|()| {
+        let finished = self.carry_out(&mut record).and_then(|()| {
             record.pending = None;
             self.commit(record)
         });
@@ -119,8 +121,9 @@ impl Disk {
         Ok(())
     }
 
-    /// Performs the steps of a record's pending operation.
-    pub(crate) fn carry_out(&self, record: &Record) -> Result<()> {
+    /// Performs the steps of a record's pending operation. The record may be replaced by one with more corrections.
+    pub(crate) fn carry_out(&self, record: &mut Record) -> Result<()> {
+        self.record_unmerging(record)?;
         let Some(pending) = &record.pending else { return Ok(()) };
         let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
         let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
@@ -133,6 +136,40 @@ impl Disk {
             }
             outcome => outcome.and_then(|()| self.remove_files(record, &files)),
         }
+    }
+
+    /// Before the descriptor inside an extent is corrected after a merge that was not committed, replaces the merge in
+    /// the record by the correction with the complete text. If the record has no space for the text, only the digits of
+    /// the CIDs are overwritten: that is enough to open the chain, and cannot tear the text.
+    fn record_unmerging(&self, record: &mut Record) -> Result<()> {
+        let Some(merging) = record.pending.as_ref().and_then(|pending| pending.merging) else { return Ok(()) };
+        let Some(settlement) = self.unmerge(record, &merging)? else { return Ok(()) };
+        let settle = self.with_texts(record, vec![settlement])?;
+        if settle.iter().all(|settlement| settlement.text.is_none()) {
+            return Ok(());
+        }
+        let mut after = record.clone();
+        if let Some(pending) = &mut after.pending {
+            pending.merging = None;
+            pending.settle.extend(settle.iter().cloned());
+        }
+        match self.commit(after.clone()) {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                // An image that the head's chain has open for writing stays open, and is corrected later.
+                for settlement in settle.iter().filter(|settlement| self.written_level(settlement.node).is_none()) {
+                    self.renumber(record, settlement)?;
+                }
+                return Err(error);
+            }
+            outcome => outcome?,
+        }
+        *record = after;
+        Ok(())
+    }
+
+    /// The level of an image that the head's chain has open for writing.
+    fn written_level(&self, node: u32) -> Option<Level> {
+        self.open_head().and_then(|line| line.level(node)).filter(Level::is_writing)
     }
 
     /// Corrects the descriptors. Each one is tried, even if others fail.
@@ -151,16 +188,15 @@ impl Disk {
 
     /// Corrects a descriptor, through the open image if the head has it open for writing.
     fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
-        let level = self.open_head().and_then(|line| line.level(settlement.node));
-        match level {
-            Some(level) if level.is_writing() => {
+        match self.written_level(settlement.node) {
+            Some(level) => {
                 let whole = settlement.text.as_deref().map(|text| Descriptor::parse(text.as_bytes())).transpose()?;
                 level.image.update_descriptor(|descriptor| match whole {
                     Some(whole) => *descriptor = whole,
                     None => self.apply(settlement, descriptor),
                 })
             }
-            _ => self.settle_closed(record, settlement),
+            None => self.settle_closed(record, settlement),
         }
     }
 

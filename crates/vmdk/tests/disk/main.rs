@@ -5,6 +5,7 @@
 mod adopting;
 mod checks;
 mod crashes;
+mod embedded;
 mod failing_operations;
 mod full;
 mod histories;
