@@ -155,14 +155,21 @@ impl Engine {
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore, because memory
     /// and journal would no longer agree. The caller holds a grant, or the operation may use the reserve of admission.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
-        if operation.changes_map()
-            && !self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?
-            && meta.nodes_of(&operation)? > meta.map.counts().free
-        {
-            return Err(Error::new(
-                ErrorKind::NoSpace,
-                "the file system of the datastore, or its quota, is full: the map cannot grow",
-            ));
+        if operation.changes_map() {
+            let nodes = crate::engine::metadata::NODES_PER_OPERATION;
+            let Meta { map, pages, .. } = &mut *meta;
+            map.check_next(pages, nodes)?;
+            if !self.ensure_nodes(meta, nodes)? && meta.nodes_of(&operation)? > meta.map.counts().free {
+                return Err(Error::new(
+                    ErrorKind::NoSpace,
+                    "the file system of the datastore, or its quota, is full: the map cannot grow",
+                ));
+            }
+        }
+        if let Some(run) = new_run(&operation) {
+            // The page of the table may have been evicted since the run was allocated, and lost.
+            let Meta { data, pages, .. } = &mut *meta;
+            data.check_entries(pages, run)?;
         }
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
         self.count_changes(meta);

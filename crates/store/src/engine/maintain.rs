@@ -325,7 +325,14 @@ impl Engine {
         };
         // The pages are read without the lock. If a read fails, the region stays unused.
         for number in data {
-            let _ = self.meta.look(|meta| meta.data.load_again(&mut meta.pages, number));
+            let _ = self.meta.look(|meta| {
+                // Changes that are being appended are not pending, and what they freed is not durable yet.
+                if !meta.pending.is_appending() {
+                    meta.data.load_again(&mut meta.pages, number)?;
+                    meta.retain_freed();
+                }
+                Ok(())
+            });
         }
         for number in map {
             let _ = self.meta.look(|meta| meta.map.load_again(&mut meta.pages, number));

@@ -222,11 +222,7 @@ impl Engine {
     pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
         meta.map.recount(&mut meta.pages)?;
         meta.data.recount(&mut meta.pages)?;
-        // Blocks that were freed while their region was damaged may still be needed.
-        let pending = meta.pending.iter().flat_map(|pending| pending.freed.iter());
-        for run in pending.chain(meta.freed.waiting()) {
-            meta.data.retain(*run);
-        }
+        meta.retain_freed();
         Ok(())
     }
 

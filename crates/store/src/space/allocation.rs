@@ -16,13 +16,11 @@ impl Space {
     /// Sets or clears `used` bits in those bitmaps that are in memory, and updates the free count.
     pub(super) fn mark(&mut self, run: Run, used: bool) {
         for (number, first, count) in region::parts(run) {
-            if let Some(bitmaps) = &mut self.regions[number as usize].bitmaps {
-                let changed = bitmaps.set_used(first, count, used);
-                if used {
-                    self.counts.free -= changed;
-                } else {
-                    self.counts.free += changed;
-                }
+            let region = &mut self.regions[number as usize];
+            let before = region.estimate();
+            if let Some(bitmaps) = &mut region.bitmaps {
+                bitmaps.set_used(first, count, used);
+                self.counts.free = self.counts.free + region.estimate() - before;
             }
         }
     }
@@ -97,26 +95,95 @@ impl Space {
     /// A damaged or unreadable region, if there is one: it explains why fewer blocks are free than the file system has
     /// allocated.
     pub fn damage(&self) -> Option<Error> {
-        let found = (0..).zip(&self.regions).find(|(_, region)| region.damaged || region.unreadable);
+        let found = (0..).zip(&self.regions).find(|(_, region)| region.is_lost());
         found.map(|(number, region)| if region.damaged { lost(self.table, number) } else { unread(self.table, number) })
     }
 
     /// Loads a region to allocate from it. False if the region is damaged or unreadable and has to be skipped.
     pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
-        let region = &self.regions[number as usize];
-        if region.damaged || region.unreadable {
+        if self.regions[number as usize].is_lost() {
             return Ok(false);
         }
         match self.load(pages, number) {
             Err(error) if is_lost(&error) => {
-                tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
-                let region = &mut self.regions[number as usize];
-                self.counts.free -= region.estimate();
-                region.lose(&error);
+                self.lose(number, &error);
                 Ok(false)
             }
             other => other.map(|()| true),
         }
+    }
+
+    /// Stops the use of a region for allocation, because a part of its table is lost. Bitmaps in memory stay, and are
+    /// kept up to date, because the table does not show which blocks are allocated or freed at the moment.
+    fn lose(&mut self, number: u64, error: &Error) {
+        tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
+        let region = &mut self.regions[number as usize];
+        self.counts.free -= region.estimate();
+        region.lose(error);
+    }
+
+    /// Fails if an entry of a run cannot be read, although the bitmaps of its region may be in memory. The region is
+    /// then not used for allocation.
+    pub fn check_entries(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
+        for page in run.start / TABLE_ENTRIES..(run.start + run.blocks).div_ceil(TABLE_ENTRIES) {
+            if let Err(error) = pages.get(PageKey::new(self.table, page)) {
+                if is_lost(&error) {
+                    self.lose(page / REGION_PAGES, &error);
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all entries of a run can be read, for a search that otherwise passes over the region.
+    pub(super) fn has_entries(&mut self, pages: &mut Pages, run: Run) -> Result<bool> {
+        match self.check_entries(pages, run) {
+            Err(error) if is_lost(&error) => Ok(false),
+            other => other.map(|()| true),
+        }
+    }
+
+    /// Reads the entries of the next blocks that single allocations will get. A region that has lost one of them is not
+    /// used for allocation any more.
+    pub fn check_next(&mut self, pages: &mut Pages, blocks: u64) -> Result<()> {
+        let count = self.regions();
+        let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
+        let mut left = blocks;
+        for step in 0..=count {
+            let number = if count == 0 { return Ok(()) } else { (start + step) % count };
+            let left_before = left;
+            while left > 0 && self.regions[number as usize].estimate() > 0 && self.load_whole(pages, number)? {
+                let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
+                let Some((first, found)) = bitmaps.find_free(from, 1, left) else { break };
+                let run = Run { start: number * REGION_BLOCKS + first, blocks: found };
+                left = if self.has_entries(pages, run)? { left - found } else { left_before };
+                from = first + found;
+            }
+            if left == 0 {
+                return Ok(());
+            }
+            from = 0;
+        }
+        Ok(())
+    }
+
+    /// Uses a lost region with bitmaps in memory again, if its whole table can be read.
+    pub(super) fn regain(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
+        let table = number * REGION_PAGES..(number + 1) * REGION_PAGES;
+        if pages.is_deferring() {
+            // Records all missing pages in one pass.
+            for page in table.clone() {
+                pages.peek(PageKey::new(self.table, page));
+            }
+        }
+        for page in table {
+            pages.get(PageKey::new(self.table, page))?;
+        }
+        let region = &mut self.regions[number as usize];
+        (region.damaged, region.unreadable) = (false, false);
+        self.counts.free += region.estimate();
+        Ok(())
     }
 
     /// The regions with a table that the medium could not read.
@@ -126,6 +193,10 @@ impl Space {
 
     /// Reads the table of an unreadable region again. If that succeeds, its blocks can be allocated.
     pub fn load_again(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
+        let region = &self.regions[number as usize];
+        if region.unreadable && !region.damaged && region.bitmaps.is_some() {
+            return self.regain(pages, number);
+        }
         self.load(pages, number)
     }
 
@@ -133,7 +204,7 @@ impl Space {
     fn unload_some(&mut self) {
         let mut give_up = LOADED_REGIONS_MAX / 8;
         for region in &mut self.regions {
-            let Some(bitmaps) = &region.bitmaps else { continue };
+            let Some(bitmaps) = region.bitmaps.as_ref().filter(|_| !region.is_lost()) else { continue };
             if bitmaps.used() == u64::from(region.used) {
                 let estimate = u64::from(region.backed.saturating_sub(region.used));
                 self.counts.free = self.counts.free + estimate - bitmaps.free();
@@ -174,12 +245,16 @@ impl Space {
                 let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
                 if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
                     let run = Run { start: number * REGION_BLOCKS + first, blocks };
-                    self.mark(run, true);
-                    self.cursor = run.start + run.blocks;
-                    if self.cursor >= self.blocks() {
-                        self.cursor = 0;
+                    // The table may have been lost since the bitmaps were loaded. The change that uses the run would
+                    // fail half-way.
+                    if self.has_entries(pages, run)? {
+                        self.mark(run, true);
+                        self.cursor = run.start + run.blocks;
+                        if self.cursor >= self.blocks() {
+                            self.cursor = 0;
+                        }
+                        return Ok(Some(run));
                     }
-                    return Ok(Some(run));
                 }
             }
             from = 0;

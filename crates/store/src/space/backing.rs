@@ -47,8 +47,11 @@ impl Space {
             }
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             if let Some((first, blocks)) = bitmaps.find_unbacked(EXTENSION_RUN.min(want), want) {
-                self.extension_hint = number;
-                return Ok(Run { start: number * REGION_BLOCKS + first, blocks });
+                let run = Run { start: number * REGION_BLOCKS + first, blocks };
+                if self.has_entries(pages, run)? {
+                    self.extension_hint = number;
+                    return Ok(run);
+                }
             }
         }
         self.extension_hint = count;
@@ -125,6 +128,15 @@ impl Space {
                 found.push(Run { start: number * REGION_BLOCKS + first, blocks });
                 from = first + blocks;
                 taken += blocks;
+            }
+            let mut whole = true;
+            for run in &found {
+                whole = whole && self.has_entries(pages, *run)?;
+            }
+            if !whole {
+                taken -= found.iter().map(|run| run.blocks).sum::<u64>();
+                *region += 1;
+                continue;
             }
             for run in &found {
                 self.mark(*run, true);

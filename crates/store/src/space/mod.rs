@@ -395,11 +395,19 @@ impl Space {
         Ok(())
     }
 
-    /// Counts every region without bitmaps in memory, at the end of a repair.
+    /// Counts every region without bitmaps in memory, at the end of a repair. A lost region is used again if its whole
+    /// table can be read.
     pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
             if region.bitmaps.is_some() {
+                // The counts are exact. The repair may have restored the table.
+                if region.is_lost()
+                    && let Err(error) = self.regain(pages, number)
+                    && !is_lost(&error)
+                {
+                    return Err(error);
+                }
                 continue;
             }
             let before = region.estimate();
@@ -464,9 +472,8 @@ impl Space {
             && region.bitmaps.take().is_some()
         {
             self.loaded -= 1;
-            let known = u64::from(region.backed.saturating_sub(region.used));
             // The estimate is used instead of the bitmaps until the region is counted again.
-            self.counts.free = self.regions.iter().map(Region::estimate).sum::<u64>().max(known);
+            self.counts.free = self.regions.iter().map(Region::estimate).sum();
         }
     }
 

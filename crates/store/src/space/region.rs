@@ -65,10 +65,15 @@ impl Region {
     /// The number of free backed blocks: exact with bitmaps, otherwise estimated from the counts.
     pub fn estimate(&self) -> u64 {
         match &self.bitmaps {
-            _ if self.damaged || self.unreadable => 0,
+            _ if self.is_lost() => 0,
             Some(bitmaps) => bitmaps.free(),
             None => u64::from(self.backed.saturating_sub(self.used)),
         }
+    }
+
+    /// Whether a part of the table is lost: the region is not used for allocation.
+    pub fn is_lost(&self) -> bool {
+        self.damaged || self.unreadable
     }
 
     /// Notes that the table of the region is lost, with the error of reading it.
@@ -118,9 +123,8 @@ impl Bitmaps {
         self.used_count
     }
 
-    /// Sets or clears used bits; returns the change of the number of free backed blocks.
-    pub fn set_used(&mut self, first: u64, count: u64, used: bool) -> u64 {
-        let before = self.free;
+    /// Sets or clears used bits.
+    pub fn set_used(&mut self, first: u64, count: u64, used: bool) {
         self.edit(first, count, |bitmaps, word, mask| {
             if used {
                 bitmaps.used[word] |= mask;
@@ -128,7 +132,6 @@ impl Bitmaps {
                 bitmaps.used[word] &= !mask;
             }
         });
-        before.abs_diff(self.free)
     }
 
     pub fn set_backed(&mut self, first: u64, count: u64, backed: bool) {

@@ -171,6 +171,14 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
+    /// Marks freed blocks as used, in regions whose bitmaps were rebuilt from the table: they may still be needed.
+    pub(crate) fn retain_freed(&mut self) {
+        let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
+        for run in pending.chain(self.freed.waiting()) {
+            self.data.retain(*run);
+        }
+    }
+
     /// Makes blocks allocatable that were freed durably and to which no read refers any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;

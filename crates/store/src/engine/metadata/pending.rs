@@ -139,6 +139,11 @@ impl Queue {
         self.memory
     }
 
+    /// Whether changes that were taken from the queue are being appended.
+    pub fn is_appending(&self) -> bool {
+        self.appending > 0
+    }
+
     /// Bytes of the changes in the queue, and of those that are being appended.
     pub fn bytes_unappended(&self) -> usize {
         self.bytes + self.appending

@@ -140,13 +140,21 @@ impl Engine {
         self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
             // If the file system runs full during the reservation, the file keeps the blocks allocated so far, and no
-            // record describes them. Punching a hole needs free space on some file systems, so it may fail too.
-            if file.punch(offset, length).is_err() {
-                self.reserves.note_unreturned(run);
-            }
+            // record describes them.
+            self.return_run(run)?;
             return Err(error).during(|| format!("reserving {length} bytes for data"));
         }
         self.files.touch(run);
+        Ok(())
+    }
+
+    /// Returns reserved space that no record describes.
+    fn return_run(&self, run: Run) -> Result<()> {
+        let (file, offset) = self.files.locate(run)?;
+        // Punching a hole needs free space on some file systems, so it may fail.
+        if file.punch(offset, run.blocks * BLOCK_SIZE as u64).is_err() {
+            self.reserves.note_unreturned(run);
+        }
         Ok(())
     }
 
@@ -167,6 +175,12 @@ impl Engine {
     }
 
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
+        let Meta { data, pages, .. } = &mut *meta;
+        if let Err(error) = data.check_entries(pages, run) {
+            // The region is skipped from now on.
+            self.return_run(run)?;
+            return Err(error);
+        }
         // The reservation must be durable before the journal describes it.
         let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };

@@ -1,12 +1,13 @@
 //! Sectors that the medium cannot read: an unreadable page takes no more than a page with a wrong checksum, and a read
 //! that fails once loses nothing.
 
-use super::between::lose_page;
+use super::between::{before_next, lose_page};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
+use crate::space::TABLE_ENTRIES;
 use backend::IoMode;
-use backend::simulated::Fault;
+use backend::simulated::{Fault, Request};
 use std::time::{Duration, Instant};
 
 /// Blocks written to disk 1, each the second one, so that its map has several leaves.
@@ -402,4 +403,149 @@ fn a_superblock_that_never_reached_the_medium_is_not_used() {
         assert!((0..300).all(|block| value(&engine, block).unwrap() == 7), "{number} {sync} {cut}");
         is_whole(&engine);
     }
+}
+
+/// Loses a page of a table after the regions of the table were loaded and its pages were evicted.
+fn lose_loaded(
+    disk: &SimulatedDisk,
+    engine: &Engine,
+    name: &'static str,
+    page: u64,
+    corrupt: bool,
+) -> impl Fn() + use<> {
+    engine.checkpoint().unwrap();
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(disk, name, page);
+    let (disk, at) = (disk.clone(), page * BLOCK_SIZE as u64);
+    let spoil = move || disk.flip_bit(name, at + 100, 1).unwrap();
+    if corrupt {
+        mend();
+        spoil();
+    }
+    move || if corrupt { spoil() } else { mend() }
+}
+
+#[test]
+fn a_table_page_lost_after_its_region_was_loaded_does_not_stop_the_store() {
+    for corrupt in [false, true] {
+        let (disk, engine) = made();
+        assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
+        drop(engine.claim_blocks(3000).unwrap());
+        for block in 0..1000 {
+            write(&engine, block, 1);
+            if block % 100 == 0 {
+                engine.pump().unwrap();
+            }
+        }
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        // The page with the entries of the next new blocks: writes of the other disk get blocks of another region.
+        let next = own_block(&engine, 1, 999).start / TABLE_ENTRIES;
+        let mend = lose_loaded(&disk, &engine, "data.table", next, corrupt);
+        let before = engine.counts().data;
+        for block in 0..1500 {
+            try_write(&engine, 2, block, 4).unwrap();
+            if block % 100 == 0 {
+                engine.pump().unwrap();
+            }
+        }
+        flush_disk(&engine, 2).unwrap();
+        assert_eq!(engine.failure(), None);
+        assert_eq!(engine.counts().data.used, before.used + 1500);
+        assert_eq!(value(&engine, 0).unwrap(), 1);
+        mend();
+        engine.load_unreadable();
+        assert_eq!(engine.meta.lock().data.damage().is_some(), corrupt);
+        is_whole(&engine);
+        let counts = engine.counts().data;
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        let now = engine.counts().data;
+        assert_eq!((now.used, now.backed), (counts.used, counts.backed));
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn a_table_page_of_the_map_lost_after_its_region_was_loaded_does_not_stop_the_store() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let engine = open(&disk).unwrap();
+        assert_eq!(add_disk(&engine, "third", BLOCKS, Provisioning::Thin), 3);
+        // Allocates a node.
+        try_write(&engine, 2, 0, 4).unwrap();
+        flush_disk(&engine, 2).unwrap();
+        engine.settle(&engine.head(2)).unwrap();
+        engine.flush().unwrap();
+        // The first write to a disk needs a new node. The page has the entries of all free nodes that have space.
+        let mend = lose_loaded(&disk, &engine, "map.table", 0, corrupt);
+        let _ = try_write(&engine, 3, 0, 4);
+        let _ = engine.settle(&engine.head(3));
+        let _ = flush_disk(&engine, 3);
+        assert_eq!(engine.failure(), None);
+        mend();
+        engine.load_unreadable();
+        assert_eq!(value(&engine, 0).unwrap(), 1);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn blocks_freed_while_their_region_is_unreadable_are_not_allocated_before_that_is_durable() {
+    let disk = grown();
+    let mend = lose_page(&disk, "data.table", 20);
+    let engine = open(&disk).unwrap();
+    drop(engine.claim_blocks(3000).unwrap());
+    assert_eq!(engine.meta.lock().data.unreadable(), [0]);
+    let freed = own_block(&engine, 1, 0);
+    engine.discard_blocks(&engine.head(1), 0..1).unwrap();
+    engine.settle(&engine.head(1)).unwrap();
+    assert!(!engine.meta.lock().pending.is_empty());
+    mend();
+    engine.load_unreadable();
+    let mut guard = engine.meta.lock();
+    let meta = &mut *guard;
+    assert!(meta.data.unreadable().is_empty());
+    while let Some(run) = meta.data.allocate(&mut meta.pages, 4096).unwrap() {
+        assert!(!(run.start..run.start + run.blocks).contains(&freed.start), "{run:?}");
+    }
+}
+
+#[test]
+fn a_table_page_lost_while_blocks_are_written_does_not_stop_the_store() {
+    let (disk, engine) = made();
+    drop(engine.claim_blocks(3000).unwrap());
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    write(&engine, 100, 2);
+    // The new block is allocated and not in the map yet.
+    let (other, medium) = (Arc::clone(&engine), disk.clone());
+    before_next(&disk, Request::Write, move || {
+        other.meta.lock().pages.drop_clean();
+        let _mend = lose_page(&medium, "data.table", 0);
+    });
+    let _ = engine.settle(&engine.head(1));
+    assert_eq!((engine.failure(), engine.meta.lock().data.unreadable()), (None, vec![0]));
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!(value(&engine, 100).unwrap(), 2);
+}
+
+#[test]
+fn a_region_is_not_used_again_while_the_freeing_of_its_blocks_is_being_appended() {
+    let disk = grown();
+    let mend = lose_page(&disk, "data.table", 20);
+    let engine = open(&disk).unwrap();
+    drop(engine.claim_blocks(3000).unwrap());
+    engine.discard_blocks(&engine.head(1), 0..1).unwrap();
+    engine.settle(&engine.head(1)).unwrap();
+    mend();
+    let other = Arc::clone(&engine);
+    before_next(&disk, Request::Write, move || other.load_unreadable());
+    engine.commit_changes().unwrap();
+    assert_eq!(engine.meta.lock().data.unreadable(), [0]);
+    engine.load_unreadable();
+    assert!(engine.meta.lock().data.unreadable().is_empty());
 }
