@@ -4,6 +4,7 @@ use super::{PageFile, PageKey, Pages, Slot, verify};
 use crate::sync::{Condvar, Mutex};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
+use rustc_hash::FxHashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -90,17 +91,19 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// Makes lookups that miss pages record the pages and fail, until [`Pages::undefer`].
-    pub fn defer(&mut self) {
+    /// Makes lookups that miss pages record the pages and fail, until [`Pages::undefer`]. Pages in `lost` are not
+    /// recorded: lookups that miss one fail with its error.
+    pub fn defer(&mut self, lost: FxHashMap<PageKey, Error>) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;
+        self.lost = lost;
     }
 
-    /// Ends [`Pages::defer`]: lookups read from the files again. Returns the missed pages in file order; empty if none
-    /// was missed.
-    pub fn undefer(&mut self) -> Vec<PageKey> {
+    /// Ends [`Pages::defer`]: lookups read from the files again. Returns the missed pages in file order, none of them
+    /// lost, and the lost pages.
+    pub fn undefer(&mut self) -> (Vec<PageKey>, FxHashMap<PageKey, Error>) {
         self.deferring = false;
-        self.take_absent()
+        (self.take_absent(), std::mem::take(&mut self.lost))
     }
 
     /// True between [`Pages::defer`] and [`Pages::undefer`].
@@ -129,7 +132,9 @@ impl Pages {
                 Some(&slot.page)
             }
             None => {
-                self.absent.push(key);
+                if !self.lost.contains_key(&key) {
+                    self.absent.push(key);
+                }
                 None
             }
         }
@@ -144,6 +149,9 @@ impl Pages {
     pub(super) fn miss(&mut self, key: PageKey) -> Result<()> {
         self.hits_at_miss = self.statistics.hits;
         if self.deferring {
+            if let Some(error) = self.lost.get(&key) {
+                return Err(error.repeated());
+            }
             self.absent.push(key);
             return Err(Error::new(ErrorKind::Busy, format!("{key} is not in memory")));
         }

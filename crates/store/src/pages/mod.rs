@@ -45,7 +45,7 @@ pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
 pub use load::{Load, patiently, read_home};
 pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
-use crate::Result;
+use crate::{Error, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use eviction::{Queues, Uses};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -110,6 +110,8 @@ pub struct Pages {
     /// True while lookups record the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
+    /// Lost pages, while lookups defer: a lookup that misses one of them gets the error of its read.
+    lost: FxHashMap<PageKey, Error>,
     /// Pages being read without the lock.
     loading: FxHashMap<PageKey, Arc<Load>>,
     /// Number of hits at the last miss.
@@ -135,6 +137,7 @@ impl Pages {
             statistics: PageStatistics::default(),
             deferring: false,
             absent: Vec::new(),
+            lost: FxHashMap::default(),
             loading: FxHashMap::default(),
             hits_at_miss: 0,
             kept: None,

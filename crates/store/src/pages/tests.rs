@@ -239,10 +239,10 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     assert!(pages.begin_load(key).is_none() && load.wait().is_some());
     assert_eq!((word(&held), word(pages.get(key).unwrap())), (3, 3));
     // A deferred lookup returns the missing pages; a reference on a page keeps it in memory.
-    pages.defer();
+    pages.defer(Default::default());
     let other = PageKey::new(PageFile::Catalog, 9);
     assert!(pages.get(key).is_ok() && pages.get(other).is_err());
-    assert_eq!(pages.undefer(), [other]);
+    assert_eq!(pages.undefer().0, [other]);
     for number in 100..1000 {
         pages.get(PageKey::new(PageFile::Catalog, number)).unwrap();
     }

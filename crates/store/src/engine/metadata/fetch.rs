@@ -1,6 +1,8 @@
 //! Reads metadata into memory without waiting for the medium under the metadata lock.
 //!
-//! A lookup that misses pages releases the lock, reads the pages and starts again ([`Metadata::look`], [`Fetch`]). A
+//! A lookup that misses pages releases the lock, reads the pages and starts again ([`Metadata::look`], [`Fetch`]). If
+//! such a page is lost, the lookup gets the error of the read where it needs the page, and may do without the page: a
+//! search for free blocks passes over its region. A
 //! change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
 //! missing pages, and they are read without the lock. Both are repeated until no page is missing
 //! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. Those are read under
@@ -8,8 +10,9 @@
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};
-use crate::{ErrorKind, Result};
+use crate::{Error, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
+use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
 /// How often a lookup releases the lock to read missing pages: several times the height of a tree and its tables. After
@@ -34,6 +37,8 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
 pub(crate) struct Fetch {
     looks: usize,
     held: Vec<Arc<Block>>,
+    /// Pages that are lost, with the errors of their reads.
+    lost: FxHashMap<PageKey, Error>,
 }
 
 impl Fetch {
@@ -48,9 +53,10 @@ impl Fetch {
         if self.looks > LOOKS_MAX {
             return Ok(look(meta));
         }
-        meta.pages.defer();
+        meta.pages.defer(std::mem::take(&mut self.lost));
         let outcome = look(meta);
-        let absent = meta.pages.undefer();
+        let absent;
+        (absent, self.lost) = meta.pages.undefer();
         if absent.is_empty() { Ok(outcome) } else { Err(absent) }
     }
 }
@@ -64,8 +70,8 @@ impl Metadata {
             match looked {
                 Ok(outcome) => return outcome,
                 Err(absent) => match self.load_pages(absent, &mut fetch) {
-                    // The lookup may do without a damaged page: a search for free blocks passes over its region.
-                    Err(error) if error.kind() == ErrorKind::Corrupt => return look(&mut self.lock()),
+                    // The next look gets this error, and decides what it means.
+                    Err(error) if is_lost(&error) => {}
                     other => other?,
                 },
             }
@@ -131,7 +137,12 @@ impl Metadata {
                 }
                 match meta.pages.end_load(*key, load, page) {
                     Ok(page) => fetch.held.extend(page),
-                    Err(error) => result = Err(error),
+                    Err(error) => {
+                        if is_lost(&error) {
+                            fetch.lost.insert(*key, error.repeated());
+                        }
+                        result = Err(error);
+                    }
                 }
             }
         }

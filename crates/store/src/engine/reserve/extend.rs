@@ -12,7 +12,7 @@ use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
-use crate::{Error, ErrorKind, IoContext, Result, is_lost};
+use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 
 /// One reservation takes at least this many data blocks (1 MiB).
@@ -82,12 +82,7 @@ impl Engine {
             let run = data.plan_extension(pages, want)?;
             Ok(Some((run, needs(meta, 0, 0))))
         };
-        let planned = match self.meta.look(plan) {
-            // Under the lock, the region whose table is lost is noted and skipped.
-            Err(error) if is_lost(&error) => plan(&mut self.meta.lock()),
-            planned => planned,
-        };
-        let Some((run, needs)) = planned? else { return Ok(()) };
+        let Some((run, needs)) = self.meta.look(plan)? else { return Ok(()) };
         match self.reserve_run(run, &needs) {
             Ok(()) => {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_run(run));

@@ -5,7 +5,7 @@ use super::between::{before_next, lose_page};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
-use crate::space::TABLE_ENTRIES;
+use crate::space::{REGION_BLOCKS, TABLE_ENTRIES};
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
 use std::time::{Duration, Instant};
@@ -548,4 +548,24 @@ fn a_region_is_not_used_again_while_the_freeing_of_its_blocks_is_being_appended(
     assert_eq!(engine.meta.lock().data.unreadable(), [0]);
     engine.load_unreadable();
     assert!(engine.meta.lock().data.unreadable().is_empty());
+}
+
+#[test]
+fn a_lookup_passes_over_lost_pages_without_a_read_under_the_lock() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let mend = lose_page(&disk, "data.table", 20);
+        if corrupt {
+            mend();
+            disk.flip_bit("data.table", 20 * BLOCK_SIZE as u64 + 100, 1).unwrap();
+        }
+        let engine = open(&disk).unwrap();
+        let before = engine.meta.lock().pages.statistics().locked;
+        let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300)).unwrap();
+        assert!(run.start >= REGION_BLOCKS, "{run:?}");
+        assert_eq!(engine.meta.lock().pages.statistics().locked, before, "corrupt: {corrupt}");
+        // A lookup that needs the page gets the error of its read.
+        let kind = engine.meta.look(|meta| meta.entry(20 * TABLE_ENTRIES)).unwrap_err().kind();
+        assert_eq!(kind, if corrupt { ErrorKind::Corrupt } else { ErrorKind::Io });
+    }
 }
