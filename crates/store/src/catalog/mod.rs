@@ -196,6 +196,8 @@ pub struct Catalog {
     disks: BTreeMap<String, u64>,
     snapshots: BTreeMap<(u64, String), u64>,
     trash: BTreeSet<u64>,
+    /// Deleted objects that are not dropped for now, because the medium could not read their trees.
+    left: BTreeSet<u64>,
     free_slots: BTreeSet<u64>,
     slots: u64,
     dirty: BTreeSet<u64>,
@@ -333,6 +335,7 @@ impl Catalog {
             }
             ObjectState::Trash => {
                 self.trash.remove(&object.id);
+                self.left.remove(&object.id);
             }
         }
     }
@@ -386,9 +389,17 @@ impl Catalog {
         self.trash.first().copied()
     }
 
-    /// Leaves a deleted object in place until the datastore is opened again, because its tree cannot be read.
-    pub fn leave_trash(&mut self, id: u64) {
-        self.trash.remove(&id);
+    /// Leaves a deleted object in place, because its tree cannot be read: until [`Catalog::take_left_again`] if a later
+    /// read may succeed, otherwise until the datastore is opened again.
+    pub fn leave_trash(&mut self, id: u64, error: &Error) {
+        if self.trash.remove(&id) && error.kind() == ErrorKind::Io {
+            self.left.insert(id);
+        }
+    }
+
+    /// Has the deleted objects dropped that a failed read has left in place.
+    pub fn take_left_again(&mut self) {
+        self.trash.append(&mut self.left);
     }
 
     /// Adds or replaces an object.

@@ -51,7 +51,7 @@ const SLACK_SHARE: u64 = 32;
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
 /// How long punching pauses after a failure, because the file system may always refuse it.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);
-/// How often the tables of unreadable regions are read again.
+/// How often the tables of unreadable regions, and the trees of unreadable deleted objects, are read again.
 const READ_AGAIN: Duration = Duration::from_secs(60);
 /// Free backed blocks that are not punched even when the datastore is idle (256 KiB).
 const SLACK_IDLE: u64 = 64;
@@ -67,7 +67,7 @@ pub(super) struct Watch {
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
-    /// When the tables of unreadable regions were read last.
+    /// When unreadable tables and trees were read last.
     read_again: Instant,
 }
 
@@ -316,11 +316,12 @@ impl Engine {
         steps.0
     }
 
-    /// Reads the tables of unreadable regions again, so that a failure of the medium that has ended does not keep their
-    /// free blocks unused.
+    /// Reads the tables of unreadable regions and the trees of deleted objects again, so that a failure of the medium
+    /// that has ended does not keep their blocks unused.
     pub(super) fn load_unreadable(&self) {
         let (data, map) = {
-            let meta = self.meta.lock();
+            let mut meta = self.meta.lock();
+            meta.catalog.take_left_again();
             (meta.data.unreadable(), meta.map.unreadable())
         };
         // The pages are read without the lock. If a read fails, the region stays unused.
@@ -354,7 +355,7 @@ impl Engine {
             match meta.check_readable(&operation) {
                 Err(error) if is_lost(&error) => {
                     tracing::error!(%error, "a deleted disk or snapshot is damaged: its other blocks are not freed");
-                    meta.catalog.leave_trash(object);
+                    meta.catalog.leave_trash(object, &error);
                     continue;
                 }
                 other => other?,
