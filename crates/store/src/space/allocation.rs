@@ -11,6 +11,8 @@ pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only after a search has
 /// found no such run.
 pub(super) const GOOD_RUN: u64 = 16;
+/// The most runs that are remembered because they have grown to this length. Further ones are found by their turn.
+const GROWN_MAX: usize = 256;
 
 impl Space {
     /// Sets or clears `used` bits in those bitmaps that are in memory, and updates the free count.
@@ -222,13 +224,40 @@ impl Space {
     /// used until [`Space::adopt`] or [`Space::release`].
     pub fn allocate(&mut self, pages: &mut Pages, want: u64) -> Result<Option<Run>> {
         let good = want.min(GOOD_RUN);
-        if !(self.fragmented && good > 1) {
+        if self.fragmented && good > 1 {
+            while let Some(start) = self.grown.pop_front() {
+                if let Some(run) = self.take_grown(pages, start, good, want)? {
+                    return Ok(Some(run));
+                }
+            }
+        } else {
             if let Some(run) = self.search(pages, good, want)? {
                 return Ok(Some(run));
             }
             self.fragmented = good > 1;
+            self.grown.clear();
         }
         if good > 1 { self.search(pages, 1, want) } else { Ok(None) }
+    }
+
+    /// Allocates at `start`, if at least `least` blocks are still free there.
+    fn take_grown(&mut self, pages: &mut Pages, start: u64, least: u64, want: u64) -> Result<Option<Run>> {
+        let region = &self.regions[(start / REGION_BLOCKS) as usize];
+        let Some(bitmaps) = region.bitmaps.as_ref().filter(|_| !region.is_lost()) else { return Ok(None) };
+        let found = bitmaps.find_free(start % REGION_BLOCKS, 1, want);
+        let Some((_, blocks)) = found.filter(|(first, blocks)| *first == start % REGION_BLOCKS && *blocks >= least)
+        else {
+            return Ok(None);
+        };
+        let run = Run { start, blocks };
+        if !self.has_entries(pages, run)? {
+            return Ok(None);
+        }
+        self.mark(run, true);
+        if blocks == want && (start + blocks) / REGION_BLOCKS == start / REGION_BLOCKS {
+            self.grown.push_front(start + blocks);
+        }
+        Ok(Some(run))
     }
 
     fn search(&mut self, pages: &mut Pages, least: u64, want: u64) -> Result<Option<Run>> {
@@ -268,6 +297,10 @@ impl Space {
         self.mark(run, false);
         if run.blocks >= GOOD_RUN {
             self.fragmented = false;
+        } else if self.fragmented && self.grown.len() < GROWN_MAX {
+            let bitmaps = self.regions[(run.start / REGION_BLOCKS) as usize].bitmaps.as_ref();
+            let grown = bitmaps.and_then(|bitmaps| bitmaps.free_around(run.start % REGION_BLOCKS, GOOD_RUN));
+            self.grown.extend(grown.map(|first| run.start - run.start % REGION_BLOCKS + first));
         }
     }
 }

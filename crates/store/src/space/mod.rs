@@ -26,7 +26,7 @@ use crate::pages::{PageFile, PageKey, Pages, patiently};
 use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use region::Region;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
 /// Regions per data file: just under 1 TiB, below the file size limit of common file systems.
 pub const FILE_REGIONS: u64 = 16_384;
@@ -74,8 +74,11 @@ pub struct Space {
     dirty_regions: BTreeSet<u64>,
     counts: SpaceCounts,
     cursor: u64,
-    /// No run of the preferred length was found, and none has become free since.
+    /// No run of the preferred length was found, and since then none was released as a whole or got space.
     fragmented: bool,
+    /// While `fragmented`: where runs of the preferred length have grown from shorter ones since. Another search of all
+    /// regions for the few such runs would take too long.
+    grown: VecDeque<u64>,
     extension_hint: u64,
     /// Map only: blocks below this are backed.
     backed_length: u64,
@@ -98,6 +101,7 @@ impl Space {
             counts: SpaceCounts::default(),
             cursor: 0,
             fragmented: false,
+            grown: VecDeque::new(),
             extension_hint: 0,
             backed_length: 0,
             derived: Vec::new(),

@@ -165,6 +165,16 @@ impl Bitmaps {
         find_run(from, least, most, |word| self.backed[word] & !self.used[word])
     }
 
+    /// The start of a run of at least `least` free backed blocks that contains a block. At most `least` blocks before
+    /// the block are examined.
+    pub fn free_around(&self, block: u64, least: u64) -> Option<u64> {
+        let is_free =
+            |at: u64| (self.backed[(at / 64) as usize] & !self.used[(at / 64) as usize]) >> (at % 64) & 1 == 1;
+        let before = (block.saturating_sub(least)..block).rev();
+        let first = before.take_while(|at| is_free(*at)).last().unwrap_or(block);
+        self.find_free(first, 1, least).filter(|found| *found == (first, least)).map(|(first, _)| first)
+    }
+
     /// The first run of at least `least` blocks that are neither used nor backed, shortened to `most` blocks.
     pub fn find_unbacked(&self, least: u64, most: u64) -> Option<(u64, u64)> {
         find_run(0, least, most, |word| !(self.backed[word] | self.used[word]))

@@ -417,3 +417,29 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     assert_eq!(counts.free, counts.backed - counts.used);
     space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new()).unwrap();
 }
+
+#[test]
+fn long_runs_that_grow_from_single_blocks_are_allocated_before_short_ones() {
+    let mut world = World::new(SpaceKind::Data, 3);
+    let all = Run { start: 0, blocks: 2 * REGION_BLOCKS };
+    world.space.set_backed(&mut world.pages, all, true).unwrap();
+    while let Some(run) = world.space.allocate(&mut world.pages, 4096).unwrap() {
+        world.space.adopt(&mut world.pages, run).unwrap();
+    }
+    let free = |world: &mut World, block: u64| {
+        let (run, mut freed) = (Run { start: block, blocks: 1 }, Vec::new());
+        world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap();
+        world.space.release(run);
+    };
+    (0..REGION_BLOCKS).step_by(4).for_each(|block| free(&mut world, block));
+    // The search finds only single blocks.
+    assert_eq!(world.space.allocate(&mut world.pages, 64).unwrap().unwrap().blocks, 1);
+    (0..1024).for_each(|block| free(&mut world, REGION_BLOCKS + 500 + block));
+    let (mut runs, mut blocks) = (0, 0);
+    while blocks < 1024 {
+        blocks += world.space.allocate(&mut world.pages, 64).unwrap().unwrap().blocks;
+        runs += 1;
+    }
+    println!("1024 blocks in {runs} runs");
+    assert!(runs <= 20, "{runs}");
+}
