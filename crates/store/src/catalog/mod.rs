@@ -389,6 +389,11 @@ impl Catalog {
         self.trash.first().copied()
     }
 
+    /// The objects waiting to be dropped.
+    pub fn trash(&self) -> impl Iterator<Item = &Object> {
+        self.trash.iter().filter_map(|id| self.find(*id))
+    }
+
     /// Leaves a deleted object in place, because its tree cannot be read: until [`Catalog::take_left_again`] if a later
     /// read may succeed, otherwise until the datastore is opened again.
     pub fn leave_trash(&mut self, id: u64, error: &Error) {

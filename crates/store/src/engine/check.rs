@@ -157,8 +157,8 @@ impl Steps<'_> {
 }
 
 impl Engine {
-    /// Makes a checkpoint and a view of the metadata that it wrote. One view exists at a time.
-    fn view(&self) -> Result<View> {
+    /// Makes a checkpoint and a view of the metadata that it wrote.
+    pub(super) fn view(&self) -> Result<View> {
         let _checkpoint = self.log.lock_checkpoints();
         self.meta.lock().want_view();
         let captured = self.checkpoint_locked(Purpose::GoOn);
@@ -185,7 +185,7 @@ impl Engine {
         let mut report = self.take_found_first();
         self.check_superblock(false, &mut report)?;
         let mut view = self.view()?;
-        let used = view.used;
+        let used = view.counts.data.used;
         let checked = self.check_sight(&mut view.sight(), StoreActivity::Running, used, options, progress, &mut report);
         // If pages of the view were lost, its findings are meaningless.
         view.check()?;

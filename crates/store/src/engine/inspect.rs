@@ -342,15 +342,7 @@ impl Engine {
 
     /// Sizes of the store.
     pub fn counts(&self) -> StoreCounts {
-        let meta = self.meta.lock();
-        StoreCounts {
-            data: meta.data.counts(),
-            map: meta.map.counts(),
-            reserved: meta.catalog.reserved(),
-            held: meta.freed.blocks(),
-            pages_cached: meta.pages.cached() as u64,
-            pages_dirty: meta.pages.dirty() as u64,
-        }
+        self.meta.lock().counts()
     }
 
     /// Bytes that all files of the store occupy in the file system.

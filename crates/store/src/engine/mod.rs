@@ -49,17 +49,18 @@
 //!
 //! # Locks
 //!
-//! They are acquired in this order: `checking` (one check at a time), `control` (one change of the catalog at a time),
-//! punching, checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no
-//! write that bypasses the buffer under way), extending (reservations in the file system), the buffers of disks
-//! (ascending by id), the metadata, permits. Data is read and written under no lock except the gate and `through`. The
-//! journal is written under its own lock.
+//! They are acquired in this order: `checking` (one check at a time), `counting` (one count of space at a time),
+//! `control` (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the
+//! journal, the flush of the data files, `through` (no write that bypasses the buffer under way), extending
+//! (reservations in the file system), the buffers of disks (ascending by id), the metadata, permits. Data is read and
+//! written under no lock except the gate and `through`. The journal is written under its own lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
 //! (`Metadata::bring_in`). Two kinds of pages are read under the metadata lock: those that a change still misses
 //! afterwards, and those that recovery and a repair need.
 
+mod accounting;
 mod admit;
 mod buffers;
 mod bulk;
@@ -88,6 +89,7 @@ mod verify;
 mod write;
 mod writeback;
 
+pub use accounting::{Accounts, ObjectSpace, WouldFree};
 pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
@@ -184,6 +186,8 @@ pub struct Engine {
     found_first: Mutex<Report>,
     /// Held by a check: one runs at a time.
     checking: Mutex<()>,
+    /// Held by a count of space: one runs at a time.
+    counting: Mutex<()>,
     /// Held by a change of the catalog: one runs at a time.
     control: Mutex<()>,
     buffers: Buffers,

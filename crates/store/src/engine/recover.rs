@@ -354,6 +354,7 @@ impl Engine {
             owner: parts.owner.map(Arc::downgrade),
             uuid: superblock.uuid,
             checking: Mutex::default(),
+            counting: Mutex::default(),
             control: Mutex::default(),
             running: Running::default(),
             counters: Counters::default(),

@@ -278,6 +278,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
     assert_eq!(Superblock::read(&*file).unwrap().0, good);
 }
 
+mod accounting;
 mod between;
 mod cost;
 mod damage;

@@ -1,4 +1,4 @@
-//! Pages as a checkpoint left them, for a reader that continues while later checkpoints overwrite them.
+//! Pages as a checkpoint left them, for readers that continue while later checkpoints overwrite them.
 //!
 //! Between two checkpoints the page files hold the complete state that the first one captured. For a reader that needs
 //! this state for longer, the old content of every page is copied here before a later checkpoint overwrites the page.
@@ -6,7 +6,8 @@
 //! What must hold:
 //!
 //! 1. A page is copied before it is overwritten. A reader reads the file first and looks for a copy afterwards. If
-//!    there is no copy then, the page was not overwritten before the read.
+//!    there is no copy then, the page was not overwritten before the read. Each reader has copies of its own, because
+//!    readers may begin after different checkpoints.
 //! 2. One checkpoint runs at a time, and writes no page in place before [`Kept::keep`] has returned.
 //! 3. Copies in memory are limited. Further copies are written to an unnamed file, which the file system frees when the
 //!    process ends. If that file cannot be written, the checkpoint continues and the reader fails.
@@ -18,7 +19,7 @@ use backend::{BLOCK_SIZE, Block, Directory, File, IoMode};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// The most copies in memory (32 MiB). Fewer in tests, so that the file is used.
+/// The most copies of a reader in memory (32 MiB). Fewer in tests, so that the file is used.
 const MEMORY_MAX: usize = if cfg!(test) { 64 } else { 8192 };
 /// The file for further pages. Its name is removed as soon as it is open.
 const OVERFLOW_FILE: &str = "check.pages";
@@ -33,7 +34,6 @@ enum Image {
 
 #[derive(Default)]
 struct KeptState {
-    readers: usize,
     images: FxHashMap<PageKey, Image>,
     in_memory: usize,
     overflow: Option<Arc<dyn File>>,
@@ -44,63 +44,73 @@ struct KeptState {
 /// Copies of pages that later checkpoints have overwritten.
 pub struct Kept {
     directory: Arc<dyn Directory>,
+    readers: Mutex<Vec<Arc<KeptPages>>>,
+}
+
+/// The copies for one reader.
+pub struct KeptPages {
+    directory: Arc<dyn Directory>,
     state: Mutex<KeptState>,
 }
 
-/// Pages are copied while this exists.
-pub struct Keeping(Arc<Kept>);
+/// Pages are copied for a reader while this exists.
+pub struct Keeping {
+    kept: Arc<Kept>,
+    pages: Arc<KeptPages>,
+}
 
 impl Kept {
     /// An empty set of copies.
     pub fn new(directory: Arc<dyn Directory>) -> Arc<Self> {
-        Arc::new(Self { directory, state: Mutex::default() })
+        Arc::new(Self { directory, readers: Mutex::default() })
     }
 
-    /// Begins to copy pages for a reader. Called between two checkpoints; one reader at a time.
+    /// Begins to copy pages for a reader. Called between two checkpoints.
     pub fn begin(self: &Arc<Self>) -> Keeping {
-        let mut state = self.state.lock();
-        debug_assert_eq!(state.readers, 0);
-        *state = KeptState { readers: 1, ..KeptState::default() };
-        Keeping(Arc::clone(self))
+        let pages = Arc::new(KeptPages { directory: Arc::clone(&self.directory), state: Mutex::default() });
+        self.readers.lock().push(Arc::clone(&pages));
+        Keeping { kept: Arc::clone(self), pages }
     }
 
-    /// Copies pages that are about to be overwritten, if a reader exists. Pages with a copy are skipped.
+    /// Copies pages that are about to be overwritten, for every reader. Pages with a copy are skipped.
     pub fn keep(&self, file: &dyn File, keys: &mut dyn Iterator<Item = PageKey>) {
+        let readers = self.readers.lock().clone();
+        if readers.is_empty() {
+            return;
+        }
         for key in keys {
-            {
-                let state = self.state.lock();
-                if state.readers == 0 || state.failure.is_some() {
-                    return;
-                }
-                if state.images.contains_key(&key) {
-                    continue;
-                }
-            }
-            let mut page = Box::new(Block([0; BLOCK_SIZE]));
-            let read = file.read_at(&mut page.0, key.offset());
-            let mut state = self.state.lock();
-            if state.readers == 0 {
-                // The reader has ended meanwhile. The next reader would take a copy stored now for a page of its own
-                // state.
+            readers.iter().for_each(|pages| pages.keep(file, key));
+        }
+    }
+}
+
+impl KeptPages {
+    fn keep(&self, file: &dyn File, key: PageKey) {
+        {
+            let state = self.state.lock();
+            if state.failure.is_some() || state.images.contains_key(&key) {
                 return;
             }
-            let image = match read {
-                Err(error) => Image::Unreadable(error.to_string()),
-                Ok(()) if state.in_memory < MEMORY_MAX => {
-                    state.in_memory += 1;
-                    Image::Memory(page)
-                }
-                Ok(()) => match self.overflow(&mut state, &page) {
-                    Ok(number) => Image::Overflow(number),
-                    Err(error) => {
-                        tracing::warn!(%error, "a check cannot continue, because a page cannot be kept for it");
-                        state.failure = Some(error.to_string());
-                        return;
-                    }
-                },
-            };
-            state.images.insert(key, image);
         }
+        let mut page = Box::new(Block([0; BLOCK_SIZE]));
+        let read = file.read_at(&mut page.0, key.offset());
+        let mut state = self.state.lock();
+        let image = match read {
+            Err(error) => Image::Unreadable(error.to_string()),
+            Ok(()) if state.in_memory < MEMORY_MAX => {
+                state.in_memory += 1;
+                Image::Memory(page)
+            }
+            Ok(()) => match self.overflow(&mut state, &page) {
+                Ok(number) => Image::Overflow(number),
+                Err(error) => {
+                    tracing::warn!(%error, "a check or count cannot continue, because a page cannot be kept for it");
+                    state.failure = Some(error.to_string());
+                    return;
+                }
+            },
+        };
+        state.images.insert(key, image);
     }
 
     fn overflow(&self, state: &mut KeptState, page: &Block) -> Result<u64> {
@@ -152,10 +162,15 @@ impl Kept {
 }
 
 impl Keeping {
+    /// The copies for the reader.
+    pub fn pages(&self) -> &Arc<KeptPages> {
+        &self.pages
+    }
+
     /// Fails if a page could not be copied or read again: the pages that the reader has seen may be of different
     /// states.
     pub fn check(&self) -> Result<()> {
-        match &self.0.state.lock().failure {
+        match &self.pages.state.lock().failure {
             Some(failure) => Err(lost(failure)),
             None => Ok(()),
         }
@@ -164,7 +179,7 @@ impl Keeping {
 
 impl Drop for Keeping {
     fn drop(&mut self) {
-        *self.0.state.lock() = KeptState::default();
+        self.kept.readers.lock().retain(|pages| !Arc::ptr_eq(pages, &self.pages));
     }
 }
 
@@ -172,8 +187,8 @@ fn lost(failure: &str) -> Error {
     Error::new(
         ErrorKind::Io,
         format!(
-            "the check cannot continue while the datastore is written ({failure}); free space in the file system, or \
-             check again when fewer writes are made"
+            "the metadata as it was cannot be read further while the datastore is written ({failure}); free space in \
+             the file system, or try again when fewer writes are made"
         ),
     )
 }

@@ -40,7 +40,7 @@ mod load;
 mod mend;
 
 pub use home::write_home;
-pub use kept::{Keeping, Kept};
+pub use kept::{Keeping, Kept, KeptPages};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
 pub use load::{Load, patiently, read_home};
 pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
@@ -117,7 +117,7 @@ pub struct Pages {
     /// Number of hits at the last miss.
     hits_at_miss: u64,
     /// For a reader of an older state: copies of pages that were overwritten since.
-    kept: Option<Arc<Kept>>,
+    kept: Option<Arc<KeptPages>>,
     /// Restores damaged pages, during a repair and for a salvage.
     mender: Option<Arc<Mender>>,
 }
@@ -146,7 +146,7 @@ impl Pages {
     }
 
     /// A cache of the pages as they were when `kept` began, for reading only.
-    pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<Kept>) -> Self {
+    pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<KeptPages>) -> Self {
         Self { kept: Some(kept), ..Self::new(files, limit) }
     }
 

@@ -266,7 +266,7 @@ fn kept_pages_have_the_content_of_the_time_at_which_a_reader_began() {
     for round in [2000, 4000] {
         let keeping = kept.begin();
         let before = word(pages.get(keys[0]).unwrap());
-        let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
+        let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(keeping.pages()));
         put(&mut pages, round);
         put(&mut pages, round + 1000);
         // More pages than memory may hold: some are read from the overflow file, which has no name any more.
@@ -278,6 +278,39 @@ fn kept_pages_have_the_content_of_the_time_at_which_a_reader_began() {
     let keeping = kept.begin();
     disk.set_capacity(0);
     put(&mut pages, 9000);
-    let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
+    let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(keeping.pages()));
     assert!(keeping.check().is_err() && view.get(keys[0]).is_err());
+}
+
+#[test]
+fn readers_that_began_after_different_checkpoints_have_their_own_copies() {
+    let disk = plain_disk();
+    let files = page_files();
+    let kept = Kept::new(disk.directory());
+    let mut pages = Pages::new(files.clone(), 1000 * BLOCK_SIZE);
+    let keys: Vec<PageKey> = (0..200).map(|number| PageKey::new(PageFile::DataSummary, number)).collect();
+    let put = |pages: &mut Pages, value: u64| {
+        keys.iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
+        let captured = pages.capture().all();
+        kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
+        write_home(&files, &captured);
+    };
+    let is = |keeping: &Keeping, value: u64| {
+        let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(keeping.pages()));
+        keys.iter().for_each(|key| assert_eq!(word(view.get(*key).unwrap()), value + key.number()));
+        keeping.check().unwrap();
+    };
+    put(&mut pages, 1000);
+    let first = kept.begin();
+    put(&mut pages, 2000);
+    let second = kept.begin();
+    is(&second, 2000);
+    put(&mut pages, 3000);
+    is(&first, 1000);
+    is(&second, 2000);
+    // The end of one reader does not end the other.
+    drop(first);
+    put(&mut pages, 4000);
+    is(&second, 2000);
+    assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
 }

@@ -289,18 +289,22 @@ impl Space {
         }
     }
 
-    /// Fails if the entries of a run cannot be read, or if a block of it has no reference.
-    pub fn check_references(&self, pages: &mut Pages, run: Run) -> Result<()> {
+    /// Calls `each` with every block of a run and the number of its references. Fails if the entries of the run cannot
+    /// be read, or if a block of it has no reference.
+    pub fn references(&self, pages: &mut Pages, run: Run, each: &mut dyn FnMut(u64, u32)) -> Result<()> {
         self.check_range(run)?;
         let (mut block, end) = (run.start, run.start + run.blocks);
         while block < end {
             let (key, first) = self.locate(block);
             let count = (TABLE_ENTRIES - first as u64).min(end - block) as usize;
             let page = pages.get(key)?;
-            if let Some(index) = (first..first + count).find(|index| table::read(page, *index).references == 0) {
-                return Err(impossible(self.table, block + (index - first) as u64, 0));
+            for index in first..first + count {
+                match table::read(page, index).references {
+                    0 => return Err(impossible(self.table, block, 0)),
+                    references => each(block, references),
+                }
+                block += 1;
             }
-            block += count as u64;
         }
         Ok(())
     }

@@ -36,12 +36,14 @@
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `reach` | how many pages a `replace` would change |
+//! | `freed` | what dropping trees would free, and how much they map |
 //! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
 //! | `unreadable` | which parts of a range cannot be changed |
 
 mod balance;
 mod compare;
+mod freed;
 mod growth;
 mod lookup;
 pub mod page;
@@ -57,6 +59,7 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
+pub use freed::{DataReferences, Freed, MappedBlocks, MappedCounter, freed};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};

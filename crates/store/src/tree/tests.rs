@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `memory` | the store of the tests: it asserts the contract of [`NodeStore`](super::NodeStore) at every call |
 //! | `model` | random operations on many trees equal ordinary maps; reference counts are exact, no page leaks |
+//! | `freed` | what dropping trees would free is what dropping them frees |
 //! | `shape` | fill, depth and the cost of operations |
 //! | `damage` | invalid pages are refused; inconsistent trees cause errors, not panics or endless loops |
 
 #![allow(clippy::unwrap_used)]
 
 mod damage;
+mod freed;
 mod growth;
 mod memory;
 mod model;

@@ -6,7 +6,7 @@ use crate::engine::placement::Holds;
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::space::{Run, Space};
-use crate::tree::{self, NodeId, NodeStore};
+use crate::tree::{self, DataReferences, NodeId, NodeStore};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
 
@@ -110,7 +110,13 @@ impl NodeStore for Nodes<'_> {
     }
 
     fn check_data(&mut self, physical: u64, blocks: u64) -> Result<()> {
-        self.data.check_references(self.pages, Run { start: physical, blocks })
+        self.data.references(self.pages, Run { start: physical, blocks }, &mut |_, _| {})
+    }
+}
+
+impl DataReferences for Nodes<'_> {
+    fn data_references(&mut self, physical: u64, blocks: u64, each: &mut dyn FnMut(u64, u32)) -> Result<()> {
+        self.data.references(self.pages, Run { start: physical, blocks }, each)
     }
 }
 

@@ -18,6 +18,7 @@ pub(crate) use freed::Freed;
 pub(crate) use pending::{Pending, Queue};
 pub(crate) use view::{Sight, View};
 
+use super::inspect::StoreCounts;
 use super::placement::{Holds, InFlight};
 use crate::Result;
 use crate::catalog::Catalog;
@@ -34,7 +35,7 @@ use std::sync::Arc;
 pub struct Metadata {
     meta: Mutex<Meta>,
     files: [Arc<dyn File>; PageFile::COUNT],
-    /// Copies of pages that a check still needs and that checkpoints have overwritten.
+    /// Copies of pages that views still need and that checkpoints have overwritten.
     kept: Arc<Kept>,
 }
 
@@ -56,8 +57,8 @@ pub struct Meta {
     holds: Holds,
     /// Height of the highest known tree.
     levels: u64,
-    /// For a check that requested a view: the catalog as the next checkpoint captures it.
-    viewed: Option<Catalog>,
+    /// For a requested view: the catalog and the counts as the next checkpoint captures them.
+    viewed: Option<(Catalog, StoreCounts)>,
 }
 
 impl Metadata {
@@ -149,6 +150,18 @@ impl Meta {
             freed.extend(change.freed);
         }
         Ok(self.freed.durable(freed))
+    }
+
+    /// Sizes of the store.
+    pub fn counts(&self) -> StoreCounts {
+        StoreCounts {
+            data: self.data.counts(),
+            map: self.map.counts(),
+            reserved: self.catalog.reserved(),
+            held: self.freed.blocks(),
+            pages_cached: self.pages.cached() as u64,
+            pages_dirty: self.pages.dirty() as u64,
+        }
     }
 
     /// Height of the highest known tree, of those that have grown or were measured.

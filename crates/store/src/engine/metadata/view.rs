@@ -1,4 +1,4 @@
-//! A view: the metadata as a checkpoint wrote it, read without locks while the store is in use.
+//! A view: the metadata as a checkpoint wrote it, read without locks while the store is in use, by checks and counts.
 //!
 //! After a checkpoint the files of the pages hold the state of one moment: trees, reference counts and catalog agree
 //! exactly. While a view exists, pages that later checkpoints overwrite are copied first ([`crate::pages::Kept`]), so
@@ -7,6 +7,7 @@
 use super::{Effects, Meta, Metadata, Nodes};
 use crate::Result;
 use crate::catalog::Catalog;
+use crate::engine::inspect::StoreCounts;
 use crate::engine::log::Superblock;
 use crate::engine::placement::Holds;
 use crate::pages::{Keeping, PageKey, Pages};
@@ -46,8 +47,8 @@ pub(crate) struct View {
     catalog: Catalog,
     /// Empty: no change is pending in the state that a checkpoint wrote.
     holds: Holds,
-    /// Data blocks in use.
-    pub used: u64,
+    /// What the engine counted when the checkpoint captured the metadata.
+    pub counts: StoreCounts,
     keeping: Keeping,
 }
 
@@ -62,6 +63,11 @@ impl View {
         }
     }
 
+    /// The catalog.
+    pub fn catalog(&self) -> &Catalog {
+        &self.catalog
+    }
+
     /// Fails if a page of the view was lost.
     pub fn check(&self) -> Result<()> {
         self.keeping.check()
@@ -70,17 +76,17 @@ impl View {
 
 impl Metadata {
     /// Makes a view of the state that the last checkpoint wrote. `superblock` is the superblock of that checkpoint,
-    /// `catalog` and `used` are the results of [`Meta::take_view`]. Called before the next checkpoint begins, so that
+    /// `catalog` and `counts` are the results of [`Meta::take_view`]. Called before the next checkpoint begins, so that
     /// no page is overwritten yet.
-    pub fn view(&self, superblock: &Superblock, (catalog, used): (Catalog, u64)) -> View {
+    pub fn view(&self, superblock: &Superblock, (catalog, counts): (Catalog, StoreCounts)) -> View {
         let keeping = self.kept.begin();
         View {
-            pages: Pages::as_kept(self.files.clone(), CACHE, Arc::clone(&self.kept)),
+            pages: Pages::as_kept(self.files.clone(), CACHE, Arc::clone(keeping.pages())),
             map: Space::table_only(SpaceKind::Map, superblock.map_regions),
             data: Space::table_only(SpaceKind::Data, superblock.data_regions),
             catalog,
             holds: Holds::default(),
-            used,
+            counts,
             keeping,
         }
     }
@@ -106,20 +112,20 @@ impl Meta {
         }
     }
 
-    /// Requests that the next checkpoint captures the catalog for a view.
+    /// Requests that the next checkpoint captures the catalog and the counts for a view.
     pub fn want_view(&mut self) {
-        self.viewed = Some(Catalog::default());
+        self.viewed = Some(Default::default());
     }
 
-    /// The catalog that the checkpoint captured for a view, and the number of data blocks in use.
-    pub fn take_view(&mut self) -> (Catalog, u64) {
-        (self.viewed.take().unwrap_or_default(), self.data.counts().used)
+    /// The catalog and the counts that the checkpoint captured for a view.
+    pub fn take_view(&mut self) -> (Catalog, StoreCounts) {
+        self.viewed.take().unwrap_or_default()
     }
 
-    /// Captures the catalog if a view was requested. Called when a checkpoint captures the pages.
+    /// Captures the catalog and the counts if a view was requested. Called when a checkpoint captures the pages.
     pub(crate) fn note_view(&mut self) {
         if self.viewed.is_some() {
-            self.viewed = Some(self.catalog.clone());
+            self.viewed = Some((self.catalog.clone(), self.counts()));
         }
     }
 }

@@ -150,6 +150,13 @@ impl Memory {
         }
     }
 
+    /// The references of data blocks.
+    pub fn data(&mut self, blocks: std::ops::Range<u64>) -> Result<&[u32]> {
+        self.call()?;
+        let none = || Error::new(ErrorKind::Corrupt, "no such data blocks");
+        self.data.get(blocks.start as usize..blocks.end as usize).ok_or_else(none)
+    }
+
     fn change_data(&mut self, physical: u64, blocks: u64, change: i32) -> Result<()> {
         self.call()?;
         assert!(blocks > 0);

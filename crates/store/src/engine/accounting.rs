@@ -1,0 +1,191 @@
+//! The space of disks and snapshots: what they map, what only they use, and what deleting any set of them would free.
+//!
+//! Everything is counted in a view (`metadata/view.rs`): trees, reference counts and catalog as a checkpoint captured
+//! them at one moment. So the figures are exact for this moment, whatever is written meanwhile, and no lock is held
+//! while trees are walked ([0036](../../../../docs/adr/0036-space-in-a-view.md)).
+//!
+//! What must hold:
+//!
+//! 1. The moment lies after the call. Everything acknowledged before is in the trees, because a flush precedes it.
+//! 2. A deleted tree that is not dropped yet still has references. The blocks that only it uses become free in any
+//!    case, so they are not counted for another deletion. Blocks that it shares with the trees of another deletion are.
+//! 3. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
+//!    are separate because compressed and deduplicated blocks will make them differ.
+
+use super::Engine;
+use super::inspect::StoreCounts;
+use super::metadata::{Effects, View};
+use crate::catalog::{Catalog, Object};
+use crate::sync::MutexGuard;
+use crate::tree::{self, Freed, MappedCounter, NodeId};
+use crate::{Error, ErrorKind, Result};
+use std::collections::BTreeSet;
+
+/// How many nodes are visited between two questions whether to continue.
+const NODES_PER_QUESTION: u32 = 64;
+
+/// What deleting disks and snapshots would free, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WouldFree {
+    /// Data blocks.
+    pub data: u64,
+    /// Nodes of the map.
+    pub nodes: u64,
+    /// Data blocks that are reserved for writes of thick disks. They are free blocks now, but no other disk may use
+    /// them.
+    pub reserved: u64,
+}
+
+/// The space of a disk or snapshot, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ObjectSpace {
+    /// Logical blocks with space.
+    pub mapped: u64,
+    /// Of these, blocks that read as zeros.
+    pub unwritten: u64,
+    /// Data blocks that hold them.
+    pub stored: u64,
+    /// Of these, data blocks that no other disk or snapshot uses: deleting this one frees them.
+    pub exclusive: u64,
+    /// Nodes of the map that no other disk or snapshot uses.
+    pub nodes: u64,
+    /// Data blocks that are reserved for writes of a thick disk.
+    pub reserved: u64,
+}
+
+impl ObjectSpace {
+    /// Data blocks that other disks or snapshots use too.
+    pub fn shared(&self) -> u64 {
+        self.stored.saturating_sub(self.exclusive)
+    }
+}
+
+/// The space of the disks and snapshots at one moment. One exists at a time.
+pub struct Accounts<'a> {
+    view: View,
+    go_on: &'a dyn Fn() -> bool,
+    mapped: MappedCounter,
+    /// What dropping the deleted trees will free, once it is counted.
+    deleted: Option<Freed>,
+    _counting: MutexGuard<'a, ()>,
+}
+
+impl Engine {
+    /// Counts what deleting these disks and snapshots would free. A disk in the set counts without its snapshots,
+    /// except those in the set. `go_on` returns false to stop the count.
+    pub fn would_free(&self, set: &[u64], go_on: &dyn Fn() -> bool) -> Result<WouldFree> {
+        self.accounts(set, go_on)?.would_free(set)
+    }
+
+    /// Accounts for these objects, and others that exist. `go_on` returns false to stop a count.
+    pub fn accounts<'a>(&'a self, objects: &[u64], go_on: &'a dyn Fn() -> bool) -> Result<Accounts<'a>> {
+        let counting = self.counting.lock();
+        self.flush()?;
+        for object in objects {
+            if self.with_catalog(|catalog| catalog.whole(*object).map(Object::is_snapshot))? {
+                self.wait_sealed(*object)?;
+            }
+        }
+        let view = self.view()?;
+        Ok(Accounts { view, go_on, mapped: MappedCounter::default(), deleted: None, _counting: counting })
+    }
+}
+
+impl Accounts<'_> {
+    /// The catalog at the moment of the accounts.
+    pub fn catalog(&self) -> &Catalog {
+        self.view.catalog()
+    }
+
+    /// Sizes of the store at the moment of the accounts.
+    pub fn counts(&self) -> StoreCounts {
+        self.view.counts
+    }
+
+    /// Counts what deleting these disks and snapshots would free.
+    pub fn would_free(&mut self, set: &[u64]) -> Result<WouldFree> {
+        let set: BTreeSet<u64> = set.iter().copied().collect();
+        let mut roots = Vec::with_capacity(set.len());
+        let mut reserved = 0;
+        for id in set {
+            let object = self.catalog().whole(id)?;
+            reserved += object.reserved;
+            roots.extend(object.root);
+        }
+        let Freed { data, nodes } = self.freed(&roots)?;
+        Ok(WouldFree { data, nodes, reserved })
+    }
+
+    /// The space of a disk or snapshot.
+    pub fn space_of(&mut self, id: u64) -> Result<ObjectSpace> {
+        let object = self.catalog().whole(id)?;
+        let (root, reserved) = (object.root, object.reserved);
+        let Some(root) = root else { return Ok(ObjectSpace { reserved, ..ObjectSpace::default() }) };
+        let mut effects = Effects::default();
+        let mapped = {
+            let mut sight = self.view.sight();
+            let mut nodes = sight.nodes(&mut effects);
+            self.mapped.count(&mut nodes, root, &mut questions(self.go_on))
+        };
+        let mapped = self.whole(mapped)?;
+        let freed = self.freed(&[root])?;
+        Ok(ObjectSpace {
+            mapped: mapped.all,
+            unwritten: mapped.unwritten,
+            stored: mapped.all,
+            exclusive: freed.data,
+            nodes: freed.nodes,
+            reserved,
+        })
+    }
+
+    /// What dropping the trees of deleted disks and snapshots will free.
+    pub fn deleted(&mut self) -> Result<Freed> {
+        if let Some(known) = self.deleted {
+            return Ok(known);
+        }
+        let roots = self.deleted_roots();
+        let freed = self.drop_all(&roots)?;
+        self.deleted = Some(freed);
+        Ok(freed)
+    }
+
+    fn deleted_roots(&self) -> Vec<NodeId> {
+        self.catalog().trash().filter_map(|object| object.root).collect()
+    }
+
+    /// What dropping these trees would free, beyond what dropping the deleted trees frees anyway.
+    fn freed(&mut self, roots: &[NodeId]) -> Result<Freed> {
+        let anyway = self.deleted()?;
+        let both = [roots, &self.deleted_roots()].concat();
+        let freed = self.drop_all(&both)?;
+        Ok(Freed { data: freed.data - anyway.data, nodes: freed.nodes - anyway.nodes })
+    }
+
+    fn drop_all(&mut self, roots: &[NodeId]) -> Result<Freed> {
+        let mut effects = Effects::default();
+        let freed = {
+            let mut sight = self.view.sight();
+            tree::freed(&mut sight.nodes(&mut effects), roots, &mut questions(self.go_on))
+        };
+        self.whole(freed)
+    }
+
+    /// If pages of the view were lost, what was counted in it is meaningless.
+    fn whole<T>(&self, counted: Result<T>) -> Result<T> {
+        self.view.check()?;
+        counted
+    }
+}
+
+/// Asks now and then whether to continue.
+fn questions(go_on: &dyn Fn() -> bool) -> impl FnMut() -> Result<()> {
+    let mut visited = 0u32;
+    move || {
+        visited = visited.wrapping_add(1);
+        if visited % NODES_PER_QUESTION != 1 || go_on() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Interrupted, "counting the space was stopped on request"))
+    }
+}

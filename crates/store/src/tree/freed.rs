@@ -1,0 +1,325 @@
+//! What dropping trees would free, and how many blocks trees map.
+//!
+//! A node dies if all its references come from the dropped roots and from dying nodes. A data block is freed if all
+//! leaf entries that map it are in dying leaves. Both are decided by the counts in the tables, so no other tree is
+//! read, and the cost depends on what would be freed.
+//!
+//! The nodes are decided level by level, from the highest on: a pass walks down the dying nodes and counts their
+//! references to the nodes of one level. A last pass counts the references of the dying leaves to data blocks.
+//!
+//! What must hold:
+//!
+//! 1. When the references to the nodes of a level are counted, it is known which nodes above that level die.
+//! 2. A pass enters each dying node once, so that each entry counts once.
+//! 3. Memory is limited: two bits for each node of the map, and [`COUNTED_PAGES_MAX`] pages of counts. If more nodes or
+//!    blocks have several references, a pass counts those with low numbers, and further passes count the others.
+
+use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, page, references};
+use crate::Result;
+use rustc_hash::FxHashMap;
+use std::ops::Range;
+
+/// Nodes or blocks in one page of counts.
+const COUNTED_PER_PAGE: usize = 1024;
+/// The most pages of counts: 64 MiB, for blocks with 64 GiB of data. Fewer in tests, so that several passes are made.
+const COUNTED_PAGES_MAX: usize = if cfg!(test) { 3 } else { 16_384 };
+/// The most shared nodes for which the number of blocks that they map is remembered (32 MiB).
+const REMEMBERED_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
+
+/// Access to the reference counts of data blocks.
+pub trait DataReferences: NodeStore {
+    /// Calls `each` with every block of a run and the number of its references.
+    fn data_references(&mut self, physical: u64, blocks: u64, each: &mut dyn FnMut(u64, u32)) -> Result<()>;
+}
+
+/// What dropping trees would free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Freed {
+    /// Data blocks.
+    pub data: u64,
+    /// Nodes of the map.
+    pub nodes: u64,
+}
+
+/// Counts what dropping one reference on each of these roots would free. `go_on` is called for each visited node; its
+/// error ends the count.
+pub fn freed<S: DataReferences + ?Sized>(
+    store: &mut S,
+    roots: &[NodeId],
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Freed> {
+    let mut tops = Vec::with_capacity(roots.len());
+    for root in roots {
+        tops.push((*root, root_level(store, *root)?));
+    }
+    let most = u32::try_from(roots.len()).unwrap_or(u32::MAX);
+    let mut dropping = Dropping { store, tops, most, dying: Bits::default(), entered: Bits::default(), go_on };
+    let highest = dropping.tops.iter().map(|(_, level)| *level).max().unwrap_or(0);
+    for level in (0..=highest).rev() {
+        dropping.decide(level)?;
+    }
+    dropping.sum()
+}
+
+fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> {
+    match page::level(store.node(root)?) {
+        level if usize::from(level) < LEVELS_MAX => Ok(level),
+        _ => Err(corrupt(root, "a root of impossible level")),
+    }
+}
+
+/// The page of a node, which must have this level.
+fn node_of_level<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<&backend::Block> {
+    let found = page::level(store.node(id)?);
+    if found != level {
+        return Err(corrupt(id, format_args!("level {found} instead of {level}")));
+    }
+    store.node(id)
+}
+
+/// A set of nodes.
+#[derive(Default)]
+struct Bits(Vec<u64>);
+
+impl Bits {
+    fn contains(&self, id: NodeId) -> bool {
+        self.0.get((id.0 / 64) as usize).is_some_and(|word| word >> (id.0 % 64) & 1 == 1)
+    }
+
+    /// Adds a node, which the table of nodes must count. False if the set had it already.
+    fn insert(&mut self, id: NodeId) -> bool {
+        let (word, bit) = ((id.0 / 64) as usize, 1 << (id.0 % 64));
+        if word >= self.0.len() {
+            self.0.resize(word + 1, 0);
+        }
+        let new = self.0[word] & bit == 0;
+        self.0[word] |= bit;
+        new
+    }
+
+    fn clear(&mut self) {
+        self.0.fill(0);
+    }
+}
+
+/// References counted on nodes or blocks that have several.
+struct Counts {
+    /// For each number one more than the references that are left; 0 if none was counted.
+    pages: FxHashMap<u64, Box<[u32; COUNTED_PER_PAGE]>>,
+    /// The numbers that this pass counts.
+    window: Range<u64>,
+}
+
+impl Counts {
+    fn new(from: u64) -> Self {
+        Self { pages: FxHashMap::default(), window: from..u64::MAX }
+    }
+
+    /// Counts a reference to `number`, which has `references` in the table.
+    fn count(&mut self, number: u64, references: u32) {
+        if !self.window.contains(&number) {
+            return;
+        }
+        let (page, index) = (number / COUNTED_PER_PAGE as u64, (number % COUNTED_PER_PAGE as u64) as usize);
+        let page = self.pages.entry(page).or_insert_with(|| Box::new([0; COUNTED_PER_PAGE]));
+        page[index] = match page[index] {
+            0 => references,
+            left => (left - 1).max(1),
+        };
+        if self.pages.len() > COUNTED_PAGES_MAX {
+            self.narrow();
+        }
+    }
+
+    /// Leaves the upper half of the counted numbers to the next pass.
+    fn narrow(&mut self) {
+        let mut numbers: Vec<u64> = self.pages.keys().copied().collect();
+        let middle = numbers.len() / 2;
+        let (_, first_left_out, _) = numbers.select_nth_unstable(middle);
+        let first_left_out = *first_left_out;
+        self.pages.retain(|page, _| *page < first_left_out);
+        self.window.end = first_left_out * COUNTED_PER_PAGE as u64;
+    }
+
+    /// The numbers to which all references were counted.
+    fn complete(&self) -> impl Iterator<Item = u64> + '_ {
+        self.pages.iter().flat_map(|(page, left)| {
+            let numbers = page * COUNTED_PER_PAGE as u64..;
+            numbers.zip(left.iter()).filter(|(_, left)| **left == 1).map(|(number, _)| number)
+        })
+    }
+
+    /// The counts of the next pass; `None` if this was the last.
+    fn next(&self) -> Option<Self> {
+        (self.window.end < u64::MAX).then(|| Self::new(self.window.end))
+    }
+}
+
+/// The trees that would be dropped.
+struct Dropping<'a, S: ?Sized> {
+    store: &'a mut S,
+    /// Roots with their levels.
+    tops: Vec<(NodeId, u8)>,
+    /// The most references that the trees can have on a node or block: a tree refers to each at most once.
+    most: u32,
+    /// Nodes with several references that die.
+    dying: Bits,
+    /// Nodes with several references that the pass has entered.
+    entered: Bits,
+    go_on: &'a mut dyn FnMut() -> Result<()>,
+}
+
+/// What a pass does with the nodes that it reaches.
+enum Pass {
+    /// Counts the references to the nodes of this level.
+    Nodes(u8),
+    /// Counts the references to data blocks. The first of these passes also counts dying nodes, and blocks with one
+    /// reference.
+    Blocks { first: bool },
+}
+
+impl<S: DataReferences + ?Sized> Dropping<'_, S> {
+    /// Decides which nodes of a level die.
+    fn decide(&mut self, level: u8) -> Result<()> {
+        let mut counts = Some(Counts::new(0));
+        while let Some(mut now) = counts {
+            self.walk(&Pass::Nodes(level), &mut now, &mut Freed::default())?;
+            for id in now.complete() {
+                self.dying.insert(NodeId(id));
+            }
+            counts = now.next();
+        }
+        Ok(())
+    }
+
+    /// Counts the dying nodes and the blocks that they free.
+    fn sum(&mut self) -> Result<Freed> {
+        let mut freed = Freed::default();
+        let mut first = true;
+        let mut counts = Some(Counts::new(0));
+        while let Some(mut now) = counts {
+            self.walk(&Pass::Blocks { first }, &mut now, &mut freed)?;
+            freed.data += now.complete().count() as u64;
+            first = false;
+            counts = now.next();
+        }
+        Ok(freed)
+    }
+
+    fn walk(&mut self, pass: &Pass, counts: &mut Counts, freed: &mut Freed) -> Result<()> {
+        self.entered.clear();
+        for at in 0..self.tops.len() {
+            let (root, level) = self.tops[at];
+            self.reach(root, level, pass, counts, freed)?;
+        }
+        Ok(())
+    }
+
+    /// Called for each reference of a dropped root or dying node. Recursive, with one call for each level of the tree.
+    fn reach(&mut self, id: NodeId, level: u8, pass: &Pass, counts: &mut Counts, freed: &mut Freed) -> Result<()> {
+        let references = references(self.store, id)?;
+        let wanted = match pass {
+            Pass::Nodes(wanted) => Some(*wanted),
+            Pass::Blocks { .. } => None,
+        };
+        if wanted.is_some_and(|wanted| wanted >= level) {
+            // A root may be lower than the level of the pass. A node with one reference dies without being counted.
+            if wanted == Some(level) && (2..=self.most).contains(&references) {
+                counts.count(id.0, references);
+            }
+            return Ok(());
+        }
+        if references > 1 && (!self.dying.contains(id) || !self.entered.insert(id)) {
+            return Ok(());
+        }
+        (self.go_on)()?;
+        let node = node_of_level(self.store, id, level)?;
+        let Pass::Blocks { first } = pass else {
+            let children: Vec<NodeId> = page::children(node).collect();
+            return children.into_iter().try_for_each(|child| self.reach(child, level - 1, pass, counts, freed));
+        };
+        if *first {
+            freed.nodes += 1;
+        }
+        if level > 0 {
+            let children: Vec<NodeId> = page::children(node).collect();
+            return children.into_iter().try_for_each(|child| self.reach(child, level - 1, pass, counts, freed));
+        }
+        for run in page::data_runs(node) {
+            let (mut start, mut end) = (run.physical, run.physical + run.blocks);
+            if !first {
+                (start, end) = (start.max(counts.window.start), end.min(counts.window.end));
+            }
+            let most = self.most;
+            if start < end {
+                self.store.data_references(start, end - start, &mut |block, references| match references {
+                    1 => freed.data += u64::from(*first),
+                    several if several <= most => counts.count(block, several),
+                    _ => {}
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Blocks that a tree maps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MappedBlocks {
+    /// All mapped blocks.
+    pub all: u64,
+    /// Of these, blocks that read as zeros.
+    pub unwritten: u64,
+}
+
+/// Counts the blocks that trees map. Nodes that several trees share are read once, as far as their counts can be
+/// remembered.
+#[derive(Default)]
+pub struct MappedCounter {
+    known: FxHashMap<NodeId, MappedBlocks>,
+}
+
+impl MappedCounter {
+    /// Counts the blocks that a tree maps. `go_on` is called for each visited node; its error ends the count.
+    pub fn count<S: NodeStore + ?Sized>(
+        &mut self,
+        store: &mut S,
+        root: NodeId,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<MappedBlocks> {
+        let level = root_level(store, root)?;
+        self.below(store, root, level, go_on)
+    }
+
+    fn below<S: NodeStore + ?Sized>(
+        &mut self,
+        store: &mut S,
+        id: NodeId,
+        level: u8,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<MappedBlocks> {
+        if let Some(known) = self.known.get(&id) {
+            return Ok(*known);
+        }
+        go_on()?;
+        let mut sum = MappedBlocks::default();
+        let node = node_of_level(store, id, level)?;
+        if level == 0 {
+            for mapping in page::mappings_from(node, 0) {
+                sum.all += mapping.blocks;
+                sum.unwritten += if mapping.unwritten { mapping.blocks } else { 0 };
+            }
+        } else {
+            let children: Vec<NodeId> = page::children(node).collect();
+            for child in children {
+                let more = self.below(store, child, level - 1, go_on)?;
+                sum.all += more.all;
+                sum.unwritten += more.unwritten;
+            }
+        }
+        if self.known.len() < REMEMBERED_MAX && references(store, id)? > 1 {
+            self.known.insert(id, sum);
+        }
+        Ok(sum)
+    }
+}

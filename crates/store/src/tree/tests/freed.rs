@@ -1,0 +1,122 @@
+//! What dropping trees would free is what dropping them frees, on trees of up to three levels, with so many shared
+//! nodes and blocks that they are counted in several passes.
+
+use super::Random;
+use super::memory::{Memory, content};
+use crate::Result;
+use crate::tree::{DataReferences, Freed, MappedCounter, NodeId, NodeStore, create, drop_step, freed, levels, replace};
+
+impl DataReferences for Memory {
+    fn data_references(&mut self, physical: u64, blocks: u64, each: &mut dyn FnMut(u64, u32)) -> Result<()> {
+        let counts = self.data(physical..physical + blocks)?;
+        (physical..).zip(counts).for_each(|(block, references)| each(block, *references));
+        Ok(())
+    }
+}
+
+fn ask() -> impl FnMut() -> Result<()> {
+    || Ok(())
+}
+
+/// Blocks and nodes in use.
+fn used(store: &Memory) -> Freed {
+    Freed { data: store.live_data() as u64, nodes: store.live_pages() as u64 }
+}
+
+/// Maps single blocks at random places of a tree.
+fn scatter(store: &mut Memory, random: &mut Random, root: &mut NodeId, writes: u64, blocks: u64) {
+    for _ in 0..writes {
+        let start = random.below(blocks);
+        let length = if random.percent(10) { 1 + random.below(300).min(blocks - start - 1) } else { 1 };
+        store.skip_data();
+        let with = random.percent(90).then(|| (store.allocate_data(length), random.percent(20)));
+        *root = replace(store, *root, start..start + length, with).unwrap();
+    }
+}
+
+fn share(store: &mut Memory, root: NodeId) -> NodeId {
+    store.add_reference(root).unwrap();
+    root
+}
+
+/// Makes trees that share parts, and drops random sets of them.
+fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) {
+    let mut random = Random(seed);
+    let mut store = Memory::new();
+    let blocks = (prefill * 8).max(2000);
+    let mut first = create(&mut store).unwrap();
+    scatter(&mut store, &mut random, &mut first, prefill, blocks);
+    assert!(levels(&mut store, first).unwrap() >= high);
+    let mut trees = vec![first];
+    for _ in 0..sets {
+        while trees.len() < 6 {
+            let of = random.below(trees.len() as u64) as usize;
+            let copy = share(&mut store, trees[of]);
+            trees.push(copy);
+            let changed = random.below(trees.len() as u64) as usize;
+            let writes = 1 + random.below(60);
+            scatter(&mut store, &mut random, &mut trees[changed], writes, blocks);
+        }
+        let mut mapped = MappedCounter::default();
+        let of = trees[random.below(trees.len() as u64) as usize];
+        let known = content(&mut store, of);
+        let counted = mapped.count(&mut store, of, &mut ask()).unwrap();
+        let unwritten = known.iter().filter(|(_, (_, unwritten))| *unwritten).count() as u64;
+        assert_eq!((counted.all, counted.unwritten), (known.len() as u64, unwritten));
+        for tree in &trees {
+            let whole = content(&mut store, *tree).len() as u64;
+            assert_eq!(mapped.count(&mut store, *tree, &mut ask()).unwrap().all, whole, "shared nodes are remembered");
+        }
+        let count = 1 + random.below(trees.len() as u64 - 1);
+        let set: Vec<NodeId> =
+            (0..count).map(|_| trees.swap_remove(random.below(trees.len() as u64) as usize)).collect();
+        let before = (used(&store), store.fingerprint());
+        let expected = freed(&mut store, &set, &mut ask()).unwrap();
+        assert_eq!(store.fingerprint(), before.1, "counting changes nothing");
+        for root in set {
+            let mut root = Some(root);
+            while root.is_some() {
+                drop_step(&mut store, &mut root, 1000).unwrap();
+            }
+        }
+        let after = used(&store);
+        let really = Freed { data: before.0.data - after.data, nodes: before.0.nodes - after.nodes };
+        assert_eq!(expected, really, "seed {seed}");
+    }
+    store.verify(&trees);
+}
+
+#[test]
+fn what_dropping_trees_would_free_is_what_dropping_them_frees() {
+    for seed in 0..40 {
+        drop_sets(seed, 20 + seed * 100, 12, 1);
+    }
+    drop_sets(1000, 75_000, 6, 3);
+}
+
+#[test]
+fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothing() {
+    let mut random = Random(3);
+    let mut store = Memory::new();
+    let mut root = create(&mut store).unwrap();
+    scatter(&mut store, &mut random, &mut root, 3000, 100_000);
+    let copies = [root, share(&mut store, root), share(&mut store, root)];
+    assert_eq!(freed(&mut store, &copies[..2], &mut ask()).unwrap(), Freed::default());
+    let all = used(&store);
+    assert_eq!(freed(&mut store, &copies, &mut ask()).unwrap(), all);
+    assert_eq!(freed(&mut store, &[], &mut ask()).unwrap(), Freed::default());
+}
+
+#[test]
+fn a_count_ends_when_it_is_asked_to() {
+    let mut random = Random(4);
+    let mut store = Memory::new();
+    let mut root = create(&mut store).unwrap();
+    scatter(&mut store, &mut random, &mut root, 3000, 100_000);
+    let mut visited = 0;
+    let stopped = freed(&mut store, &[root], &mut || {
+        visited += 1;
+        if visited < 5 { Ok(()) } else { Err(crate::Error::new(crate::ErrorKind::Interrupted, "stopped")) }
+    });
+    assert_eq!((stopped.unwrap_err().kind(), visited), (crate::ErrorKind::Interrupted, 5));
+}
