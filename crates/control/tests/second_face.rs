@@ -21,8 +21,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk, Point,
-    Progress, Provisioning, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk,
+    Point, Progress, Provisioning, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -59,6 +59,8 @@ verbs! {
     "disk resize, with its machine": Request::Disk(DiskRequest::Resize { tell_machine: true, .. }),
     "disk rename": Request::Disk(DiskRequest::Rename { .. }),
     "disk delete": Request::Disk(DiskRequest::Delete { .. }),
+    "disk delete --dry-run": Request::Disk(DiskRequest::WouldFree { .. }),
+    "disk list --space": Request::Disk(DiskRequest::Space { .. }),
     "disk detach": Request::Disk(DiskRequest::Detach { .. }),
     "disk stats": Request::Disk(DiskRequest::Stats { .. }),
     "disk tune": Request::Disk(DiskRequest::Tune { .. }),
@@ -351,6 +353,13 @@ fn disks(face: &Face) {
     }));
     let Reply::Disks(all) = face.disk(DiskRequest::List) else { panic!("list is list") };
     assert_eq!(all.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
+    let deletion = Deletion { disks: vec![text("c")], ..Deletion::default() };
+    let Reply::WouldFree(free) = face.disk(DiskRequest::WouldFree { deletion, force: false }) else {
+        panic!("a dry run counts")
+    };
+    assert_eq!((free.deletes.as_slice(), &free.estimate), ([text("c")].as_slice(), &None));
+    let Reply::Space(space) = face.disk(DiskRequest::Space { name: None }) else { panic!("space is space") };
+    assert_eq!(space.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
     face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
     face.disk(DiskRequest::Show { name: text("b") });
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));

@@ -1,6 +1,7 @@
 //! A datastore: its disks, their snapshots and clones, and the operations on them.
 
 mod control;
+mod space;
 mod uses;
 
 use crate::device::Device;

@@ -77,6 +77,7 @@ impl Bar {
 fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
+        Request::Disk(DiskRequest::Space { .. }) => ("counting", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
         Request::Disk(DiskRequest::Migrate { .. }) => ("moving", BYTES),

@@ -190,7 +190,7 @@ impl Disk {
     }
 
     /// Acquires the right to change the image tree, without finishing a pending operation.
-    fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
+    pub(crate) fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_alone(what)?;
         self.check_usable()?;
         Ok(operation)

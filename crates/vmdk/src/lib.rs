@@ -17,6 +17,7 @@
 //! owner      the locks of the process that has the disk open
 //! revert     returning the head to the state of a snapshot
 //! merge      removing snapshots and levels: an image is merged into its neighbour while the disk is in use
+//! preview    what a deletion would free, without deleting
 //! clones     linked clones: disks that begin with the content of another disk's snapshot
 //! maintain   inflate, punch zeros, wipe, shrink, check: on images in use
 //! settle     finishing committed operations, and undoing operations that were not committed
@@ -52,6 +53,7 @@ mod maintain;
 mod medium;
 mod merge;
 mod owner;
+mod preview;
 mod record;
 mod reopen;
 mod revert;
@@ -70,6 +72,7 @@ pub use disk::{Disk, FolderFinder, Options};
 pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;
+pub use preview::Preview;
 pub use record::{DeltaFormat, ImageOwnership, Node, Record, SnapshotRecord};
 pub use snapshot::{NewSnapshot, Snapshot, snapshot_group};
 

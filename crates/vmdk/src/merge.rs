@@ -51,6 +51,13 @@ pub enum Direction {
     Up,
 }
 
+/// An image and the one above it, which are merged.
+pub(crate) struct Removal {
+    pub lower: u32,
+    pub upper: u32,
+    pub direction: Direction,
+}
+
 impl Disk {
     /// Deletes a snapshot. If the snapshot's image has one child, the two images are merged, in the requested direction
     /// or in the one that copies less. If the image has several children, it is kept until it has only one.
@@ -65,27 +72,27 @@ impl Disk {
             let record = self.record();
             let snapshot = record.snapshot(name)?.clone();
             self.refuse_clones(&snapshot.name, snapshot.node)?;
-            let record = self.record();
-            let node = record.node(snapshot.node)?;
-            let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
-            let children = record.children(node.id);
-            let pinned = record.pinned().contains(&node.id);
-            let child = match children[..] {
-                [child] if !others && !pinned && !record.read_only => Some(child),
-                _ => None,
-            };
-            if let Some(child) = child
-                && let Some(direction) = self.direction(&record, node.id, child, direction)?
-            {
-                match direction {
-                    Direction::Down => self.merge_down(&[child], node.id, progress)?,
-                    Direction::Up => self.merge_up(child, node.id, progress)?,
+            match self.removal(&self.record(), name, direction)? {
+                Some(Removal { lower, upper, direction: Direction::Down }) => {
+                    self.merge_down(&[upper], lower, progress)?
                 }
-            } else {
-                self.drop_name(name)?;
+                Some(Removal { lower, upper, direction: Direction::Up }) => self.merge_up(upper, lower, progress)?,
+                None => self.drop_name(name)?,
             }
             self.merge_redundant(progress)
         })
+    }
+
+    /// The merge that deletes a snapshot; `None` if only its name is removed.
+    pub(crate) fn removal(&self, record: &Record, name: &str, direction: Option<Direction>) -> Result<Option<Removal>> {
+        let lower = record.snapshot(name)?.node;
+        let others = record.snapshots.iter().filter(|other| other.node == lower).count() > 1;
+        let [upper] = record.children(lower)[..] else { return Ok(None) };
+        if others || record.pinned().contains(&lower) || record.read_only {
+            return Ok(None);
+        }
+        let direction = self.direction(record, lower, upper, direction)?;
+        Ok(direction.map(|direction| Removal { lower, upper, direction }))
     }
 
     /// Merges the head's chain into its base, or into the lowest level that is writable and on which no other branch or
@@ -162,7 +169,7 @@ impl Disk {
     }
 
     /// The direction in which to merge an image and its only child; `None` if neither is possible.
-    fn direction(
+    pub(crate) fn direction(
         &self,
         record: &Record,
         lower: u32,
@@ -201,12 +208,16 @@ impl Disk {
 
     /// The capacity of an image, and the bytes of data in it.
     fn layer_figures(&self, record: &Record, id: u32) -> Result<(u64, u64)> {
-        let open = self.open_head().and_then(|line| line.level(id)).map(|level| level.image);
-        let image = match open {
-            Some(image) => image,
-            None => Arc::new(self.open_image(record, id, false)?),
-        };
+        let image = self.image_of(record, id)?;
         Ok((image.layer().capacity(), image.layer().usage()?.mapped))
+    }
+
+    /// An image: that of the head's chain, or a newly opened one.
+    pub(crate) fn image_of(&self, record: &Record, id: u32) -> Result<Arc<Image>> {
+        match self.open_head().and_then(|line| line.level(id)) {
+            Some(level) => Ok(level.image),
+            None => Ok(Arc::new(self.open_image(record, id, false)?)),
+        }
     }
 
     /// Removes the name of a snapshot, and then the images that are not needed any more.
@@ -297,13 +308,9 @@ impl Disk {
 
     /// Refuses a merge for which there is no space, and reserves the space if the format of the target allows that.
     fn take_room(&self, line: &Line, sources: &[u32], into: &Image) -> Result<()> {
-        let (layer, mut held) = (into.layer(), Vec::new());
-        for source in sources {
-            held_by(&**line.expect(*source)?.image.layer(), &**layer, &mut held)?;
-        }
-        held.sort_unstable_by_key(|range| range.start);
-        let mut ranges = Vec::with_capacity(held.len());
-        held.into_iter().for_each(|range| push_range(&mut ranges, range));
+        let layer = into.layer();
+        let sources = sources.iter().map(|source| Ok(line.expect(*source)?.image)).collect::<Result<Vec<_>>>()?;
+        let ranges = ranges_held(sources.iter().map(|source| &**source.layer()), &**layer)?;
         let (mapped, table) = layer.table_size();
         let (mut needed, mut tables, mut next) = (0, 0, 0);
         for range in &ranges {
@@ -530,6 +537,21 @@ impl Disk {
         let image = Arc::new(self.open_image(&self.record(), node, true)?);
         line.exchange(node, image)
     }
+}
+
+/// The ranges that some of these images hold, in whole grains of the image into which they are merged.
+pub(crate) fn ranges_held<'a>(
+    sources: impl Iterator<Item = &'a dyn Layer>,
+    into: &dyn Layer,
+) -> Result<Vec<Range<u64>>> {
+    let mut held = Vec::new();
+    for source in sources {
+        held_by(source, into, &mut held)?;
+    }
+    held.sort_unstable_by_key(|range| range.start);
+    let mut ranges = Vec::with_capacity(held.len());
+    held.into_iter().for_each(|range| push_range(&mut ranges, range));
+    Ok(ranges)
 }
 
 /// Adds the extents of a source, widened to whole grains of the target, in the order of the disk.

@@ -37,6 +37,16 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             claims::forget(&service.clients, &name, Deed::Delete);
             Reply::Deleted(name)
         }
+        DiskRequest::WouldFree { deletion, force } => {
+            for name in &deletion.disks {
+                claims::refuse(service, name, Deed::Delete, force)?;
+            }
+            for (disk, name) in &deletion.snapshots {
+                claims::refuse(service, disk, Deed::DeleteSnapshot(name), force)?;
+            }
+            Reply::WouldFree(Box::new(datastore.would_free(&deletion, progress)?))
+        }
+        DiskRequest::Space { name } => Reply::Space(datastore.space(name.as_deref(), progress)?),
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),

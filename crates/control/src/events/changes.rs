@@ -67,7 +67,11 @@ pub fn of(request: &Request) -> Changes {
 fn of_disk(request: &DiskRequest) -> Changes {
     let changed = |disk: &String, by: &str| Change::DiskChanged { disk: disk.clone(), by: by.to_owned() };
     Changes::Known(vec![match request {
-        DiskRequest::List | DiskRequest::Show { .. } | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
+        DiskRequest::List
+        | DiskRequest::Show { .. }
+        | DiskRequest::WouldFree { .. }
+        | DiskRequest::Space { .. }
+        | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
         DiskRequest::Create { .. } | DiskRequest::Import { .. } => return Changes::NewDisks,
         DiskRequest::Resize { .. } => return Changes::Resized,
         DiskRequest::Rename { name, to, .. } => Change::DiskRenamed { disk: name.clone(), to: to.clone() },

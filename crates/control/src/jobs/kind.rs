@@ -69,7 +69,9 @@ fn address(address: &Address) -> String {
 
 fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
     let (verb, name) = match request {
-        DiskRequest::List | DiskRequest::Show { .. } => return None,
+        DiskRequest::List | DiskRequest::Show { .. } | DiskRequest::WouldFree { .. } | DiskRequest::Space { .. } => {
+            return None;
+        }
         DiskRequest::Create { name, .. } => ("disk create", name),
         DiskRequest::Resize { name, .. } => ("disk resize", name),
         DiskRequest::Rename { name, .. } => ("disk rename", name),

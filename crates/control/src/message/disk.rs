@@ -1,7 +1,7 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{Location, NewDisk, Tuning};
+use disk::{Deletion, Location, NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
@@ -65,6 +65,18 @@ pub enum DiskRequest {
         promote: bool,
         /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,
+    },
+    /// What a deletion would free. Nothing is deleted.
+    WouldFree {
+        /// The disks and snapshots.
+        deletion: Deletion,
+        /// Ignore clients that may reconnect and machines that use the disks.
+        force: bool,
+    },
+    /// The space of one disk or of all disks, with their snapshots.
+    Space {
+        /// The disk's name.
+        name: Option<String>,
     },
     /// Make a linked clone independent.
     Detach {
@@ -144,6 +156,8 @@ impl DiskRequest {
             | Self::Show { .. }
             | Self::Resize { .. }
             | Self::Delete { .. }
+            | Self::WouldFree { .. }
+            | Self::Space { .. }
             | Self::Detach { .. }
             | Self::Reopen { .. }
             | Self::Inflate { .. }

@@ -5,7 +5,7 @@ use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
-use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
+use disk::{CheckReport, DiskInfo, DiskSpace, DiskStatistics, Reclaimed, SnapshotInfo, Status, WouldFree};
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -36,6 +36,10 @@ pub enum Reply {
     Snapshots(Vec<SnapshotInfo>),
     /// Reply to deletions: the deleted name.
     Deleted(String),
+    /// Reply to `DiskRequest::WouldFree`.
+    WouldFree(Box<WouldFree>),
+    /// Reply to `DiskRequest::Space`.
+    Space(Vec<DiskSpace>),
     /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.
     Statistics(Box<DiskStatistics>),
     /// Reply to requests that reclaim space of a disk.

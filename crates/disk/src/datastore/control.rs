@@ -16,7 +16,7 @@ use work::Progress;
 impl Datastore {
     /// The disk `name`, for operations that only disks in VMware's formats support. For a native disk returns an error
     /// with the reason `what`.
-    fn image_disk(&self, name: &str, what: &str) -> Result<Arc<ForeignDisk>> {
+    pub(super) fn image_disk(&self, name: &str, what: &str) -> Result<Arc<ForeignDisk>> {
         if let Some(entry) = self.foreign.find(name) {
             return Ok(entry);
         }

@@ -188,13 +188,29 @@ impl Foreign {
     /// Deletes a disk with its snapshots.
     pub fn delete_disk(&self, entry: &Arc<ForeignDisk>, promote: bool) -> Result<()> {
         let _clients = entry.clients.lock();
+        self.refuse_delete(entry, promote, &[])?;
+        let name = entry.disk.name();
+        let outcome = Arc::clone(&entry.disk).delete();
+        if let Err(error) = &outcome
+            && !entry.disk.record().is_going()
+        {
+            // The deletion was refused before anything changed, so the disk stays in the list.
+            return Err(Error::new(error.kind(), error.to_string()));
+        }
+        self.forget(&name);
+        outcome.and_then(|()| self.remove_folder(&entry.folder))
+    }
+
+    /// Fails if a disk cannot be deleted after the disks in `before`.
+    pub(super) fn refuse_delete(&self, entry: &ForeignDisk, promote: bool, before: &[String]) -> Result<()> {
         let name = entry.disk.name();
         self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{name}'"))?;
         for snapshot in &entry.disk.record().snapshots {
             let identity = entry.identity(Some(&snapshot.name));
             self.switches.refuse_in_use(&identity, &format!("snapshot '{name}@{}'", snapshot.name))?;
         }
-        let clones = self.clones_of(entry, None);
+        let mut clones = self.clones_of(entry, None);
+        clones.retain(|clone| !before.contains(clone));
         if !clones.is_empty() {
             let names = crate::native::list(clones.iter().map(String::as_str));
             let how = if promote {
@@ -207,15 +223,7 @@ impl Foreign {
                 format!("disk '{name}' is the parent of linked clones: {names}; {how}"),
             ));
         }
-        let outcome = Arc::clone(&entry.disk).delete();
-        if let Err(error) = &outcome
-            && !entry.disk.record().is_going()
-        {
-            // The deletion was refused before anything changed, so the disk stays in the list.
-            return Err(Error::new(error.kind(), error.to_string()));
-        }
-        self.forget(&name);
-        outcome.and_then(|()| self.remove_folder(&entry.folder))
+        Ok(())
     }
 
     /// Statistics of a disk's chain.

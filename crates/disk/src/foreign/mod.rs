@@ -28,6 +28,7 @@ mod maintain;
 mod moving;
 mod reopen;
 mod snapshots;
+mod space;
 
 pub use device::ChainedDevice;
 pub(crate) use moving::{ForeignOriginal, ForeignReplica};

@@ -183,25 +183,25 @@ impl Foreign {
         direction: Option<Direction>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        {
-            let _clients = entry.clients.lock();
-            entry.find_snapshot(name)?;
-            let title = format!("snapshot '{}@{name}'", entry.disk.name());
-            self.switches.refuse_in_use(&entry.identity(Some(name)), &title)?;
-            let clones = self.clones_of(entry, Some(name));
-            if !clones.is_empty() {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!(
-                        "{title} is the parent of linked clones: {}; delete them first",
-                        crate::native::list(clones.iter().map(String::as_str))
-                    ),
-                ));
-            }
-        }
+        self.refuse_delete_snapshot(entry, name)?;
         let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), progress);
         entry.tell_bases();
         outcome
+    }
+
+    /// Fails if a snapshot cannot be deleted.
+    pub(super) fn refuse_delete_snapshot(&self, entry: &ForeignDisk, name: &str) -> Result<()> {
+        let _clients = entry.clients.lock();
+        entry.find_snapshot(name)?;
+        let title = format!("snapshot '{}@{name}'", entry.disk.name());
+        self.switches.refuse_in_use(&entry.identity(Some(name)), &title)?;
+        let clones = self.clones_of(entry, Some(name));
+        if clones.is_empty() {
+            return Ok(());
+        }
+        let clones = crate::native::list(clones.iter().map(String::as_str));
+        let text = format!("{title} is the parent of linked clones: {clones}; delete them first");
+        Err(Error::new(ErrorKind::Busy, text))
     }
 
     /// Reverts the head to a snapshot. `Busy` while clients have the disk open.

@@ -59,6 +59,25 @@ pub(crate) fn snapshot_title(catalog: &Catalog, id: u64) -> Option<String> {
     Some(format!("{}@{}", catalog.find(snapshot.disk)?.name, snapshot.name))
 }
 
+/// A disk that can be deleted.
+pub(super) struct DeletableDisk {
+    pub disk: Object,
+    pub snapshots: Vec<Object>,
+    /// The linked clones that stay. The snapshots on which they are based are handed over to them.
+    pub clones: Vec<Object>,
+}
+
+impl DeletableDisk {
+    /// Whether a snapshot of the disk is handed over to a clone.
+    pub fn hands_over(&self, snapshot: &Object) -> bool {
+        is_origin(snapshot, &self.clones)
+    }
+}
+
+fn is_origin(snapshot: &Object, clones: &[Object]) -> bool {
+    clones.iter().any(|clone| clone.origin == snapshot.id)
+}
+
 impl Native {
     /// Creates a disk. Reports progress while a thick disk is filled.
     pub fn create_disk(
@@ -279,6 +298,12 @@ impl Native {
     /// instead.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         let _changes = self.changes.lock();
+        let DeletableDisk { disk, snapshots, clones } = self.deletable_disk(name, promote, &[])?;
+        self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
+    }
+
+    /// A disk that can be deleted after the disks in `before`. Called under `changes`.
+    pub(super) fn deletable_disk(&self, name: &str, promote: bool, before: &[String]) -> Result<DeletableDisk> {
         let disk = self.find_disk(name)?;
         self.refuse_in_use(disk.id, &format!("disk '{name}'"))?;
         let (snapshots, clones) = self.engine.with_catalog(|catalog| {
@@ -286,6 +311,7 @@ impl Native {
             let clones: Vec<Object> = catalog
                 .disks()
                 .filter(|clone| snapshots.iter().any(|snapshot| snapshot.id == clone.origin))
+                .filter(|clone| !before.contains(&clone.name))
                 .cloned()
                 .collect();
             (snapshots, clones)
@@ -303,15 +329,14 @@ impl Native {
                 ),
             ));
         }
-        self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
+        Ok(DeletableDisk { disk, snapshots, clones })
     }
 
     /// The changed catalog records when snapshots with clones are handed over to the first clone, which becomes the
     /// parent of the other clones.
     fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
         let Some(first_clone) = clones.first() else { return Vec::new() };
-        let needed: Vec<&Object> =
-            snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
+        let needed: Vec<&Object> = snapshots.iter().filter(|snapshot| is_origin(snapshot, clones)).collect();
         let own: Vec<Object> =
             self.engine.with_catalog(|catalog| catalog.snapshots_of(first_clone.id).cloned().collect());
         // The nearest ancestor that is also handed over, or 0.

@@ -24,6 +24,7 @@ mod device;
 mod disks;
 mod moving;
 mod snapshots;
+mod space;
 
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};

@@ -136,13 +136,19 @@ impl Native {
     /// them).
     pub fn delete_snapshot(&self, disk: &str, name: &str) -> Result<()> {
         let _changes = self.changes.lock();
+        let snapshot = self.deletable_snapshot(disk, name, &[])?;
+        self.engine.delete_snapshot(snapshot.id)
+    }
+
+    /// A snapshot that can be deleted after the disks in `before`. Called under `changes`.
+    pub(super) fn deletable_snapshot(&self, disk: &str, name: &str, before: &[String]) -> Result<Object> {
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, name)?;
         self.refuse_in_use(snapshot.id, &format!("snapshot '{}@{name}'", disk.name))?;
         let clones = self.engine.with_catalog(|catalog| {
             catalog
                 .disks()
-                .filter(|clone| clone.origin == snapshot.id)
+                .filter(|clone| clone.origin == snapshot.id && !before.contains(&clone.name))
                 .map(|clone| clone.name.clone())
                 .collect::<Vec<_>>()
         });
@@ -156,7 +162,7 @@ impl Native {
                 ),
             ));
         }
-        self.engine.delete_snapshot(snapshot.id)
+        Ok(snapshot)
     }
 
     /// Reverts the head to a snapshot. `Busy` while clients have the disk open.

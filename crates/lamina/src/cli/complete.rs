@@ -40,7 +40,7 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
     let value = argument.get_value_names().and_then(|names| names.first()).map(|name| name.as_str());
     match (verbs, argument.get_id().as_str(), value) {
         (["disk", "create" | "import"], ..) => None,
-        (["disk", ..], "name", _) | (["snapshot", "list"], "disk", _) | (["vm", ..], _, Some("DISK")) => {
+        (["disk", ..], "name" | "names", _) | (["snapshot", "list"], "disk", _) | (["vm", ..], _, Some("DISK")) => {
             Some(Named::Disk)
         }
         (["snapshot", "create"], _, Some("DISK@SNAPSHOT")) => Some(Named::NewSnapshot),

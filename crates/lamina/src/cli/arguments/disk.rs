@@ -8,7 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
+use disk::{Deletion, DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
 /// Provisioning type of a disk.
@@ -203,12 +203,19 @@ pub enum DiskCommand {
     /// Create a disk.
     Create(DiskCreate),
     /// List all disks.
-    List,
+    List {
+        /// Show the space of each disk and snapshot instead: mapped, stored, shared, exclusive.
+        #[arg(long)]
+        space: bool,
+    },
     /// Show one disk, with its block counts.
     Show {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
+        /// Show the space of the disk and of each snapshot instead: mapped, stored, shared, exclusive.
+        #[arg(long)]
+        space: bool,
     },
     /// Grow a disk, or shrink it with --shrink. A running virtual machine that uses it sees the new size at once.
     Resize {
@@ -241,9 +248,12 @@ pub enum DiskCommand {
     },
     /// Delete a disk with its snapshots. Refused if linked clones are based on the snapshots.
     Delete {
-        /// The disk.
-        #[arg(value_parser = parse_disk)]
-        name: String,
+        /// The disk; with --dry-run one or more.
+        #[arg(value_name = "NAME", value_parser = parse_disk, required = true)]
+        names: Vec<String>,
+        /// Show what deleting the disks together would free, and delete nothing.
+        #[arg(long)]
+        dry_run: bool,
         /// Hand the snapshots that linked clones are based on over to the clones, then delete.
         #[arg(long)]
         promote: bool,
@@ -313,13 +323,23 @@ pub enum DiskCommand {
     Import(DiskImport),
 }
 
+/// The only one of several names that an option permits; an error if there are more.
+pub fn only_one<T>(names: &[T]) -> Result<&T, String> {
+    match names {
+        [name] => Ok(name),
+        _ => Err("several names are allowed with --dry-run only: delete them one after another, or see --help".into()),
+    }
+}
+
 impl DiskCommand {
     /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         Ok(Request::Disk(match self {
             Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
-            Self::List => DiskRequest::List,
-            Self::Show { name } => DiskRequest::Show { name: name.clone() },
+            Self::List { space: true } => DiskRequest::Space { name: None },
+            Self::List { space: false } => DiskRequest::List,
+            Self::Show { name, space: true } => DiskRequest::Space { name: Some(name.clone()) },
+            Self::Show { name, space: false } => DiskRequest::Show { name: name.clone() },
             Self::Resize { name, size, shrink, reconnect_clients } => DiskRequest::Resize {
                 name: name.clone(),
                 capacity: *size,
@@ -330,8 +350,12 @@ impl DiskCommand {
             Self::Rename { name, to, force } => {
                 DiskRequest::Rename { name: name.clone(), to: to.clone(), force: *force }
             }
-            Self::Delete { name, promote, force } => {
-                DiskRequest::Delete { name: name.clone(), promote: *promote, force: *force }
+            Self::Delete { names, dry_run: true, promote, force } => DiskRequest::WouldFree {
+                deletion: Deletion { disks: names.clone(), promote: *promote, ..Deletion::default() },
+                force: *force,
+            },
+            Self::Delete { names, dry_run: false, promote, force } => {
+                DiskRequest::Delete { name: only_one(names)?.clone(), promote: *promote, force: *force }
             }
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },

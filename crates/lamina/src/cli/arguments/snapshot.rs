@@ -1,11 +1,12 @@
 //! Arguments of the commands about snapshots.
 
+use super::disk::only_one;
 use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
 use crate::cli::format::parse_delta;
 use crate::cli::size::parse_size;
 use clap::Subcommand;
-use control::{Request, SnapshotRequest};
-use disk::{DeltaFormat, Direction, Point, SnapshotOptions};
+use control::{DiskRequest, Request, SnapshotRequest};
+use disk::{Deletion, DeltaFormat, Direction, Point, SnapshotOptions};
 use std::path::PathBuf;
 
 /// Subcommands of `lamina snapshot`.
@@ -31,6 +32,9 @@ pub enum SnapshotCommand {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         disk: Option<String>,
+        /// Show the space of each disk and snapshot instead: mapped, stored, shared, exclusive.
+        #[arg(long)]
+        space: bool,
     },
     /// Show one snapshot.
     Show {
@@ -40,9 +44,12 @@ pub enum SnapshotCommand {
     },
     /// Delete a snapshot; other states of the disk keep their data.
     Delete {
-        /// The snapshot.
-        #[arg(value_name = "DISK@SNAPSHOT")]
-        snapshot: SnapshotAddress,
+        /// The snapshot; with --dry-run one or more.
+        #[arg(value_name = "DISK@SNAPSHOT", required = true)]
+        snapshots: Vec<SnapshotAddress>,
+        /// Show what deleting the snapshots together would free, and delete nothing.
+        #[arg(long)]
+        dry_run: bool,
         /// Merge the snapshot's image into the newer image. Default: the direction that copies less.
         #[arg(long, conflicts_with = "down")]
         up: bool,
@@ -90,21 +97,25 @@ impl SnapshotCommand {
                     delta: *delta,
                 },
             },
-            Self::List { disk } => SnapshotRequest::List { disk: disk.clone() },
+            Self::List { disk, space: true } => return Ok(Request::Disk(DiskRequest::Space { name: disk.clone() })),
+            Self::List { disk, space: false } => SnapshotRequest::List { disk: disk.clone() },
             Self::Show { snapshot } => {
                 SnapshotRequest::Show { disk: snapshot.disk.clone(), name: snapshot.name.clone() }
             }
-            Self::Delete { snapshot, up, down, rate, force } => SnapshotRequest::Delete {
-                disk: snapshot.disk.clone(),
-                name: snapshot.name.clone(),
-                direction: match (up, down) {
+            Self::Delete { snapshots, dry_run, up, down, rate, force } => {
+                let direction = match (up, down) {
                     (true, _) => Some(Direction::Up),
                     (_, true) => Some(Direction::Down),
                     _ => None,
-                },
-                rate: *rate,
-                force: *force,
-            },
+                };
+                if *dry_run {
+                    let snapshots = snapshots.iter().map(pair).collect();
+                    let deletion = Deletion { snapshots, direction, ..Deletion::default() };
+                    return Ok(Request::Disk(DiskRequest::WouldFree { deletion, force: *force }));
+                }
+                let (disk, name) = pair(only_one(snapshots)?);
+                SnapshotRequest::Delete { disk, name, direction, rate: *rate, force: *force }
+            }
             Self::Revert { snapshot, force } => {
                 SnapshotRequest::Revert { disk: snapshot.disk.clone(), name: snapshot.name.clone(), force: *force }
             }

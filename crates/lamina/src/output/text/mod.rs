@@ -7,6 +7,7 @@ mod machine;
 mod salvage;
 mod send;
 mod snapshot;
+mod space;
 
 use super::human::{count, size};
 use super::table::{Align, Table, print_facts};
@@ -36,6 +37,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         },
         Reply::Snapshot(one) => snapshot::print(out, one),
         Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
+        Reply::WouldFree(free) => space::print_would_free(out, free),
+        Reply::Space(disks) => space::print_all(out, disks),
         Reply::Deleted(name) => writeln!(out, "deleted {name}"),
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),

@@ -1,0 +1,86 @@
+//! Space: what disks and snapshots use, and what deleting any of them would free.
+
+use super::Datastore;
+use crate::space::{Deletion, DiskSpace, WouldFree};
+use error::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use work::Progress;
+
+impl Datastore {
+    /// What deleting these disks and snapshots together would free. Changes nothing. Fails for the reasons for which
+    /// deleting them one after another would fail.
+    pub fn would_free(&self, deletion: &Deletion, progress: &dyn Progress) -> Result<WouldFree> {
+        let mut free = WouldFree::default();
+        let (mut native, mut hidden) = (Vec::new(), Vec::new());
+        check_once(deletion)?;
+        for name in &deletion.disks {
+            free.deletes.push(name.clone());
+            // As for a deletion; but other operations on the disk are not refused because of this count.
+            drop(self.uses.share(name)?);
+            match self.foreign.find(name) {
+                Some(entry) => {
+                    self.foreign.would_free_disk(&entry, deletion.promote, &deletion.disks, &mut free)?;
+                    hidden.extend(self.overlay_of(&entry));
+                }
+                None => native.push(name.clone()),
+            }
+        }
+        let mut native_snapshots = Vec::new();
+        let mut by_disk: BTreeMap<&String, Vec<String>> = BTreeMap::new();
+        for (disk, name) in &deletion.snapshots {
+            free.deletes.push(format!("{disk}@{name}"));
+            drop(self.uses.share(disk)?);
+            match self.foreign.find(disk) {
+                Some(_) => by_disk.entry(disk).or_default().push(name.clone()),
+                None if deletion.direction.is_some() => {
+                    self.image_disk(disk, "deleting its snapshots merges nothing: omit --up and --down")?;
+                }
+                None => native_snapshots.push((disk.clone(), name.clone())),
+            }
+        }
+        for (disk, names) in by_disk {
+            let entry = self.image_disk(disk, "it has no images")?;
+            self.foreign.would_free_snapshots(&entry, &names, deletion.direction, &mut free)?;
+        }
+        if !(native.is_empty() && native_snapshots.is_empty() && hidden.is_empty()) {
+            self.native.would_free(&native, &native_snapshots, &hidden, deletion.promote, &mut free, progress)?;
+        }
+        free.freed = free.data + free.metadata + free.images;
+        Ok(free)
+    }
+
+    /// The space of one disk, or of all disks by name, with their snapshots.
+    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<Vec<DiskSpace>> {
+        if let Some(name) = disk {
+            return match self.foreign.find(name) {
+                Some(entry) => Ok(vec![self.foreign.space(&entry)?]),
+                None => self.native.space(disk, progress),
+            };
+        }
+        let mut all = self.native.space(None, progress)?;
+        for entry in self.foreign.entries() {
+            match self.foreign.space(&entry) {
+                Ok(space) => all.push(space),
+                Err(error) => tracing::warn!(disk = entry.disk.name(), %error, "the space of a disk is not known"),
+            }
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+}
+
+/// Fails if a disk or snapshot is named twice, or a snapshot beside its disk.
+fn check_once(deletion: &Deletion) -> Result<()> {
+    let disks = deletion.disks.iter().cloned();
+    let mut names: Vec<String> =
+        disks.chain(deletion.snapshots.iter().map(|(disk, name)| format!("{disk}@{name}"))).collect();
+    names.sort();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Error::new(ErrorKind::Invalid, format!("'{}' is named twice", twice[0])));
+    }
+    if let Some((disk, name)) = deletion.snapshots.iter().find(|(disk, _)| deletion.disks.contains(disk)) {
+        let text = format!("snapshot '{disk}@{name}' is named beside its disk, which is deleted with its snapshots");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
+}

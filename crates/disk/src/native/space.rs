@@ -1,0 +1,114 @@
+//! The space of native disks and their snapshots, and what deleting them would free.
+
+use super::{Native, is_visible};
+use crate::space::{DiskSpace, SnapshotSpace, SpaceUse, WouldFree};
+use backend::BLOCK_SIZE;
+use error::Result;
+use store::catalog::Object;
+use store::engine::{Accounts, ObjectSpace};
+use work::Progress;
+
+fn bytes(blocks: u64) -> u64 {
+    blocks * BLOCK_SIZE as u64
+}
+
+fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
+    SpaceUse {
+        provisioned: object.capacity,
+        mapped: bytes(space.mapped),
+        stored: bytes(space.stored),
+        shared: Some(bytes(space.shared())),
+        exclusive: Some(bytes(space.exclusive)),
+        reserved: bytes(space.reserved),
+    }
+}
+
+impl Native {
+    /// Adds to `free` what deleting these disks and snapshots would free. A disk is deleted with its snapshots, except
+    /// those that are handed over to clones. Fails for the reasons for which deleting them fails. `hidden` are disks
+    /// that are deleted with others.
+    pub fn would_free(
+        &self,
+        disks: &[String],
+        snapshots: &[(String, String)],
+        hidden: &[String],
+        promote: bool,
+        free: &mut WouldFree,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let mut set = Vec::new();
+        {
+            let _changes = self.changes.lock();
+            for name in disks {
+                let deletable = self.deletable_disk(name, promote, disks)?;
+                set.push(deletable.disk.id);
+                for snapshot in &deletable.snapshots {
+                    let title = format!("{name}@{}", snapshot.name);
+                    if deletable.hands_over(snapshot) {
+                        free.hands_over.push(title);
+                        continue;
+                    }
+                    set.push(snapshot.id);
+                    if !snapshot.incomplete {
+                        free.with_disks.push(title);
+                    }
+                }
+            }
+            for (disk, name) in snapshots {
+                set.push(self.deletable_snapshot(disk, name, disks)?.id);
+            }
+            let hidden = |catalog: &store::catalog::Catalog| {
+                hidden.iter().filter_map(|name| catalog.disk(name)).map(|disk| disk.id).collect::<Vec<u64>>()
+            };
+            set.extend(self.engine.with_catalog(hidden));
+        }
+        let go_on = || !progress.cancelled();
+        let mut accounts = self.engine.accounts(&set, &go_on)?;
+        let freed = accounts.would_free(&set)?;
+        free.data += bytes(freed.data);
+        free.data_blocks += freed.data;
+        free.metadata += bytes(freed.nodes);
+        free.reserved += bytes(freed.reserved);
+        free.held += bytes(accounts.counts().held + accounts.deleted()?.data);
+        Ok(())
+    }
+
+    /// The space of one disk, or of all disks by name.
+    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<Vec<DiskSpace>> {
+        let only = disk.map(|name| self.find_disk(name)).transpose()?;
+        let go_on = || !progress.cancelled();
+        let mut accounts = self.engine.accounts(&[], &go_on)?;
+        let disks: Vec<Object> = match &only {
+            Some(disk) => vec![accounts.catalog().whole(disk.id)?.clone()],
+            None => accounts.catalog().disks().filter(|disk| is_visible(disk)).cloned().collect(),
+        };
+        let total = disks.len() as u64;
+        let mut all = Vec::with_capacity(disks.len());
+        for (done, disk) in (0u64..).zip(&disks) {
+            progress.update(done, total);
+            all.push(space_of(&mut accounts, disk)?);
+        }
+        Ok(all)
+    }
+}
+
+fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {
+    let mut own: Vec<Object> = accounts.catalog().snapshots_of(disk.id).cloned().collect();
+    own.sort_by_key(|snapshot| snapshot.id);
+    let mut snapshots = Vec::new();
+    for snapshot in own.iter().filter(|snapshot| !snapshot.incomplete) {
+        let space = shown(snapshot, accounts.space_of(snapshot.id)?);
+        snapshots.push(SnapshotSpace { name: snapshot.name.clone(), space });
+    }
+    let mut set: Vec<u64> = own.iter().map(|snapshot| snapshot.id).collect();
+    let used_by_snapshots = accounts.would_free(&set)?.data;
+    set.push(disk.id);
+    let reclaimable = accounts.would_free(&set)?.data;
+    Ok(DiskSpace {
+        name: disk.name.clone(),
+        space: shown(disk, accounts.space_of(disk.id)?),
+        used_by_snapshots: Some(bytes(used_by_snapshots)),
+        reclaimable: bytes(reclaimable),
+        snapshots,
+    })
+}

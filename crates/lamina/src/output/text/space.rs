@@ -1,0 +1,59 @@
+//! The space of disks and snapshots, and what a deletion would free, as text.
+
+use crate::output::human::{count, size};
+use crate::output::table::{Align, Table, print_facts};
+use disk::{DiskSpace, SpaceUse, WouldFree};
+use std::io::{self, Write};
+
+/// Prints a row for each disk, followed by rows for its snapshots.
+pub fn print_all(out: &mut dyn Write, disks: &[DiskSpace]) -> io::Result<()> {
+    if disks.is_empty() {
+        return writeln!(out, "no disks");
+    }
+    let mut columns = vec![("NAME", Align::Left)];
+    let sizes = ["CAPACITY", "MAPPED", "STORED", "SHARED", "EXCLUSIVE", "BY SNAPSHOTS", "RECLAIMABLE"];
+    columns.extend(sizes.map(|name| (name, Align::Right)));
+    let mut table = Table::new(&columns);
+    let known = |bytes: Option<u64>| bytes.map_or_else(|| "-".into(), size);
+    let row = |name: String, of: &SpaceUse, rest: [Option<u64>; 2]| {
+        // The images of a snapshot in VMware's formats are levels of the disk's chain.
+        let own = |bytes: u64| if of.stored == 0 && of.exclusive.is_none() { "-".into() } else { size(bytes) };
+        let mut cells = vec![name, size(of.provisioned), own(of.mapped), own(of.stored)];
+        cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
+        cells
+    };
+    for disk in disks {
+        table.row(row(disk.name.clone(), &disk.space, [disk.used_by_snapshots, Some(disk.reclaimable)]));
+        for snapshot in &disk.snapshots {
+            table.row(row(format!("{}@{}", disk.name, snapshot.name), &snapshot.space, [None; 2]));
+        }
+    }
+    table.print(out)
+}
+
+/// Prints what a deletion would free.
+pub fn print_would_free(out: &mut dyn Write, free: &WouldFree) -> io::Result<()> {
+    let mut facts = vec![("would delete", free.deletes.join(", "))];
+    let names = [("with its snapshots", &free.with_disks), ("hands over", &free.hands_over)];
+    facts
+        .extend(names.into_iter().filter(|(_, names)| !names.is_empty()).map(|(what, names)| (what, names.join(", "))));
+    facts.push(("frees", format!("{} ({} bytes)", size(free.freed), free.freed)));
+    facts.push(("  data", format!("{} ({})", size(free.data), count(free.data_blocks, "block"))));
+    facts.push(("  metadata", format!("{} (for other metadata)", size(free.metadata))));
+    facts.push(("  images", size(free.images)));
+    if free.reserved > 0 {
+        facts.push(("reserved", format!("{} for writes of thick disks become usable for others", size(free.reserved))));
+    }
+    if free.held > 0 {
+        facts.push(("held", format!("{} that were freed before are not usable yet", size(free.held))));
+    }
+    if free.images_merged > 0 {
+        facts.push(("merges", format!("{} into others", count(free.images_merged, "image"))));
+    }
+    if free.images_kept > 0 {
+        facts.push(("keeps", format!("{}: other states need them", count(free.images_kept, "image"))));
+    }
+    facts.extend(free.estimate.clone().map(|why| ("estimate", why)));
+    print_facts(out, &facts)?;
+    writeln!(out, "nothing was deleted")
+}

@@ -1,0 +1,187 @@
+//! What deleting a disk, or snapshots of it, would free in the file system. Nothing is changed.
+//!
+//! 1. A deletion is followed through in a copy of the record: the images that remain, and those that are merged into
+//!    each of them, in the direction that [`Disk::delete_snapshot`] would choose.
+//! 2. Removed files free exactly what the file system has allocated to them. What a merge copies is an estimate: the
+//!    space that the copied ranges need in the image that stays, without tables and without the file system's own
+//!    units.
+//! 3. The disk may change meanwhile. A count is valid if the record was the same at its beginning and at its end.
+
+use crate::disk::Disk;
+use crate::merge::{Direction, Removal, ranges_held};
+use crate::record::{FileRecord, ImageOwnership, Node, Record};
+use crate::stored::RECORD_NAME;
+use crate::{Error, ErrorKind, Result};
+use backend::{Access, IoMode};
+use layer::image::Place;
+use std::collections::BTreeMap;
+
+/// How often a count is repeated because the disk changed meanwhile.
+const ATTEMPTS: usize = 4;
+
+/// What a deletion would free in the file system, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Preview {
+    /// Bytes of the files that are removed.
+    pub removed: u64,
+    /// An estimate of the bytes that merges add to images that stay.
+    pub copied: u64,
+    /// Number of images that are merged into others.
+    pub merged: usize,
+    /// Number of snapshots of which only the name is removed: other states of the disk need their images.
+    pub kept: usize,
+}
+
+impl Disk {
+    /// What deleting the disk would free. Fails while another operation is under way, as the deletion would.
+    pub fn preview_delete(&self) -> Result<Preview> {
+        // The right is not kept, so that no other operation fails because of this one.
+        drop(self.begin_over("counting its space")?);
+        Ok(Preview { removed: self.bytes_made()?, ..Preview::default() })
+    }
+
+    /// Bytes of the files that the disk has made: those of its images, its record and its list of snapshots.
+    pub fn bytes_made(&self) -> Result<u64> {
+        let record = self.record();
+        let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
+        let mut removed = made.map(|node| self.allocated(&record, node)).sum::<Result<u64>>()?;
+        for name in [self.vmsd_name(&record), RECORD_NAME.to_owned()] {
+            removed += self.allocated_to(&record, &FileRecord { folder: None, name })?;
+        }
+        Ok(removed)
+    }
+
+    /// What deleting these snapshots would free. Fails for the reasons for which deleting them fails.
+    pub fn preview_delete_snapshots(&self, names: &[String], direction: Option<Direction>) -> Result<Preview> {
+        // As above. Like every operation, this one first finishes an operation that was interrupted.
+        drop(self.begin("counting the space of a snapshot")?);
+        for _ in 0..ATTEMPTS {
+            let record = self.record();
+            let counted = Removals::new(self, record.clone()).preview(names, direction);
+            if self.record() == record {
+                return counted;
+            }
+        }
+        let text = format!("disk '{}' changed while the space of its snapshots was counted; try again", self.name());
+        Err(Error::new(ErrorKind::Busy, text))
+    }
+
+    /// Bytes that the files of an image occupy in the file system.
+    fn allocated(&self, record: &Record, node: &Node) -> Result<u64> {
+        self.files(record, node).iter().map(|file| self.allocated_to(record, file)).sum()
+    }
+
+    fn allocated_to(&self, record: &Record, file: &FileRecord) -> Result<u64> {
+        let place = Place { folder: self.folder(record, file.folder.as_deref())?, name: file.name.clone() };
+        match place.open(IoMode::Buffered, Access::Read) {
+            Ok(open) => open.allocated().map_err(|error| Error::io(format!("measuring '{}'", place.label()), error)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Snapshots that are removed one after another from a copy of a record.
+struct Removals<'a> {
+    disk: &'a Disk,
+    /// The record as it is.
+    before: Record,
+    /// The record after the removals so far.
+    record: Record,
+    /// Images that are merged into each image that stays.
+    merged: BTreeMap<u32, Vec<u32>>,
+    /// Images of which the files are removed.
+    gone: Vec<Node>,
+    kept: usize,
+}
+
+impl<'a> Removals<'a> {
+    fn new(disk: &'a Disk, record: Record) -> Self {
+        Self { disk, before: record.clone(), record, merged: BTreeMap::new(), gone: Vec::new(), kept: 0 }
+    }
+
+    fn preview(mut self, names: &[String], direction: Option<Direction>) -> Result<Preview> {
+        for name in names {
+            let node = self.record.snapshot(name)?.node;
+            self.disk.refuse_clones(name, node)?;
+            match self.disk.removal(&self.record, name, direction)? {
+                Some(removal) => self.merge(removal)?,
+                None => {
+                    self.record.snapshots.retain(|snapshot| snapshot.name != *name);
+                    self.remove_unneeded();
+                    self.kept += usize::from(self.record.node(node).is_ok());
+                }
+            }
+            self.merge_redundant()?;
+        }
+        self.sum()
+    }
+
+    /// Images without a snapshot are merged after every deletion, as far as possible.
+    fn merge_redundant(&mut self) -> Result<()> {
+        let mut passed = Vec::new();
+        loop {
+            let redundant = self.disk.redundant(&self.record);
+            let Some(lower) = redundant.into_iter().find(|id| !passed.contains(id)) else { return Ok(()) };
+            passed.push(lower);
+            let Some(upper) = self.record.children(lower).first().copied() else { continue };
+            if let Some(direction) = self.disk.direction(&self.record, lower, upper, None)? {
+                self.merge(Removal { lower, upper, direction })?;
+            }
+        }
+    }
+
+    fn merge(&mut self, Removal { lower, upper, direction }: Removal) -> Result<()> {
+        let record = &mut self.record;
+        record.snapshots.retain(|snapshot| snapshot.node != lower);
+        let (source, target) = match direction {
+            Direction::Down => {
+                record.nodes.iter_mut().filter(|node| node.parent == Some(upper)).for_each(|node| {
+                    node.parent = Some(lower);
+                });
+                record.snapshots.iter_mut().filter(|snapshot| snapshot.node == upper).for_each(|snapshot| {
+                    snapshot.node = lower;
+                });
+                if record.head == upper {
+                    record.head = lower;
+                }
+                (upper, lower)
+            }
+            Direction::Up => {
+                let parent = record.node(lower)?.parent;
+                record.nodes.iter_mut().filter(|node| node.id == upper).for_each(|node| node.parent = parent);
+                (lower, upper)
+            }
+        };
+        self.gone.extend(record.nodes.iter().position(|node| node.id == source).map(|at| record.nodes.remove(at)));
+        let more = self.merged.remove(&source).unwrap_or_default();
+        let into = self.merged.entry(target).or_default();
+        into.push(source);
+        into.extend(more);
+        self.remove_unneeded();
+        Ok(())
+    }
+
+    fn remove_unneeded(&mut self) {
+        for node in self.record.take_unneeded() {
+            self.merged.remove(&node.id);
+            self.gone.push(node);
+        }
+    }
+
+    fn sum(self) -> Result<Preview> {
+        let (disk, before) = (self.disk, &self.before);
+        let gone = self.gone.iter().filter(|node| node.is_own());
+        let removed = gone.map(|node| disk.allocated(before, node)).sum::<Result<u64>>()?;
+        let mut copied = 0u64;
+        for (target, sources) in &self.merged {
+            let into = disk.image_of(before, *target)?;
+            let sources = sources.iter().map(|id| disk.image_of(before, *id)).collect::<Result<Vec<_>>>()?;
+            for range in ranges_held(sources.iter().map(|source| &**source.layer()), &**into.layer())? {
+                copied = copied.saturating_add(into.layer().room_needed(range)?);
+            }
+        }
+        let merged = self.merged.values().map(Vec::len).sum();
+        Ok(Preview { removed, copied, merged, kept: self.kept })
+    }
+}
