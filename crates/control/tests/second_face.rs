@@ -359,7 +359,7 @@ fn disks(face: &Face) {
     };
     assert_eq!((free.deletes.as_slice(), &free.estimate), ([text("c")].as_slice(), &None));
     let Reply::Space(space) = face.disk(DiskRequest::Space { name: None }) else { panic!("space is space") };
-    assert_eq!(space.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
+    assert_eq!(space.disks.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
     face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
     face.disk(DiskRequest::Show { name: text("b") });
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));

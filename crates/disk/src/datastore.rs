@@ -348,6 +348,7 @@ impl Datastore {
             reserved: bytes(counts.reserved + unwritten),
             metadata,
             reclaimable: bytes(counts.data.free + counts.held),
+            held: bytes(counts.held),
             provisioned,
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
             disks: disks as u64 + images.disks,

@@ -31,6 +31,6 @@ pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;
 pub use info::*;
 pub use location::Location;
-pub use space::{Deletion, DiskSpace, SnapshotSpace, SpaceUse, WouldFree};
+pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

@@ -73,6 +73,35 @@ pub struct SpaceUse {
     pub reserved: u64,
 }
 
+/// The space of a datastore's disks and snapshots.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatastoreSpace {
+    /// The disks by name.
+    pub disks: Vec<DiskSpace>,
+    /// The sums over the datastore; `None` if only one disk was counted.
+    pub total: Option<TotalSpace>,
+}
+
+/// The space of a datastore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TotalSpace {
+    /// The sum of the capacities of the disks.
+    pub provisioned: u64,
+    /// What all heads and snapshots map.
+    pub mapped: u64,
+    /// What that takes in the files of the datastore: data blocks, and files of images. It includes disks that are
+    /// being made or received.
+    pub stored: u64,
+    /// The part of `stored` that several native disks or snapshots use.
+    pub shared: u64,
+    /// The rest of `stored`.
+    pub exclusive: u64,
+    /// Bytes reserved for writes of thick disks.
+    pub reserved: u64,
+    /// Bytes that deletions and discards have freed and that are not usable yet. `stored` does not include them.
+    pub held: u64,
+}
+
 /// The space of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotSpace {

@@ -196,7 +196,16 @@ fn the_space_of_a_disk_and_of_its_snapshots_is_shown() {
     assert_eq!(number(disk, "reclaimable"), dry("disk delete base"));
     let table = store.run("snapshot list --space").ok();
     let names: Vec<&str> = table.lines().skip(1).map(|line| line.split_whitespace().next().unwrap()).collect();
-    assert_eq!(names, ["base", "base@old", "base@mid", "base@golden", "busy"]);
+    assert_eq!(names, ["base", "base@old", "base@mid", "base@golden", "busy", "(datastore)"]);
+    let all = store.run("disk list --space --json").json();
+    let (total, (stored, _)) = (&all["total"], used(&store));
+    let all: Vec<&Value> = all["disks"].as_array().unwrap().iter().collect();
+    let parts = || all.iter().flat_map(|disk| std::iter::once(*disk).chain(disk["snapshots"].as_array().unwrap()));
+    let sum = |member: &str| parts().map(|of| number(of, member)).sum::<u64>();
+    assert_eq!((number(total, "stored"), number(total, "provisioned")), (stored, 128 * MIB));
+    assert_eq!((number(total, "mapped"), number(total, "exclusive")), (sum("mapped"), sum("exclusive")));
+    assert_eq!(number(total, "shared"), stored - sum("exclusive"));
+    assert!(number(total, "mapped") > 2 * stored, "most blocks are shared");
     store.run("disk show nothing --space").fails(3, "nothing");
 }
 

@@ -156,7 +156,7 @@ fn neutral(text: &str, store: &Store) -> String {
     let text = text.replace(&store.path().display().to_string(), "STORE");
     let mut out = String::new();
     for line in text.lines() {
-        let volatile = ["uuid", "created", "allocated", "available", "  data", "  metadata", "  reclaimable"];
+        let volatile = ["uuid", "created", "allocated", "available", "  data", "  metadata", "  reclaimable", "  held"];
         let volatile = volatile.iter().any(|word| line.trim_start_matches([' ', '"']).starts_with(word.trim_start()));
         // The times in lists of snapshots are removed.
         let line = line.split("  20").next().unwrap_or_default();

@@ -46,7 +46,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             }
             Reply::WouldFree(Box::new(datastore.would_free(&deletion, progress)?))
         }
-        DiskRequest::Space { name } => Reply::Space(datastore.space(name.as_deref(), progress)?),
+        DiskRequest::Space { name } => Reply::Space(Box::new(datastore.space(name.as_deref(), progress)?)),
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),

@@ -5,7 +5,7 @@ use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
-use disk::{CheckReport, DiskInfo, DiskSpace, DiskStatistics, Reclaimed, SnapshotInfo, Status, WouldFree};
+use disk::{CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status, WouldFree};
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ pub enum Reply {
     /// Reply to `DiskRequest::WouldFree`.
     WouldFree(Box<WouldFree>),
     /// Reply to `DiskRequest::Space`.
-    Space(Vec<DiskSpace>),
+    Space(Box<DatastoreSpace>),
     /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.
     Statistics(Box<DiskStatistics>),
     /// Reply to requests that reclaim space of a disk.

@@ -1,7 +1,7 @@
 //! Space: what disks and snapshots use, and what deleting any of them would free.
 
 use super::Datastore;
-use crate::space::{Deletion, DiskSpace, WouldFree};
+use crate::space::{DatastoreSpace, Deletion, WouldFree};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use work::Progress;
@@ -50,21 +50,29 @@ impl Datastore {
     }
 
     /// The space of one disk, or of all disks by name, with their snapshots.
-    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<Vec<DiskSpace>> {
+    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
         if let Some(name) = disk {
             return match self.foreign.find(name) {
-                Some(entry) => Ok(vec![self.foreign.space(&entry)?]),
+                Some(entry) => Ok(DatastoreSpace { disks: vec![self.foreign.space(&entry)?], total: None }),
                 None => self.native.space(disk, progress),
             };
         }
         let mut all = self.native.space(None, progress)?;
         for entry in self.foreign.entries() {
             match self.foreign.space(&entry) {
-                Ok(space) => all.push(space),
+                Ok(space) => {
+                    if let Some(total) = &mut all.total {
+                        total.provisioned = total.provisioned.saturating_add(space.space.provisioned);
+                        total.mapped += space.space.mapped;
+                        total.stored += space.reclaimable;
+                        total.exclusive += space.reclaimable;
+                    }
+                    all.disks.push(space);
+                }
                 Err(error) => tracing::warn!(disk = entry.disk.name(), %error, "the space of a disk is not known"),
             }
         }
-        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all.disks.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(all)
     }
 }

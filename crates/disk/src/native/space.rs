@@ -1,7 +1,7 @@
 //! The space of native disks and their snapshots, and what deleting them would free.
 
 use super::{Native, is_visible};
-use crate::space::{DiskSpace, SnapshotSpace, SpaceUse, WouldFree};
+use crate::space::{DatastoreSpace, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::Object;
@@ -73,8 +73,8 @@ impl Native {
         Ok(())
     }
 
-    /// The space of one disk, or of all disks by name.
-    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<Vec<DiskSpace>> {
+    /// The space of one disk, or of all disks by name with their sums.
+    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
         let go_on = || !progress.cancelled();
         let mut accounts = self.engine.accounts(&[], &go_on)?;
@@ -88,8 +88,36 @@ impl Native {
             progress.update(done, total);
             all.push(space_of(&mut accounts, disk)?);
         }
-        Ok(all)
+        let total = if only.is_none() { Some(total_of(&mut accounts, &all)?) } else { None };
+        Ok(DatastoreSpace { disks: all, total })
     }
+}
+
+/// The sums over all disks. The datastore may have further disks and snapshots: those that are being made or received.
+fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpace> {
+    let counts = accounts.counts();
+    let deleted = accounts.deleted()?.data;
+    let objects: Vec<u64> = accounts.catalog().objects().map(|object| object.id).collect();
+    let mut exclusive = 0;
+    for id in objects {
+        if accounts.catalog().whole(id).is_ok() {
+            exclusive += accounts.would_free(&[id])?.data;
+        }
+    }
+    let stored = counts.data.used - deleted;
+    let mut total = TotalSpace {
+        stored: bytes(stored),
+        shared: bytes(stored - exclusive),
+        exclusive: bytes(exclusive),
+        reserved: bytes(counts.reserved),
+        held: bytes(counts.held + deleted),
+        ..TotalSpace::default()
+    };
+    for disk in disks {
+        total.provisioned += disk.space.provisioned;
+        total.mapped += disk.space.mapped + disk.snapshots.iter().map(|snapshot| snapshot.space.mapped).sum::<u64>();
+    }
+    Ok(total)
 }
 
 fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {

@@ -32,7 +32,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Snapshot(snapshot) => json!(snapshot),
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
         Reply::WouldFree(free) => json!(free),
-        Reply::Space(disks) => json!({ "disks": disks }),
+        Reply::Space(space) => json!(space),
         Reply::Deleted(name) => json!({ "deleted": name }),
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
         Reply::Statistics(statistics) => json!(statistics),

@@ -11,13 +11,14 @@
 //! Spaces at the end of a line are ignored.
 
 /// Labels of the values that depend on the host.
-const OF_THE_HOST: [&str; 15] = [
+const OF_THE_HOST: [&str; 16] = [
     "uuid:",
     "available:",
     "allocated:",
     "data:",
     "metadata:",
     "reclaimable:",
+    "held:",
     "over-commit ratio:",
     "file system:",
     "blocks allocated:",

@@ -2,12 +2,12 @@
 
 use crate::output::human::{count, size};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DiskSpace, SpaceUse, WouldFree};
+use disk::{DatastoreSpace, SpaceUse, WouldFree};
 use std::io::{self, Write};
 
-/// Prints a row for each disk, followed by rows for its snapshots.
-pub fn print_all(out: &mut dyn Write, disks: &[DiskSpace]) -> io::Result<()> {
-    if disks.is_empty() {
+/// Prints a row for each disk, followed by rows for its snapshots, and the sums over the datastore.
+pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
+    if of.disks.is_empty() {
         return writeln!(out, "no disks");
     }
     let mut columns = vec![("NAME", Align::Left)];
@@ -22,11 +22,17 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskSpace]) -> io::Result<()> {
         cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
         cells
     };
-    for disk in disks {
+    for disk in &of.disks {
         table.row(row(disk.name.clone(), &disk.space, [disk.used_by_snapshots, Some(disk.reclaimable)]));
         for snapshot in &disk.snapshots {
             table.row(row(format!("{}@{}", disk.name, snapshot.name), &snapshot.space, [None; 2]));
         }
+    }
+    if let Some(total) = &of.total {
+        let mut row = vec!["(datastore)".to_owned()];
+        row.extend([total.provisioned, total.mapped, total.stored, total.shared, total.exclusive].map(size));
+        row.extend([String::from("-"), String::from("-")]);
+        table.row(row);
     }
     table.print(out)
 }
