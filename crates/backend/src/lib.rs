@@ -30,6 +30,7 @@ mod directory;
 mod file;
 pub mod local;
 pub mod overlay;
+pub mod owner;
 #[cfg(target_os = "linux")]
 pub mod pagemap;
 pub mod portable;

@@ -7,7 +7,9 @@
 //!    created for direct I/O on a file system that refuses direct I/O is removed again.
 //! 3. The lock is an advisory lock of the open file description (`flock`). The kernel releases it when the process
 //!    ends, however it ends, and two openers in one process exclude each other too.
-//! 4. The kind of queues is probed once, at the start; [`Directory::queue_kind`] reports it.
+//! 4. In a directory with [`LocalDirectory::keep_owner`], files that root creates belong to the owner of the folder.
+//!    Root follows no symbolic links there, because another user may have made them.
+//! 5. The kind of queues is probed once, at the start; [`Directory::queue_kind`] reports it.
 
 mod extents;
 mod file;
@@ -27,6 +29,7 @@ pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
 use crate::file::flush_failed;
+use crate::owner::{Owner, create_or_open};
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
@@ -52,6 +55,8 @@ pub enum LocalQueues {
 pub struct LocalDirectory {
     path: PathBuf,
     folder: Arc<OwnedFd>,
+    /// Whether files that root creates are given to the owner of the folder.
+    keeps_owner: bool,
     #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring can be required or excluded"))]
     queues: LocalQueues,
     uring: AtomicBool,
@@ -77,7 +82,7 @@ impl LocalDirectory {
             })?,
         };
         let folder = Arc::new(folder);
-        Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+        Ok(Self { path, folder, keeps_owner: false, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
     /// Opens a folder by its canonical path (as [`std::fs::canonicalize`] gives it), component by component, and
@@ -105,7 +110,20 @@ impl LocalDirectory {
         let folder = rustix::fs::openat(&folder, ".", flags, Mode::empty()).map_err(fail)?;
         let uring = probe_uring().is_ok();
         let (folder, queues) = (Arc::new(folder), LocalQueues::Auto);
-        Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+        Ok(Self { path, folder, keeps_owner: false, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+    }
+
+    /// The directory, in which files that root creates belong to the owner of the folder: for the folders of a
+    /// datastore. Elsewhere root may write what the owner of the folder must not read.
+    pub fn keep_owner(mut self) -> Self {
+        self.keeps_owner = true;
+        self
+    }
+
+    /// The owner of new files, if this process would create them with another one. It is determined at each use,
+    /// because a repair may change the owner of the folder.
+    fn owner(&self) -> Option<Owner> {
+        self.keeps_owner.then(|| Owner::of(&self.folder)).flatten()
     }
 
     /// The path of the folder, as the caller gave it.
@@ -119,9 +137,20 @@ impl LocalDirectory {
 
     fn open_flags(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
-        let flags = flags | OFlags::CLOEXEC;
-        let file = retry(|| rustix::fs::openat(&self.folder, name, flags, Mode::RUSR | Mode::WUSR))
-            .map_err(|e| named(e, "open", &self.path.join(name)))?;
+        let file = self.open_or_create(name, flags | OFlags::CLOEXEC).map_err(|error| {
+            let path = self.path.join(name);
+            match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) && self.owner().is_some() {
+                true => {
+                    let text = format!(
+                        "{} is a symbolic link of another user, which root does not follow: run the command as the owner \
+                         of the folder",
+                        path.display()
+                    );
+                    io::Error::new(io::ErrorKind::InvalidInput, text)
+                }
+                false => named(error, "open", &path),
+            }
+        })?;
         let file = std::fs::File::from(file);
         if !file.metadata()?.is_file() {
             let text = format!("{} is not a regular file", self.path.join(name).display());
@@ -135,6 +164,22 @@ impl LocalDirectory {
                 );
                 io::Error::new(io::ErrorKind::Unsupported, text)
             })?;
+        }
+        Ok(file)
+    }
+
+    fn open_or_create(&self, name: &str, flags: OFlags) -> io::Result<OwnedFd> {
+        let open = |flags| retry(|| rustix::fs::openat(&self.folder, name, flags, Mode::RUSR | Mode::WUSR));
+        let Some(owner) = self.owner() else { return open(flags) };
+        let existing = (flags | OFlags::NOFOLLOW).difference(OFlags::CREATE | OFlags::EXCL);
+        let create = || open(flags | OFlags::EXCL);
+        let (file, created) = match (flags.contains(OFlags::CREATE), flags.contains(OFlags::EXCL)) {
+            (false, _) => (open(existing)?, false),
+            (true, true) => (create()?, true),
+            (true, false) => create_or_open(create, || open(existing))?,
+        };
+        if created {
+            owner.receives(&file);
         }
         Ok(file)
     }

@@ -2,10 +2,12 @@
 //!
 //! 1. What this module creates has its final permissions from the moment it exists. If permissions were removed
 //!    afterwards, another process could open the file before that.
-//! 2. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself. [`close`]
+//! 2. What root creates in a folder of another user belongs to that user ([`crate::owner`]).
+//! 3. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself. [`close`]
 //!    changes what it has opened, not what a path leads to: another user who can write to a folder may replace a part
 //!    of the path at any time.
 
+use crate::owner::{Owner, create_or_open};
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
@@ -21,7 +23,7 @@ const OTHERS: u32 = 0o077;
 /// The permissions of group and others that the folder of a datastore must not have. The permission to traverse the
 /// folder without listing it is allowed, because a group reaches the server's sockets by it.
 const LISTING: u32 = 0o066;
-/// The deepest folder that [`exposed`] looks into.
+/// The deepest folder that [`walk`] looks into.
 const DEPTH_MAX: usize = 16;
 
 /// Held while the umask of the process is changed, so that two threads restore it in the right order.
@@ -29,27 +31,61 @@ static UMASK: Mutex<()> = Mutex::new(());
 
 /// Creates a folder.
 pub fn create_folder(path: &Path) -> io::Result<()> {
+    let owner = Owner::of_folder_of(path);
+    create_folder_of_caller(path)?;
+    owner.into_iter().for_each(|owner| owner.receives_folder(path));
+    Ok(())
+}
+
+/// Creates a folder that belongs to the user of this process, whoever owns the folder above it.
+pub fn create_folder_of_caller(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(path)
 }
 
 /// Creates a folder and its missing parents; an existing folder is not an error.
 pub fn create_folders(path: &Path) -> io::Result<()> {
-    DirBuilder::new().mode(0o700).recursive(true).create(path)
+    if path.as_os_str().is_empty() || path.is_dir() {
+        return Ok(());
+    }
+    path.parent().map_or(Ok(()), create_folders)?;
+    match create_folder(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        created => created,
+    }
 }
 
 /// Creates a file that does not exist.
 pub fn create_new(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    Owner::of_folder_of(path).into_iter().for_each(|owner| owner.receives(&file));
+    Ok(file)
 }
 
 /// Opens a file for writing; creates it if it does not exist, and empties it otherwise.
 pub fn create(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
+    open(path, true)
 }
 
 /// Opens a file for writing with its content; creates it if it does not exist.
 pub fn open_or_create(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)
+    open(path, false)
+}
+
+/// Opens a file for writing, and creates it if it does not exist. Root follows no symbolic link in the place of the
+/// file that another user may have put there.
+fn open(path: &Path, truncate: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).mode(0o600);
+    let Some(owner) = Owner::of_folder_of(path) else { return options.create(true).truncate(truncate).open(path) };
+    options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+    let (file, created) = create_or_open(
+        || options.clone().create_new(true).open(path),
+        || options.clone().truncate(truncate).open(path),
+    )?;
+    if created {
+        owner.receives(&file);
+    }
+    Ok(file)
 }
 
 /// Replaces the content of a file, not atomically and not durably.
@@ -117,12 +153,23 @@ pub fn exposed(folder: &Path) -> io::Result<Vec<Exposed>> {
     if mode & LISTING != 0 {
         found.push(Exposed { path: PathBuf::new(), mode, wanted: mode & !LISTING });
     }
-    search(folder, Path::new(""), 0, &mut found)?;
+    walk(folder, &mut |path, metadata| {
+        let mode = metadata.mode() & 0o7777;
+        if mode & OTHERS != 0 {
+            found.push(Exposed { path, mode, wanted: mode & !OTHERS });
+        }
+    })?;
     found.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(found)
 }
 
-fn search(top: &Path, below: &Path, depth: usize, found: &mut Vec<Exposed>) -> io::Result<()> {
+/// Visits all files and folders below `folder`, with their paths below it. Symbolic links and sockets directly in the
+/// folder are left out, and so is what is removed meanwhile.
+pub(crate) fn walk(folder: &Path, visit: &mut dyn FnMut(PathBuf, &fs::Metadata)) -> io::Result<()> {
+    walk_below(folder, Path::new(""), 0, visit)
+}
+
+fn walk_below(top: &Path, below: &Path, depth: usize, visit: &mut dyn FnMut(PathBuf, &fs::Metadata)) -> io::Result<()> {
     let entries = match fs::read_dir(top.join(below)) {
         Err(error) if depth > 0 && error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries?,
@@ -137,19 +184,17 @@ fn search(top: &Path, below: &Path, depth: usize, found: &mut Vec<Exposed>) -> i
         if kind.is_symlink() || (kind.is_socket() && depth == 0) {
             continue;
         }
-        let (path, mode) = (below.join(entry.file_name()), metadata.mode() & 0o7777);
-        if mode & OTHERS != 0 {
-            found.push(Exposed { path: path.clone(), mode, wanted: mode & !OTHERS });
-        }
+        let path = below.join(entry.file_name());
+        visit(path.clone(), &metadata);
         if kind.is_dir() && depth < DEPTH_MAX {
-            search(top, &path, depth + 1, found)?;
+            walk_below(top, &path, depth + 1, visit)?;
         }
     }
     Ok(())
 }
 
-/// How [`close`] opens files. On Linux the handle permits neither reads nor writes, so files without permissions for
-/// their owner and sockets can be opened, and devices and pipes do not notice it.
+/// How [`open_below`] opens files. On Linux the handle permits neither reads nor writes, so files without permissions
+/// for their owner and sockets can be opened, and devices and pipes do not notice it.
 #[cfg(target_os = "linux")]
 const HANDLE: OFlags = OFlags::PATH;
 #[cfg(not(target_os = "linux"))]
@@ -170,7 +215,7 @@ pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
 }
 
 /// Opens what lies at a path below a folder. No symbolic link below the folder is followed.
-fn open_below(folder: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
+pub(crate) fn open_below(folder: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = HANDLE | OFlags::CLOEXEC;
     let mut opened = rustix::fs::open(folder, flags | OFlags::DIRECTORY, Mode::empty())?;
     let mut parts = path.components().peekable();

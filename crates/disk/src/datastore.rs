@@ -189,7 +189,11 @@ impl Datastore {
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_at(Some(&location), directory, engine_options, open).map_err(|error| error.context(&location))
+        let opened = Self::open_at(Some(&location), directory, engine_options, open);
+        opened.map_err(|error| match location.local_path() {
+            Some(folder) => privacy::explain(folder, error).context(&location),
+            None => error.context(&location),
+        })
     }
 
     /// Opens a datastore in a directory of any backend. Such a datastore has no location, and so no disks in VMware's

@@ -187,7 +187,7 @@ impl Location {
         if let Some(parent) = path.parent() {
             std::fs::create_dir_all(parent).during(making)?;
         }
-        private::create_folder(path).during(making)?;
+        private::create_folder_of_caller(path).during(making)?;
         Ok(true)
     }
 
@@ -211,7 +211,9 @@ impl Location {
     /// Connects to the directory. `queues` applies only to a folder, because another medium has its own queues.
     pub(crate) fn connect(&self, queues: LocalQueues) -> Result<Arc<dyn Directory>> {
         let connected = match &self.0 {
-            Folder(path) => LocalDirectory::open(path, queues).map(|folder| Arc::new(folder) as Arc<dyn Directory>),
+            Folder(path) => {
+                LocalDirectory::open(path, queues).map(|folder| Arc::new(folder.keep_owner()) as Arc<dyn Directory>)
+            }
             Medium { scheme, name } => (self.find(scheme, name)?.connect)(name),
         };
         connected.during(|| format!("opening {self}"))

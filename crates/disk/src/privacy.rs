@@ -1,28 +1,39 @@
-//! Access of other users to the files of a datastore in a local folder.
+//! Access of other users to the files of a datastore in a local folder, and of the datastore's owner.
 //!
 //! Disks, snapshots and the memory of guests may contain secrets, so every file and folder is created with access for
 //! its owner only. A check finds files that other users can access: those that version 0.1.0 created, or that other
 //! programs have copied or changed.
+//!
+//! A datastore belongs to the owner of its folder, who cannot open it if root owns files in it. lamina gives what root
+//! creates to that owner; version 0.1.0 and other programs do not.
 
 use crate::info::{CheckReport, Finding};
+use backend::owner::{self, Misowned};
 use backend::private::{self, Exposed};
-use error::{IoContext, Result};
+use error::{Error, IoContext, Result};
+use std::error::Error as _;
+use std::io;
 use std::path::Path;
 
 /// The most files that a warning names.
 const NAMED_MAX: usize = 3;
 
-/// Adds a warning to the report of a check that names the files and folders that other users can access. With `repair`,
-/// removes that access and adds each file as a repaired finding instead.
+/// Adds warnings to the report of a check that name the files and folders that other users can access, and those that
+/// do not belong to the datastore's owner. With `repair`, closes them to other users, gives them to the owner, and adds
+/// each as a repaired finding instead.
 pub fn check(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
+    check_access(folder, repair, report)?;
+    check_owners(folder, repair, report)
+}
+
+fn check_access(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
     let searching = || format!("searching {} for files of other users' access", folder.display());
     let mut exposed = private::exposed(folder).during(searching)?;
     if repair {
         exposed.retain(|one| match private::close(folder, one) {
             Ok(()) => {
                 let problem = format!("other users can access {}", named(one));
-                let repaired = Some(format!("its mode is now {:03o}", one.wanted));
-                report.findings.push(Finding { problem, repaired });
+                report.findings.push(repaired(problem, format!("its mode is now {:03o}", one.wanted)));
                 false
             }
             Err(error) => {
@@ -34,15 +45,77 @@ pub fn check(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()
     if exposed.is_empty() {
         return Ok(());
     }
-    let names: Vec<String> = exposed.iter().take(NAMED_MAX).map(named).collect();
-    let more = exposed.len() - names.len();
-    let more = if more > 0 { format!(", and {more} more") } else { String::new() };
     let remedy = match repair {
         false => "'lamina check --repair' closes them to other users",
         true => "only their owner can change that",
     };
-    report.warnings.push(format!("other users can access {}{more}; {remedy}", names.join(", ")));
+    report.warnings.push(format!("other users can access {}; {remedy}", list(exposed.iter().map(named))));
     Ok(())
+}
+
+fn check_owners(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
+    let searching = || format!("searching {} for files of other owners", folder.display());
+    let mut misowned = owner::misowned(folder).during(searching)?;
+    let Some(wanted) = misowned.first().map(|one| one.wanted) else { return Ok(()) };
+    if repair && owner::may_give() {
+        misowned.retain(|one| match owner::give_back(folder, one) {
+            Ok(()) => {
+                let problem =
+                    format!("'{}' belongs to user {}, not to the datastore's owner", one.path.display(), one.user);
+                report.findings.push(repaired(problem, format!("it now belongs to user {wanted}")));
+                false
+            }
+            Err(error) => {
+                tracing::warn!(path = %one.path.display(), %error, "its owner cannot be changed");
+                true
+            }
+        });
+    }
+    if misowned.is_empty() {
+        return Ok(());
+    }
+    let remedy = match (repair, owner::may_give()) {
+        (true, true) => format!("look at each of them, and use 'chown {wanted} FILE'"),
+        (false, true) => "'lamina check --repair' gives them to the owner".to_owned(),
+        (_, false) => "run 'lamina check --repair' as root, while no server runs, to give them to the owner".to_owned(),
+    };
+    let names = list(misowned.iter().map(with_user));
+    report.warnings.push(format!("the datastore belongs to user {wanted}, which does not own {names}; {remedy}"));
+    Ok(())
+}
+
+/// Adds to the error of an opening that a file of another owner is the cause, and what to do.
+pub fn explain(folder: &Path, error: Error) -> Error {
+    let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+    if source.is_none_or(|source| source.kind() != io::ErrorKind::PermissionDenied) {
+        return error;
+    }
+    let misowned = owner::misowned(folder).unwrap_or_default();
+    let Some(first) = misowned.first() else { return error };
+    let names = list(misowned.iter().map(with_user));
+    let text = format!(
+        "{error}: the datastore belongs to user {}, which does not own {names}; run 'lamina check --repair' as root to \
+         give them to the owner",
+        first.wanted
+    );
+    Error::new(error.kind(), text)
+}
+
+fn repaired(problem: String, how: String) -> Finding {
+    Finding { problem, repaired: Some(how) }
+}
+
+/// The first names, and how many more there are.
+fn list(mut names: impl ExactSizeIterator<Item = String>) -> String {
+    let first: Vec<String> = names.by_ref().take(NAMED_MAX).collect();
+    let more = names.len();
+    let more = if more > 0 { format!(", and {more} more") } else { String::new() };
+    format!("{}{more}", first.join(", "))
+}
+
+fn with_user(one: &Misowned) -> String {
+    let linked = if one.linked { ", a file with several names" } else { "" };
+    format!("'{}' (user {}{linked})", one.path.display(), one.user)
 }
 
 fn named(one: &Exposed) -> String {

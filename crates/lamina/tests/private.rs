@@ -127,6 +127,70 @@ fn a_folder_that_all_users_share_does_not_become_a_datastore() {
     assert_eq!(mode(&file), 0o666);
 }
 
+const USER: u32 = 65534;
+
+/// Gives a datastore to another user.
+fn give(store: &Path) {
+    let status = Command::new("chown").args(["-R", &format!("{USER}:{USER}")]).arg(store).status();
+    assert!(status.unwrap().success());
+}
+
+/// Files and folders in a datastore that do not belong to [`USER`].
+fn of_others(store: &Path) -> Vec<String> {
+    let (store, user) = (store.to_str().unwrap(), USER.to_string());
+    let found = tool("find", &[store, "!", "-user", &user, "(", "-type", "f", "-o", "-type", "d", ")"]);
+    found.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn what_root_creates_in_the_datastore_of_another_user_belongs_to_that_user() {
+    let store = Store::new();
+    give(&store.path());
+    for command in [
+        "disk create native 64M",
+        "snapshot create native@one",
+        "disk create vmdk 64M --format vmdk",
+        "snapshot create vmdk@one",
+        "clone vmdk@one linked",
+        "vm create web --disk-size 64M",
+    ] {
+        store.run(command).ok();
+    }
+    {
+        let _server = store.serve("");
+        store.run("disk create served 64M --format sesparse").ok();
+    }
+    assert_eq!(of_others(&store.path()), Vec::<String>::new());
+    let report = store.run("check --json").json();
+    assert_eq!((&report["warnings"], &report["findings"]), (&serde_json::json!([]), &serde_json::json!([])));
+}
+
+#[test]
+fn a_check_reports_files_of_other_owners_and_a_repair_by_root_gives_them_back() {
+    let store = Store::new();
+    store.run("disk create native 64M").ok();
+    store.run("disk create vmdk 64M --format vmdk").ok();
+    give(&store.path());
+    let files = ["images", "images/vmdk", "images/vmdk/vmdk.vmdk", "journal"].map(|name| store.path().join(name));
+    files.iter().for_each(|path| std::os::unix::fs::chown(path, Some(0), Some(0)).unwrap());
+    // The owner can read neither the program nor the folder of this test otherwise.
+    set(store.path().parent().unwrap(), 0o755);
+    let copy = store.path().with_file_name("lamina");
+    fs::copy(testkit::process::program(), &copy).unwrap();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &USER.to_string(), "--regid", &USER.to_string(), "--clear-groups"]);
+    let done: Done = output(command.arg(&copy).arg("--datastore").arg(store.path()).args(["disk", "list"])).into();
+    done.fails(1, "does not own 'images' (user 0), 'journal' (user 0); run 'lamina check --repair' as root");
+    let told = store.run("check").ok();
+    let warning = "warning: the datastore belongs to user 65534, which does not own 'images' (user 0), 'images/vmdk'";
+    assert!(told.starts_with(warning), "{told}");
+    assert!(told.contains("and 1 more") && told.contains("check --repair") && told.ends_with("clean\n"), "{told}");
+    let told = store.run("check --repair").ok();
+    assert!(told.contains("'journal' belongs to user 0, not to the datastore's owner; repaired: it now"), "{told}");
+    assert!(told.ends_with("4 problems, 4 repaired\n"), "{told}");
+    assert_eq!(of_others(&store.path()), Vec::<String>::new());
+}
+
 /// Whether a user other than root, as a member of a group, can connect to a socket.
 fn connects(socket: &Path, group: &str) -> bool {
     let script = "use IO::Socket::UNIX; exit !IO::Socket::UNIX->new(Peer => $ARGV[0])";

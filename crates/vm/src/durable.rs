@@ -18,7 +18,7 @@ const SYNCED_AT_ONCE: usize = 16;
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let work = || {
         let name = path.file_name().and_then(|name| name.to_str()).ok_or(io::ErrorKind::InvalidFilename)?;
-        let folder = LocalDirectory::open(folder_of(path), LocalQueues::Threads)?;
+        let folder = LocalDirectory::open(folder_of(path), LocalQueues::Threads)?.keep_owner();
         replace::durably(&folder, name, &format!("{name}.new"), bytes)
     };
     work().during(|| format!("writing '{}'", path.display()))

@@ -18,6 +18,9 @@
 
 use super::extents;
 use super::file_system::FileSystem;
+#[cfg(target_os = "linux")]
+use crate::owner::Owner;
+use crate::private;
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use std::fs::File;
@@ -82,9 +85,9 @@ impl KeptSpace {
             return Ok(None);
         }
         let path = folder.join(FOLDER);
-        match rustix::fs::mkdir(&path, Mode::RWXU) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            Err(error) => return Err(error.into()),
+        match private::create_folder(&path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = rustix::fs::open(&path, flags, Mode::empty())?;
@@ -179,8 +182,16 @@ fn is_there(folder: &OwnedFd, step: usize) -> bool {
 
 #[cfg(target_os = "linux")]
 fn make(folder: &OwnedFd, step: usize) -> rustix::io::Result<()> {
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(folder, name(step), flags, Mode::RUSR | Mode::WUSR)?;
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = |more| rustix::fs::openat(folder, name(step), flags | more, Mode::RUSR | Mode::WUSR);
+    let file = match open(OFlags::CREATE | OFlags::EXCL) {
+        Err(rustix::io::Errno::EXIST) => open(OFlags::empty())?,
+        created => {
+            let file = created?;
+            Owner::of(folder).into_iter().for_each(|owner| owner.receives(&file));
+            file
+        }
+    };
     let value = [0; ATTRIBUTE];
     (0..ATTRIBUTES)
         .try_for_each(|number| rustix::fs::fsetxattr(&file, attribute(number), &value, rustix::fs::XattrFlags::empty()))

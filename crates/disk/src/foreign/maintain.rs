@@ -116,7 +116,7 @@ impl Foreign {
     /// Repairs the images in the folder of a disk that is not open.
     fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         let path = self.images()?.join(folder);
-        let home = Folder::local(&path, &[])?;
+        let home = Folder::of_disk(&path)?;
         let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
         // The lock of the disk is free because the disk is closed, and the lock of the datastore excludes other
         // processes.

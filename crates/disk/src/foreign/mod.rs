@@ -158,7 +158,7 @@ impl Foreign {
     pub fn open_folder(&self, folder: &str) -> Result<()> {
         let path = self.images()?.join(folder);
         let incomplete = path.join(INCOMPLETE).exists();
-        match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
+        match vmdk::Disk::open(Folder::of_disk(&path)?, &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");
                 disk.delete()?;
@@ -195,7 +195,7 @@ impl Foreign {
         disk.close()?;
         // Dropping the disk releases its lock, so that it can be opened again.
         drop(disk);
-        vmdk::Disk::open(Folder::local(path, &[])?, &options)
+        vmdk::Disk::open(Folder::of_disk(path)?, &options)
     }
 
     fn images(&self) -> Result<&Path> {
@@ -236,7 +236,7 @@ impl Foreign {
                 sync_folder(&path)?;
             }
             sync_folder(images)?;
-            Folder::local(&path, &[])
+            Folder::of_disk(&path)
         })();
         match made {
             Ok(home) => Ok((folder, home)),
@@ -406,9 +406,9 @@ fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
         && path.parent().is_some_and(|parent| parent.ends_with(IMAGES))
         && images.join(name).is_dir()
     {
-        return Folder::local(&images.join(name), &[]);
+        return Folder::of_disk(&images.join(name));
     }
-    Folder::local(path, &[])
+    Folder::of_disk(path)
 }
 
 fn sync_folder(path: &Path) -> Result<()> {

@@ -31,6 +31,8 @@ pub struct Folder {
     path: Option<Arc<Path>>,
     /// Canonical paths of the folders below which every file may be opened.
     roots: Arc<[PathBuf]>,
+    /// Whether files that root creates belong to the owner of the folder.
+    keeps_owner: bool,
 }
 
 /// A file that may be opened: its folder and its name.
@@ -45,25 +47,31 @@ pub struct Place {
 impl Folder {
     /// A folder without a path. Only files in it can be named.
     pub fn plain(directory: Arc<dyn Directory>) -> Self {
-        Self { directory, path: None, roots: Arc::from([]) }
+        Self { directory, path: None, roots: Arc::from([]), keeps_owner: false }
     }
 
     /// A folder of the local file system, with other folders to which images in it may refer.
     pub fn local(path: &Path, permitted: &[PathBuf]) -> Result<Self> {
-        let resolve =
-            |path: &Path| path.canonicalize().during(|| format!("looking for the folder '{}'", path.display()));
         let own = resolve(path)?;
         let mut roots = vec![own.clone()];
         for path in permitted {
             roots.push(resolve(path)?);
         }
-        Self::at(own, roots.into())
+        Self::at(own, roots.into(), false)
     }
 
-    fn at(path: PathBuf, roots: Arc<[PathBuf]>) -> Result<Self> {
+    /// The folder of a disk in a datastore: files that root creates belong to the owner of the folder
+    /// ([`LocalDirectory::keep_owner`]).
+    pub fn of_disk(path: &Path) -> Result<Self> {
+        let own = resolve(path)?;
+        Self::at(own.clone(), Arc::from([own]), true)
+    }
+
+    fn at(path: PathBuf, roots: Arc<[PathBuf]>, keeps_owner: bool) -> Result<Self> {
         let directory =
             LocalDirectory::open_resolved(&path).during(|| format!("opening the folder '{}'", path.display()))?;
-        Ok(Self { directory: Arc::new(directory), path: Some(path.into()), roots })
+        let directory = if keeps_owner { directory.keep_owner() } else { directory };
+        Ok(Self { directory: Arc::new(directory), path: Some(path.into()), roots, keeps_owner })
     }
 
     /// The backend's handle of the folder.
@@ -116,7 +124,7 @@ impl Folder {
         };
         let folder = match self.path() == Some(folder) {
             true => self.clone(),
-            false => Self::at(folder.to_path_buf(), Arc::clone(&self.roots))?,
+            false => Self::at(folder.to_path_buf(), Arc::clone(&self.roots), self.keeps_owner)?,
         };
         Ok(Place { folder, name: name.to_owned() })
     }
@@ -162,6 +170,10 @@ impl Place {
             None => self.name.clone(),
         }
     }
+}
+
+fn resolve(path: &Path) -> Result<PathBuf> {
+    path.canonicalize().during(|| format!("looking for the folder '{}'", path.display()))
 }
 
 /// A path without `.` and `..`, computed from its text without asking the file system; `None` if it leads above the
