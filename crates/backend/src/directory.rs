@@ -2,6 +2,7 @@
 
 use crate::{File, IoMode, Queue, QueueKind};
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The access for which a file of another program is opened.
@@ -161,6 +162,9 @@ pub trait LocalFolder: Send + Sync {
     /// Acquires the exclusive lock on the folder itself, which stays locked when a file in the folder is replaced.
     /// `WouldBlock` when another opener holds the lock, `None` where the file system cannot lock folders.
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>>;
+
+    /// Whether a path leads to this folder; false after the folder was moved.
+    fn is_at(&self, path: &Path) -> io::Result<bool>;
 }
 
 /// The operations of [`LocalFolder`] for any directory. A directory without a local part contains no files of other
@@ -182,5 +186,10 @@ impl dyn Directory + '_ {
     /// As [`LocalFolder::lock_folder`]; a directory without a local part needs no lock on its folder.
     pub fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         self.local().map_or(Ok(None), |local| local.lock_folder())
+    }
+
+    /// As [`LocalFolder::is_at`]; a directory without a local part is not moved.
+    pub fn is_at(&self, path: &Path) -> io::Result<bool> {
+        self.local().map_or(Ok(true), |local| local.is_at(path))
     }
 }

@@ -403,6 +403,15 @@ impl LocalFolder for LocalDirectory {
             Err(_) => Ok(None),
         }
     }
+
+    fn is_at(&self, path: &Path) -> io::Result<bool> {
+        let own = Identity::from(rustix::fs::fstat(&self.folder)?);
+        match retry(|| rustix::fs::stat(path)) {
+            Ok(found) => Ok(Identity::from(found) == own),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
 }
 
 /// Makes btrfs overwrite a new file in place (NOCOW). With copy-on-write each write allocates new space, so that a
@@ -483,6 +492,22 @@ mod tests {
         drop(LocalLock { file, place: None });
         drop(directory.lock("lock").unwrap());
         drop(inherited);
+    }
+
+    #[test]
+    fn a_directory_notices_that_its_folder_was_moved_and_the_path_leads_elsewhere() {
+        let top = tempfile::tempdir().unwrap();
+        let (path, moved) = (top.path().join("store"), top.path().join("moved"));
+        std::fs::create_dir(&path).unwrap();
+        let directory = LocalDirectory::open(&path, LocalQueues::Threads).unwrap();
+        assert!(directory.is_at(&path).unwrap());
+        std::fs::rename(&path, &moved).unwrap();
+        assert!(!directory.is_at(&path).unwrap() && directory.is_at(&moved).unwrap());
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
+        assert!(directory.is_at(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert!(!directory.is_at(&path).unwrap());
     }
 
     #[test]

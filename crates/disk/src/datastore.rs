@@ -376,7 +376,10 @@ impl Datastore {
         report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
-        if let Some(folder) = self.location.as_ref().and_then(Location::local_path) {
+        if let Some(location) = &self.location
+            && let Some(folder) = location.local_path()
+        {
+            location.check_not_moved(&**self.directory())?;
             privacy::check(folder, options.repair, &mut report)?;
         }
         Ok(report)

@@ -208,6 +208,20 @@ impl Location {
         }
     }
 
+    /// Refuses an operation that uses the path of an open datastore's folder if the folder was moved: the path may lead
+    /// to the folder of another datastore by now.
+    pub(crate) fn check_not_moved(&self, directory: &dyn Directory) -> Result<()> {
+        let Folder(path) = &self.0 else { return Ok(()) };
+        if directory.is_at(path).during(|| format!("looking for the folder of the open datastore at '{self}'"))? {
+            return Ok(());
+        }
+        let text = format!(
+            "the folder of the datastore '{self}' was moved while it was open; move it back, or stop the server and start \
+             it at the new path"
+        );
+        Err(Error::new(ErrorKind::Stopped, text))
+    }
+
     /// Connects to the directory. `queues` applies only to a folder, because another medium has its own queues.
     pub(crate) fn connect(&self, queues: LocalQueues) -> Result<Arc<dyn Directory>> {
         let connected = match &self.0 {

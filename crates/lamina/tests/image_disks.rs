@@ -14,6 +14,35 @@ use testkit::{pattern, process};
 const SIZE: usize = 24 << 20;
 
 #[test]
+fn the_server_of_a_moved_datastore_makes_no_image_disks_at_the_old_path() {
+    let store = Store::new();
+    store.run("disk create before 64M --format vmdk").ok();
+    let mut server = store.serve("");
+    let (path, moved) = (store.path(), store.path().with_file_name("moved"));
+    std::fs::rename(&path, &moved).unwrap();
+    let at = |arguments: &str| process::run(&format!("--datastore {} {arguments}", moved.display()));
+    let why = "was moved while it was open; move it back, or stop the server";
+    for something_is_there in [false, true] {
+        if something_is_there {
+            std::fs::create_dir(&path).unwrap();
+        }
+        at("disk create vm1 64M --format vmdk").fails(1, why);
+        at("clone before after --full").fails(1, why);
+        at("snapshot create before@one").fails(1, why);
+        at("check").fails(1, why);
+        at(&format!("disk create native{something_is_there} 64M")).ok();
+        assert_eq!(path.exists(), something_is_there);
+    }
+    assert_eq!(process::files(&path), Vec::<String>::new());
+    std::fs::remove_dir(&path).unwrap();
+    std::fs::rename(&moved, &path).unwrap();
+    store.run("disk create vm1 64M --format vmdk").ok();
+    store.run("snapshot create vm1@one before@one").ok();
+    server.stop("TERM");
+    store.is_clean();
+}
+
+#[test]
 fn a_vmdk_disk_is_created_snapshotted_resized_and_deleted() {
     for served in [false, true] {
         let store = Store::new();

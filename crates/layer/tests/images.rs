@@ -381,6 +381,9 @@ impl<F: FnOnce() + Send> LocalFolder for Late<F> {
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         Ok(None)
     }
+    fn is_at(&self, path: &std::path::Path) -> io::Result<bool> {
+        self.inner.is_at(path)
+    }
 }
 
 #[test]

@@ -133,8 +133,12 @@ impl Foreign {
     ) -> Result<Self> {
         let path = location.and_then(Location::local_path).map(|path| path.join(IMAGES));
         let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
-        if let Some(own) = path.clone() {
-            options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
+        if let (Some(own), Some(location)) = (path.clone(), location.cloned()) {
+            let directory = Arc::clone(native.engine.directory());
+            options.folders = Some(Arc::new(move |reference: &str| {
+                location.check_not_moved(&*directory)?;
+                find_folder(&own, reference)
+            }));
         }
         let native = Arc::clone(native);
         let (location, disks) = (location.cloned(), RwLock::default());
@@ -198,9 +202,14 @@ impl Foreign {
         vmdk::Disk::open(Folder::of_disk(path)?, &options)
     }
 
+    /// The path of `images`. The datastore is open by its directory, and only images are found by path, so every
+    /// operation gets the path here.
     fn images(&self) -> Result<&Path> {
         match (&self.path, &self.location) {
-            (Some(path), _) => Ok(path),
+            (Some(path), location) => {
+                location.iter().try_for_each(|location| location.check_not_moved(&**self.native.engine.directory()))?;
+                Ok(path)
+            }
             (None, Some(location)) => location.need_folder("disks in VMware's formats"),
             (None, None) => {
                 let text = "disks in VMware's formats need a datastore in a local folder";

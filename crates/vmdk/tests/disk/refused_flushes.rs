@@ -57,6 +57,9 @@ impl LocalFolder for Refusing {
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         Ok(None)
     }
+    fn is_at(&self, path: &std::path::Path) -> io::Result<bool> {
+        self.inner.is_at(path)
+    }
 }
 
 impl File for RefusingFile {

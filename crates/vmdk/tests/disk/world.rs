@@ -188,4 +188,7 @@ impl LocalFolder for Sub {
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         Ok(None)
     }
+    fn is_at(&self, path: &std::path::Path) -> io::Result<bool> {
+        self.inner.is_at(path)
+    }
 }
