@@ -1,5 +1,6 @@
 //! Names and identities.
 
+use error::text::is_hidden;
 use error::{Error, ErrorKind, Result};
 use uuid::fmt::Hyphenated;
 use uuid::{Builder, Uuid};
@@ -7,10 +8,20 @@ use uuid::{Builder, Uuid};
 /// The longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
 
-/// Checks the name of a disk or snapshot: it must be usable unquoted in shells, URIs and NBD export names.
+/// Checks the name of a new disk or snapshot: it must be usable unquoted in shells, URIs and NBD export names, and no
+/// other name may look the same.
 pub fn check(what: &str, name: &str) -> Result<()> {
-    let refuse =
-        |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{what} name '{}' {why}", name.escape_debug())));
+    check_existing(what, name)?;
+    match name.chars().find(|c| is_hidden(*c)) {
+        Some(bad) => Err(refused(what, name, &format!("must not contain the invisible character '{}'", escape(bad)))),
+        None => Ok(()),
+    }
+}
+
+/// As [`check`], for the name of a disk or snapshot that may have been created by an older version, which permitted
+/// invisible characters.
+pub fn check_existing(what: &str, name: &str) -> Result<()> {
+    let refuse = |why: &str| Err(refused(what, name, why));
     if name.is_empty() {
         return refuse("is empty");
     }
@@ -25,6 +36,18 @@ pub fn check(what: &str, name: &str) -> Result<()> {
         return refuse(&format!("must not contain '{}'", bad.escape_debug()));
     }
     Ok(())
+}
+
+fn refused(what: &str, name: &str, why: &str) -> Error {
+    let name: String = name.chars().map(escape).collect();
+    Error::new(ErrorKind::Invalid, format!("{what} name '{name}' {why}"))
+}
+
+fn escape(character: char) -> String {
+    match is_hidden(character) {
+        true => character.escape_unicode().to_string(),
+        false => character.escape_debug().to_string(),
+    }
 }
 
 /// A new random identity (RFC 9562, version 4).
@@ -61,6 +84,16 @@ mod tests {
         }
         for good in ["a", "web-01", "vm_7.root", "größe", &"x".repeat(NAME_MAX)] {
             assert!(check("disk", good).is_ok(), "{good:?}");
+        }
+    }
+
+    #[test]
+    fn invisible_characters_are_refused_in_new_names_only() {
+        for bad in ["a\u{202e}b", "\u{200b}a", "a\u{ad}", "web\u{3164}"] {
+            let why = check("disk", bad).unwrap_err().to_string();
+            assert!(why.contains("must not contain the invisible character '\\u{"), "{why}");
+            assert!(!why.contains(bad), "{why}");
+            assert!(check_existing("disk", bad).is_ok());
         }
     }
 

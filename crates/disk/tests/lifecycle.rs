@@ -49,6 +49,32 @@ fn ambiguous_disk_names_are_refused() {
 }
 
 #[test]
+fn invisible_characters_are_refused_in_new_names_and_disks_that_have_them_stay_usable() {
+    let (dir, ds) = made();
+    let old = "b\u{202e}c";
+    for name in [old, "b\u{200b}", "\u{feff}b"] {
+        let new = NewDisk::native(1 << 20, Provisioning::Thin);
+        assert_eq!(ds.create_disk(name, &new, &NoProgress).unwrap_err().kind(), ErrorKind::Invalid);
+        let taken = ds.create_snapshots(&[("a".into(), name.into())], &SnapshotOptions::default());
+        assert_eq!(taken.unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    // As an older version made it.
+    let provisioning = store::catalog::Provisioning::Thin;
+    let disk =
+        store::engine::NewDisk { name: old.into(), capacity: 1 << 20, provisioning, uuid: [7; 16], incomplete: false };
+    ds.engine().create_disk(disk).unwrap();
+    ds.close().unwrap();
+    drop(ds);
+    let ds = Datastore::open(dir.path().join("ds"), options()).unwrap();
+    ds.device(old, false).unwrap().write(0, Buffer::with_bytes(4096).into(), true).unwrap();
+    ds.create_snapshots(&[(old.into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    assert!(ds.check(CheckOptions::default(), &NoProgress).unwrap().findings.is_empty());
+    ds.rename_disk(old, "bc").unwrap();
+    ds.device("bc@s", true).unwrap();
+}
+
+#[test]
 fn a_full_clone_of_a_thin_disk_takes_no_space_for_blocks_never_written() {
     let (_dir, ds) = made();
     ds.create_disk("thick", &NewDisk::native(8 << 20, Provisioning::ZeroedThick), &NoProgress).unwrap();

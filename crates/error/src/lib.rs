@@ -3,6 +3,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod text;
+
 use std::fmt;
 use std::io;
 

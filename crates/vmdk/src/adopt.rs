@@ -17,6 +17,7 @@ use crate::vmsd::{self, Vmsd};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{Access, IoMode};
 use error::IoContext;
+use error::text::is_hidden;
 use layer::image::{Folder, Image, ImageKind, OpenOptions, Place, open_chain};
 use layer::sesparse::DirtyJournal;
 use std::collections::{HashMap, HashSet};
@@ -254,8 +255,8 @@ fn read_list(place: &Place) -> Result<Vmsd> {
 /// A valid snapshot name that this disk has not used yet: VMware permits any name, and the same name several times.
 fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
     const LENGTH_MAX: usize = 160;
-    let plain =
-        |c: char| if c.is_control() || c.is_whitespace() || "@/\\?#%&\"'`$*<>|;:".contains(c) { '-' } else { c };
+    let refused = |c: char| c.is_control() || c.is_whitespace() || is_hidden(c) || "@/\\?#%&\"'`$*<>|;:".contains(c);
+    let plain = |c: char| if refused(c) { '-' } else { c };
     let mut cut: String = name.trim().chars().map(plain).collect();
     while cut.len() > LENGTH_MAX {
         cut.pop();

@@ -176,7 +176,7 @@ impl Foreign {
                 }
                 let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));
-                names::check("disk", &name)?;
+                names::check_existing("disk", &name)?;
                 let mut disks = self.disks.write();
                 if disks.contains_key(&name) {
                     return Err(Error::new(ErrorKind::Exists, format!("another folder has a disk '{name}' too")));

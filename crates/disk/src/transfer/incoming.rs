@@ -157,8 +157,8 @@ impl NewReception {
         }
         let mut names = BTreeSet::new();
         for disk in &self.disks {
-            names::check("disk", &disk.name)?;
-            names::check("snapshot", &disk.point.name)?;
+            names::check_existing("disk", &disk.name)?;
+            names::check_existing("snapshot", &disk.point.name)?;
             check_capacity(&disk.name, disk.capacity)?;
             parse(&disk.uuid)?;
             parse(&disk.point.uuid)?;

@@ -205,8 +205,8 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
             && identity(&disk.point.uuid)
             && disk.base.as_deref().is_none_or(identity)
             && (!disk.update || disk.base.is_some() && disk.keep)
-            && names::check("disk", &disk.name).is_ok()
-            && names::check("snapshot", &disk.point.name).is_ok()
+            && names::check_existing("disk", &disk.name).is_ok()
+            && names::check_existing("snapshot", &disk.point.name).is_ok()
             && crate::native::check_capacity(&disk.name, disk.capacity).is_ok()
     };
     let some = !record.disks.is_empty() && record.disks.len() <= DISKS_MAX;

@@ -4,12 +4,12 @@
 //! and changes the order of letters after bidirectional controls, so text output has them as escapes. JSON output has
 //! escapes of its own.
 
+use error::text::is_hidden;
 use std::borrow::Cow;
 
 /// Whether a terminal does something else with a character than showing it.
 fn is_harmful(character: char) -> bool {
-    character.is_control()
-        || matches!(character, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    character.is_control() || is_hidden(character)
 }
 
 /// The text with harmful characters as escapes such as `\u{1b}`.
@@ -37,5 +37,6 @@ mod tests {
         assert_eq!(printable("größe 盘"), "größe 盘");
         assert_eq!(printable("\u{1b}]0;title\u{7}\r\n"), "\\u{1b}]0;title\\u{7}\\r\\n");
         assert_eq!(printable("a\u{202e}b\u{200b}\u{9b}"), "a\\u{202e}b\\u{200b}\\u{9b}");
+        assert_eq!(printable("a\u{61c}b\u{ad}\u{2028}"), "a\\u{61c}b\\u{ad}\\u{2028}");
     }
 }
