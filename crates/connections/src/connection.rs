@@ -2,7 +2,8 @@
 
 use crate::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
 use crate::peer::Peer;
-use crate::service::Shared;
+use crate::service::{Class, Shared};
+use error::Error;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{self, Timeout};
@@ -95,6 +96,17 @@ impl Connection {
     /// `ConnectionRefused` if the limit of authenticated connections is reached.
     pub fn authenticate(&self) -> io::Result<()> {
         self.service.authenticate(self)
+    }
+
+    /// Whether the client has presented a valid certificate.
+    pub fn is_authenticated(&self) -> bool {
+        self.service.class(self) == Class::Authenticated
+    }
+
+    /// Logs that the connection ended by an error in its negotiation. Such errors are logged at a bounded rate, because
+    /// every client that reaches the socket can cause them.
+    pub fn log_failure(&self, error: &Error) {
+        self.service.log_failure(self, error);
     }
 
     /// Whether the peer has closed its side of the connection.

@@ -1,5 +1,5 @@
-//! Log messages about refused clients at a bounded rate, so that a client that connects repeatedly does not fill the
-//! log.
+//! Log messages about refused clients and failed negotiations at a bounded rate, so that a client that connects
+//! repeatedly does not fill the log.
 
 use crate::limits::REFUSAL_LOG_INTERVAL;
 use std::time::{Duration, Instant};
@@ -31,6 +31,31 @@ impl Refusals {
     pub fn wait(&self, now: Instant) -> Option<Duration> {
         let due = |logged: Instant| (logged + REFUSAL_LOG_INTERVAL).saturating_duration_since(now);
         (self.pending > 0).then(|| self.logged.map_or(Duration::ZERO, due))
+    }
+}
+
+/// Failed negotiations, logged as [`Refusals`] are, with the last error.
+#[derive(Debug, Default)]
+pub struct Failures {
+    counted: Refusals,
+    last: String,
+}
+
+impl Failures {
+    /// Counts a failure.
+    pub fn count(&mut self, error: String) {
+        self.counted.count();
+        self.last = error;
+    }
+
+    /// Number of failures to log now, and the last error.
+    pub fn due(&mut self, now: Instant) -> Option<(u64, String)> {
+        self.counted.due(now).map(|failed| (failed, std::mem::take(&mut self.last)))
+    }
+
+    /// Time until failures have to be logged; `None` if there are none.
+    pub fn wait(&self, now: Instant) -> Option<Duration> {
+        self.counted.wait(now)
     }
 }
 

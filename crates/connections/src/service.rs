@@ -7,15 +7,15 @@
 //! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
-//! 4. Refusals are logged at a bounded rate, no matter how often clients connect. Over TCP they also happen at a
-//!    bounded rate, so that clients without a certificate use little of the processors by connecting: further clients
-//!    wait in the backlog of the kernel.
+//! 4. Refusals and failed negotiations are logged at a bounded rate, no matter how often clients connect. Over TCP,
+//!    refusals also happen at a bounded rate, so that clients without a certificate use little of the processors by
+//!    connecting: further clients wait in the backlog of the kernel.
 
 use crate::connection::Connection;
-use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_PAUSE, SETTLE_LOOK};
+use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_LOG_INTERVAL, REFUSAL_PAUSE, SETTLE_LOOK};
 use crate::listen::{Access, Address, Listen, Listener, SocketFile};
 use crate::peer::Peer;
-use crate::refusals::Refusals;
+use crate::refusals::{Failures, Refusals};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -129,6 +129,7 @@ struct Register {
     /// Number of connections of each class.
     counts: [usize; 3],
     refusals: [Refusals; 3],
+    failures: [Failures; 3],
 }
 
 struct Place {
@@ -369,32 +370,61 @@ impl Shared {
         }
         register.refusals[Class::Authenticated as usize].count();
         drop(register);
-        self.log_refusals();
+        self.log_due();
         let text = format!("all {limit} places for clients with certificates are taken");
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 
-    /// Logs the refusals that are due; returns the time until the next are due.
-    fn log_refusals(&self) -> Option<Duration> {
+    pub(crate) fn class(&self, connection: &Connection) -> Class {
+        let class = |place: &Place| place.class;
+        self.register.lock().places.get(&connection.number).map_or(Class::Unauthenticated, class)
+    }
+
+    /// Counts a failed negotiation, and logs it if no other was logged shortly before.
+    pub(crate) fn log_failure(&self, connection: &Connection, error: &Error) {
+        let class = self.class(connection);
+        let mut register = self.register.lock();
+        let failures = &mut register.failures[class as usize];
+        failures.count(format!("{}: {error}", connection.peer));
+        let due = failures.due(Instant::now());
+        drop(register);
+        self.log_failures(class, due);
+    }
+
+    fn log_failures(&self, class: Class, due: Option<(u64, String)>) {
+        if let Some((failed, last)) = due {
+            tracing::info!(service = self.name, %class, failed, last, "connections ended in the handshake by errors");
+        }
+    }
+
+    /// Logs the refusals and failures that are due; returns the time until the next can be due.
+    fn log_due(&self) -> Option<Duration> {
         let now = Instant::now();
         let mut register = self.register.lock();
-        let due = Class::ALL.map(|class| (class, register.refusals[class as usize].due(now)));
-        let wait = register.refusals.iter().filter_map(|refusals| refusals.wait(now)).min();
+        let due = Class::ALL.map(|class| {
+            let refused = register.refusals[class as usize].due(now);
+            (class, refused, register.failures[class as usize].due(now))
+        });
+        let refusals = register.refusals.iter().filter_map(|refusals| refusals.wait(now)).min();
+        let failures = register.failures.iter().filter_map(|failures| failures.wait(now)).min();
+        // An open connection may fail, and its failure may have to wait.
+        let later = (!register.places.is_empty()).then_some(REFUSAL_LOG_INTERVAL);
         drop(register);
-        for (class, refused) in due {
+        for (class, refused, failed) in due {
             if let Some(refused) = refused {
                 let (service, limit) = (self.name, self.limit(class));
                 tracing::warn!(service, %class, limit, refused, "clients refused: too many connections");
             }
+            self.log_failures(class, failed);
         }
-        wait
+        [refusals, failures, later].into_iter().flatten().min()
     }
 }
 
 fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener) {
     let (service, address) = (shared.name, &listener.address);
     loop {
-        let timeout = shared.log_refusals().and_then(|wait| Timespec::try_from(wait).ok());
+        let timeout = shared.log_due().and_then(|wait| Timespec::try_from(wait).ok());
         let mut waiting =
             [PollFd::new(&listener.socket, PollFlags::IN), PollFd::from_borrowed_fd(shared.stopping(), PollFlags::IN)];
         match poll(&mut waiting, timeout.as_ref()) {

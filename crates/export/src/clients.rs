@@ -459,6 +459,14 @@ impl Visit {
         Arc::clone(&self.stop)
     }
 
+    /// Logs that the session ended by an error before its client had opened an export.
+    pub(crate) fn log_failure(&self, error: &Error) {
+        match &self.connection {
+            Some(connection) => connection.log_failure(error),
+            None => tracing::info!(%error, "session ended in the handshake by an error"),
+        }
+    }
+
     /// Called when the client is about to open an export. Waits for those sessions of the export that have to end.
     ///
     /// # Errors

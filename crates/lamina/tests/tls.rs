@@ -2,15 +2,70 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use testkit::authority::authority;
-use testkit::process::{Store, tool};
+use testkit::process::{Serving, Store, tool, until};
 
 fn succeeds(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);
     let status = command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
     status.unwrap_or_else(|e| panic!("{program}: {e}; the tests need it")).success()
+}
+
+/// Sends bytes to a server after its greeting and the start of TLS, and waits until the server closes the connection.
+fn fail_the_handshake(address: &str, options: &[u8], rubbish: &[u8]) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    stream.write_all(options).unwrap();
+    if options.len() > 4 {
+        stream.read_exact(&mut [0; 20]).unwrap();
+    }
+    let _ = stream.write_all(rubbish);
+    let _ = std::io::copy(&mut stream, &mut std::io::sink());
+}
+
+#[test]
+fn failed_handshakes_are_logged_at_a_bounded_rate_with_their_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = folder.path().join("keys");
+    authority(&keys);
+    let file = |name: &str| keys.join(name).display().to_string();
+    let store = Store::new();
+    let mut server = store.serve(&format!(
+        "--tcp 127.0.0.1:0 --json --tls-cert {} --tls-key {}",
+        file("server-cert.pem"),
+        file("server-key.pem")
+    ));
+    let ready: serde_json::Value = serde_json::from_str(&server.ready).unwrap();
+    let address = ready["nbd"].as_array().unwrap().iter().find_map(|uri| uri.as_str().unwrap().strip_prefix("nbds://"));
+    let address = address.unwrap().trim_end_matches('/');
+    const STARTTLS: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x05\0\0\0\0";
+    for _ in 0..100 {
+        fail_the_handshake(address, STARTTLS, &[0xa5; 64]);
+        fail_the_handshake(address, b"\0\0\0\x03", &[0xa5; 64]);
+        fail_the_handshake(address, b"\xff\0\0\x03", &[]);
+    }
+    let lines = |server: &Serving| {
+        let log = server.log();
+        log.lines().filter(|line| line.contains("127.0.0.1")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let first = lines(&server);
+    // The first failure is logged at once. If the load on this machine makes the test take longer than the interval of
+    // ten seconds, a few more lines are due.
+    assert!((1..=6).contains(&first.len()), "{first:#?}");
+    assert!(first[0].contains("failed=1") && first[0].contains("in the handshake by errors"), "{}", first[0]);
+    until("the failures of the interval are logged with their number", || {
+        lines(&server).iter().map(|line| number_of_failures(line)).sum::<u64>() == 300
+    });
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+fn number_of_failures(line: &str) -> u64 {
+    let number = line.split("failed=").nth(1).and_then(|rest| rest.split(' ').next());
+    number.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
 #[test]

@@ -85,8 +85,7 @@ pub fn serve(
 ) -> error::Result<()> {
     let stop = visit.stop();
     let exports = &Admission::new(exports, visit);
-    let agreement = handshake::negotiate(transport, exports, terms)
-        .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
+    let agreement = handshake::negotiate(transport, exports, terms).inspect_err(|error| visit.log_failure(error))?;
     let Some(mut agreement) = agreement else {
         tracing::debug!("the client closed the connection before it chose an export");
         return Ok(());

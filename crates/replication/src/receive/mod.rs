@@ -154,7 +154,10 @@ impl Protocol for Receiving {
         let span = tracing::info_span!("receive", connection = connection.number(), %peer);
         let _entered = span.enter();
         if let Err(error) = self.converse(connection) {
-            tracing::info!(%error, "connection ended by an error");
+            match connection.is_authenticated() {
+                true => tracing::info!(%error, "connection ended by an error"),
+                false => connection.log_failure(&error),
+            }
         }
         // The connection is closed explicitly, because other threads may still refer to the socket.
         connection.close();
