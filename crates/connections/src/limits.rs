@@ -32,8 +32,12 @@ pub const BACKLOG_OWNED: i32 = 16;
 /// Pause before accepting again if the process or the system has no descriptor left.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Pause before accepting the next TCP connection after one was refused.
-pub const REFUSAL_PAUSE: Duration = Duration::from_millis(10);
+/// Pause before accepting further TCP connections after [`REFUSALS_AT_ONCE`] were refused. Each wake-up of the
+/// accepting thread can delay a request of a local client, so there are few of them, and several refusals at each.
+pub const REFUSAL_PAUSE: Duration = Duration::from_millis(100);
+
+/// TCP connections that are refused without a pause between them.
+pub const REFUSALS_AT_ONCE: u32 = 10;
 
 /// Default time that a client may take from connecting to the end of its handshake, including TLS.
 pub const HANDSHAKE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);

@@ -12,7 +12,9 @@
 //!    connecting: further clients wait in the backlog of the kernel.
 
 use crate::connection::Connection;
-use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_LOG_INTERVAL, REFUSAL_PAUSE, SETTLE_LOOK};
+use crate::limits::{
+    ACCEPT_RETRY, BACKLOG, Limits, REFUSAL_LOG_INTERVAL, REFUSAL_PAUSE, REFUSALS_AT_ONCE, SETTLE_LOOK,
+};
 use crate::listen::{Access, Address, Listen, Listener, SocketFile};
 use crate::peer::Peer;
 use crate::refusals::{Failures, Refusals};
@@ -34,6 +36,9 @@ use std::time::{Duration, Instant};
 pub trait Protocol: Send + Sync {
     /// Serves a connection, on a thread of its own. The connection is closed when this method returns.
     fn serve(&self, connection: &Arc<Connection>);
+
+    /// Called on each thread that accepts TCP connections, before the first one.
+    fn begins_accepting_tcp(&self) {}
 
     /// Sends the reason to a refused client. Called on the accepting thread, so it must not block.
     fn refuse(&self, _socket: &OwnedFd, _why: Refusal) {}
@@ -423,6 +428,11 @@ impl Shared {
 
 fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener) {
     let (service, address) = (shared.name, &listener.address);
+    let tcp = matches!(listener.address, Address::Tcp(_));
+    if tcp {
+        protocol.begins_accepting_tcp();
+    }
+    let mut refusals_left = REFUSALS_AT_ONCE;
     loop {
         let timeout = shared.log_due().and_then(|wait| Timespec::try_from(wait).ok());
         let mut waiting =
@@ -442,9 +452,12 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
         }
         match rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) {
             Ok(socket) => {
-                let welcome = welcome(shared, protocol, listener, socket);
-                if !welcome && matches!(listener.address, Address::Tcp(_)) {
+                if !welcome(shared, protocol, listener, socket) && tcp {
+                    refusals_left -= 1;
+                }
+                if refusals_left == 0 {
                     std::thread::sleep(REFUSAL_PAUSE);
+                    refusals_left = REFUSALS_AT_ONCE;
                 }
             }
             Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}

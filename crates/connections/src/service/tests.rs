@@ -19,6 +19,7 @@ const MOMENT: Duration = Duration::from_millis(50);
 struct Small {
     working: AtomicUsize,
     finished: AtomicUsize,
+    accepting_tcp: AtomicUsize,
 }
 
 fn send(mut connection: &Connection, bytes: &[u8]) -> bool {
@@ -52,6 +53,10 @@ impl Protocol for Small {
             }
         }
         connection.close();
+    }
+
+    fn begins_accepting_tcp(&self) {
+        self.accepting_tcp.fetch_add(1, Ordering::SeqCst);
     }
 
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
@@ -180,7 +185,9 @@ fn tcp_clients_are_refused_at_a_bounded_rate() {
     for _ in 0..30 {
         assert_eq!(rest(&mut *world.tcp()), "full");
     }
-    assert!(began.elapsed() >= REFUSAL_PAUSE * 29, "{:?}", began.elapsed());
+    assert!(began.elapsed() >= REFUSAL_PAUSE * (30 / REFUSALS_AT_ONCE - 1), "{:?}", began.elapsed());
+    assert!(began.elapsed() < REFUSAL_PAUSE * 29, "a pause after each refusal: {:?}", began.elapsed());
+    assert_eq!(world.protocol.accepting_tcp.load(Ordering::SeqCst), 1, "one thread accepts TCP connections");
     assert!(ask(&mut *held, b'e') && ask(&mut *world.unix(), b'e'));
 }
 
