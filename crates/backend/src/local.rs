@@ -136,32 +136,29 @@ impl LocalDirectory {
     }
 
     fn open_flags(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
+        self.open_unnamed(name, mode, flags).map_err(|error| named(error, "open", &self.path.join(name)))
+    }
+
+    /// Opens a file; errors do not have its name.
+    fn open_unnamed(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
         let file = self.open_or_create(name, flags | OFlags::CLOEXEC).map_err(|error| {
-            let path = self.path.join(name);
             match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) && self.owner().is_some() {
                 true => {
-                    let text = format!(
-                        "{} is a symbolic link of another user, which root does not follow: run the command as the owner \
-                         of the folder",
-                        path.display()
-                    );
+                    let text = "it is a symbolic link of another user, which root does not follow: run the command as the \
+                                owner of the folder";
                     io::Error::new(io::ErrorKind::InvalidInput, text)
                 }
-                false => named(error, "open", &path),
+                false => error,
             }
         })?;
         let file = std::fs::File::from(file);
         if !file.metadata()?.is_file() {
-            let text = format!("{} is not a regular file", self.path.join(name).display());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
         }
         if mode == IoMode::Direct {
             set_direct(&file).map_err(|e| {
-                let text = format!(
-                    "the file system of {} refuses direct I/O ({e}); use buffered I/O",
-                    self.path.join(name).display()
-                );
+                let text = format!("its file system refuses direct I/O ({e}); use buffered I/O");
                 io::Error::new(io::ErrorKind::Unsupported, text)
             })?;
         }
@@ -374,7 +371,7 @@ impl LocalFolder for LocalDirectory {
             Access::ReadWrite => OFlags::RDWR,
         };
         // Without NONBLOCK, opening a FIFO would block. The flag has no effect on a regular file.
-        let file = self.open_flags(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
+        let file = self.open_unnamed(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
         Ok(Arc::new(OpenFile::new(file, mode)))
     }
 

@@ -20,6 +20,7 @@ use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{KeptSpace, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
+use error::text::size;
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
@@ -129,8 +130,8 @@ impl Datastore {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "a journal of {} bytes is invalid: use a multiple of 4 KiB from 4 MiB to 4 GiB",
-                    options.journal_size
+                    "a journal of {} is invalid: use a multiple of 4 KiB from 4 MiB to 4 GiB",
+                    size(options.journal_size)
                 ),
             ));
         }

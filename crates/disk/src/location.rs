@@ -177,6 +177,10 @@ impl Location {
         let Folder(path) = &self.0 else { return Ok(false) };
         let making = || format!("making {self}");
         if path.exists() {
+            if !path.is_dir() {
+                let text = format!("'{self}' is not a folder, and a datastore is one: give the path of a new folder");
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
             if private::is_shared_folder(path) {
                 let text =
                     format!("all users share the folder '{self}': give a folder of its own, such as '{self}/store'");

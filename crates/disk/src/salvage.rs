@@ -125,6 +125,10 @@ struct Opened {
 impl SalvageRequest {
     fn open(&self) -> Result<Opened> {
         let location = &self.datastore;
+        if let Some(path) = location.local_path().filter(|path| !path.is_dir()) {
+            let what = if path.exists() { "is not a folder, and a datastore is one" } else { "does not exist" };
+            return Err(Error::new(ErrorKind::NotFound, format!("'{location}' {what}")));
+        }
         let directory = location.connect(LocalQueues::Threads)?;
         let lock = directory.lock_folder().map_err(|error| match error.kind() {
             std::io::ErrorKind::WouldBlock => Error::new(
@@ -215,6 +219,12 @@ impl SalvageRequest {
             let to = Address::Path(path.into());
             let made = copy_into(source, &to, format, None, extract.rate, progress)?;
             return Ok(((format, made.copied), made.target));
+        }
+        if let (Ok(from), Ok(to)) = (self.datastore.resolved(), extract.to.resolved())
+            && from == to
+        {
+            let text = format!("'{to}' is the damaged datastore, which is not written to: give another one, or a file");
+            return Err(Error::new(ErrorKind::Invalid, text));
         }
         let options = OpenOptions {
             mode: IoMode::Buffered,

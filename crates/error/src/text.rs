@@ -1,4 +1,4 @@
-//! Characters that a text can contain although they are not seen.
+//! Text in messages: sizes, and characters that a text can contain although they are not seen.
 
 /// Characters that are not shown, or change how others are shown, in ascending order: `Default_Ignorable_Code_Point` of
 /// Unicode 16, which includes the bidirectional controls, the separators of lines and paragraphs, and the marks of
@@ -31,9 +31,38 @@ pub fn is_hidden(character: char) -> bool {
     HIDDEN.get(at).is_some_and(|(first, _)| *first <= character)
 }
 
+/// A number of bytes for a message, exact, in the largest binary unit without a fraction: `10 GiB`, `5000001 bytes`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let power = bytes.trailing_zeros() / 10;
+    match (bytes, power) {
+        (0, _) => "0 bytes".to_owned(),
+        (1, _) => "1 byte".to_owned(),
+        (_, 0) => format!("{bytes} bytes"),
+        _ => format!("{} {}", bytes >> (10 * power), UNITS[power as usize - 1]),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_exact() {
+        for (bytes, text) in [
+            (0, "0 bytes"),
+            (1, "1 byte"),
+            (513, "513 bytes"),
+            (1 << 10, "1 KiB"),
+            (3 << 19, "1536 KiB"),
+            (5_000_001, "5000001 bytes"),
+            (65 << 40, "65 TiB"),
+            (1 << 63, "8 EiB"),
+            (u64::MAX, "18446744073709551615 bytes"),
+        ] {
+            assert_eq!(size(bytes), text);
+        }
+    }
 
     #[test]
     fn controls_of_direction_and_characters_without_a_glyph_are_hidden_and_letters_are_not() {

@@ -75,7 +75,7 @@ fn main() -> ExitCode {
             end => end,
         },
         Err(error) if cli::usage::is_answer(&error) => error.print().map_or_else(End::from, |()| End::Code(0)),
-        Err(error) => End::Usage(cli::usage::sentence(&error)),
+        Err(error) => End::Usage(cli::usage::sentence(&error, std::env::args_os())),
     };
     let (code, error) = match end {
         End::Code(code) => (code, None),
@@ -146,8 +146,10 @@ fn datastore(location: Option<Location>) -> Result<Location, End> {
 fn start_logging(cli: &Cli) -> Result<(), End> {
     let default = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
     let wanted = cli.log.clone().or_else(|| std::env::var("RUST_LOG").ok()).filter(|filter| !filter.is_empty());
-    let filter = EnvFilter::try_new(wanted.as_deref().unwrap_or(default))
-        .map_err(|e| End::Usage(format!("'{}' is not a log filter: {e}", wanted.unwrap_or_default())))?;
+    let filter = EnvFilter::try_new(wanted.as_deref().unwrap_or(default)).map_err(|e| {
+        let wanted = wanted.unwrap_or_default();
+        End::Usage(format!("'{wanted}' is not a log filter: {e}; give a level such as debug, or export=trace"))
+    })?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
@@ -165,6 +167,9 @@ fn raise_file_limit() {
 }
 
 fn init(location: &Location, journal_size: u64, any_file_system: bool, form: Form) -> Result<End, End> {
+    if location.local_path().is_some_and(|path| path.as_os_str().is_empty()) {
+        return Err(End::Usage("the path of the new datastore is empty: give the path of a folder".into()));
+    }
     if !any_file_system {
         file_system::check_for_new(location)?;
     }

@@ -220,3 +220,33 @@ fn fill_by_converting(target: &Path) {
     run_in(target, &format!("convert -f raw {} vm.ova -d ova", raw.display())).fails(5, "");
     assert!(files(target).is_empty());
 }
+
+#[test]
+fn junk_has_one_exit_code_whatever_format_is_given_and_its_file_is_named_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |arguments: &str| run_in(folder.path(), arguments);
+    for name in ["junk.vmdk", "junk.qcow2", "junk.ova"] {
+        std::fs::write(folder.path().join(name), Random(3).bytes(100_000)).unwrap();
+        for format in ["vmdk", "qcow2", "vmfssparse", "ova"] {
+            let done = run(&format!("image show {name} -f {format}"));
+            assert_eq!(done.code, 6, "{name} as {format}: {done:?}");
+            assert_eq!(done.stderr.matches(name).count(), 1, "{name} as {format}: {done:?}");
+            assert!(done.stderr.is_ascii() && done.stderr.len() < 300, "{name} as {format}: {done:?}");
+        }
+        if name != "junk.qcow2" {
+            run(&format!("image show {name}")).fails(6, "is called like");
+        }
+    }
+    std::fs::create_dir(folder.path().join("dir.vmdk")).unwrap();
+    let done = run("image show dir.vmdk");
+    assert_eq!((done.code, done.stderr.matches("dir.vmdk").count()), (1, 1), "{done:?}");
+    run("image create base.vmdk 10M -d monolithicsparse").ok();
+    run("convert base.vmdk base.ova -d ova").ok();
+    run("image create child.vmdk -d vmfssparse --parent base.ova").fails(2, "needed here: 'lamina convert'");
+    let store = Store::new();
+    let import = format!("--datastore {} vm import junk.vmdk", store.path().display());
+    let done = run(&import);
+    assert_eq!((done.code, done.stderr.matches("junk.vmdk").count()), (6, 1), "{done:?}");
+    run("image create x.ova 10M").fails(2, "or 'lamina convert'");
+    run("image create child.vmdk 65T").fails(2, "up to 64 TiB, not 65 TiB");
+}

@@ -24,6 +24,28 @@ fn init_creates_a_datastore_once() {
 }
 
 #[test]
+fn wrong_paths_sizes_and_addresses_are_refused_with_what_to_give_instead() {
+    let store = Store::new();
+    let path = store.path();
+    let file = path.with_file_name("file");
+    std::fs::write(&file, "").unwrap();
+    let empty: process::Done = process::output(process::lamina().args(["init", ""])).into();
+    empty.fails(2, "the path of the new datastore is empty");
+    run(&format!("init {}", file.display())).fails(1, "give the path of a new folder");
+    run(&format!("init {} --journal-size 1M", path.with_file_name("new").display())).fails(2, "a journal of 1 MiB");
+    run(&format!("salvage {}", path.display())).fails(2, "with --list, or extract a disk with --disk NAME --to");
+    run(&format!("salvage {} --list", file.display())).fails(3, "is not a folder");
+    run(&format!("salvage {}/none --list", path.display())).fails(3, "does not exist");
+    store.run("disk create vm1 64M").ok();
+    run(&format!("salvage {0} --disk vm1 --to {0}", path.display())).fails(2, "is the damaged datastore");
+    store.run("disk create huge 100P").fails(2, "a capacity of 100 PiB: the largest is 64 TiB");
+    store.run("disk resize vm1 32M").fails(2, "has 64 MiB; with 32 MiB");
+    store.run("serve --tcp localhost:10809").fails(2, "such as 127.0.0.1:10809");
+    store.run("serve --tcp 0.0.0.0:10809").fails(2, "(--insecure-tcp)");
+    store.run("vm create web --memory 1").fails(2, "from 16 MiB to 4 TiB, not 1 byte");
+}
+
+#[test]
 fn a_disk_is_created_resized_renamed_and_deleted() {
     let store = Store::new();
     assert_eq!(store.run("disk list --json").json()["disks"], Value::Array(Vec::new()));

@@ -188,7 +188,10 @@ fn disk_target<'a>(
         TargetFormat::Native => datastore.native.conversion_target(name, capacity)?,
         TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
         TargetFormat::StreamOptimized | TargetFormat::Ova => {
-            let text = format!("disk '{name}' cannot be {format}: that format is read-only; choose another format");
+            let text = format!(
+                "disk '{name}' cannot be {format}, a format for files that are not written again: name a file as the \
+                 target, or give --format native or another format of disks"
+            );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
     };

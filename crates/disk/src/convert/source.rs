@@ -5,7 +5,7 @@ use super::{ImageOptions, SourceFormat};
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
 use error::{Error, ErrorKind, IoContext, Result};
-use layer::image::{self, OpenOptions, Place, open_chain};
+use layer::image::{self, Image, OpenOptions, Place, Signature, open_chain};
 use layer::ova::Ova;
 use layer::sesparse::DirtyJournal;
 use layer::stream::Stream;
@@ -89,11 +89,7 @@ pub(super) fn open(
     warnings: &mut Vec<String>,
 ) -> Result<Box<dyn Source>> {
     let place = options.place(path)?;
-    let archive = match options.format {
-        Some(format) => format == SourceFormat::Ova,
-        None => is_archive(&place)?,
-    };
-    if archive {
+    if is_archive(&place, options.format)? {
         return open_archive(&place, options, progress, warnings);
     }
     if let Some(member) = &options.member {
@@ -115,16 +111,23 @@ pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
     Chain::open(label, opened.layers(), options)
 }
 
-/// Whether the file has the suffix `.ova` and begins like a tar archive. The first bytes alone are not sufficient,
-/// because a guest can write the first bytes of a raw disk.
-pub(crate) fn is_archive(place: &Place) -> Result<bool> {
-    if !place.name.to_ascii_lowercase().ends_with(".ova") {
-        return Ok(false);
+/// Whether the file is read as an archive: if the user gave no format, it has the suffix `.ova` and begins like a tar
+/// archive. The first bytes alone are not sufficient, because a guest can write the first bytes of a raw disk.
+///
+/// # Errors
+/// `Corrupt` if the file has the suffix and begins like no archive and no image.
+pub(crate) fn is_archive(place: &Place, format: Option<SourceFormat>) -> Result<bool> {
+    if format.is_some() || !place.name.to_ascii_lowercase().ends_with(".ova") {
+        return Ok(format == Some(SourceFormat::Ova));
     }
     let file = place.open(IoMode::Buffered, Access::Read)?;
     let (at, magic) = TAR_MAGIC;
     let mut bytes = vec![0; magic.len()];
     file.read_at(&mut bytes, at).during(|| format!("reading the beginning of '{}'", place.label()))?;
+    if bytes != magic && Image::probe(place)? == Signature::Raw {
+        let text = "is called like an archive and does not begin like one: it is damaged or no archive";
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' {text}", place.label())));
+    }
     Ok(bytes == magic)
 }
 

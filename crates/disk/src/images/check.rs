@@ -39,7 +39,7 @@ pub struct ImageFinding {
 /// Checks the image at a path. With `repair` this image is opened for writing, but never its parents.
 pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
     let place = options.place(path)?;
-    if crate::convert::is_archive(&place)? {
+    if crate::convert::is_archive(&place, options.format)? {
         let mut warnings = Vec::new();
         let (name, _) = crate::convert::open_member(&place, options, progress, &mut warnings)?;
         let finding = ImageFinding {

@@ -73,11 +73,7 @@ pub struct ImageExtent {
 /// Opens the image at a path and describes it.
 pub fn show(path: &Path, options: &ImageOptions) -> Result<ImageInfo> {
     let place = options.place(path)?;
-    let archive = match options.format {
-        Some(format) => format == crate::convert::SourceFormat::Ova,
-        None => crate::convert::is_archive(&place)?,
-    };
-    if archive {
+    if crate::convert::is_archive(&place, options.format)? {
         return show_member(&place, options);
     }
     let opening = options.opening(false);

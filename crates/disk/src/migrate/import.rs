@@ -140,7 +140,7 @@ impl Datastore {
             ..self.foreign.options().clone()
         };
         let place = Place::local(&options.path, &options.permitted)?;
-        if options.format == Some(SourceFormat::Ova) || options.format.is_none() && is_archive(&place)? {
+        if is_archive(&place, options.format)? {
             let text = format!(
                 "'{}' is an archive of a virtual machine: `lamina convert ARCHIVE disk:{name} --format native` makes a \
                  disk from a disk in it",

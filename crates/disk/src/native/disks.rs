@@ -4,6 +4,7 @@ use super::Native;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use backend::{BLOCK_SIZE, Buffer};
+use error::text::size;
 use error::{Error, ErrorKind, Result};
 use store::catalog::{Catalog, Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, NewDisk};
@@ -50,7 +51,7 @@ pub(crate) fn check_capacity(name: &str, capacity: u64) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::new(ErrorKind::Invalid, format!("disk '{name}' cannot have a capacity of {capacity} bytes: {why}")))
+    Err(Error::new(ErrorKind::Invalid, format!("disk '{name}' cannot have a capacity of {}: {why}", size(capacity))))
 }
 
 /// The name `disk@snapshot` of a snapshot.
@@ -226,8 +227,10 @@ impl Native {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "disk '{}' has {} bytes; with {capacity}, the data beyond is lost: use --shrink to allow that",
-                    disk.name, disk.capacity
+                    "disk '{}' has {}; with {}, the data beyond is lost: use --shrink to allow that",
+                    disk.name,
+                    size(disk.capacity),
+                    size(capacity)
                 ),
             ));
         }

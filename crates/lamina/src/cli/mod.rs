@@ -123,7 +123,7 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
-            Self::Salvage(arguments) => arguments.request(),
+            Self::Salvage(arguments) => arguments.request()?,
             Self::Disk(command) => command.request()?,
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,

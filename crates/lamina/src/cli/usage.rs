@@ -1,5 +1,7 @@
 //! Messages of the command line parser: help unchanged, and errors on one line like all other errors.
 
+use super::Cli;
+use clap::CommandFactory;
 use clap::error::ErrorKind;
 use std::ffi::OsString;
 
@@ -25,10 +27,36 @@ pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
     verbs.first().is_some_and(|word| word == "vm") && verbs.get(1).is_some_and(|word| word == "exec")
 }
 
+/// The verb in the arguments, with its verbs before it: `lamina disk create`.
+fn verb(arguments: impl IntoIterator<Item = OsString>) -> String {
+    let mut command = Cli::command();
+    let mut verb = String::from("lamina");
+    let mut arguments = arguments.into_iter().skip(1);
+    while let Some(word) = arguments.next() {
+        if WITH_VALUE.iter().any(|option| word == *option) {
+            arguments.next();
+        } else if !word.as_encoded_bytes().starts_with(b"-") {
+            let Some(found) = command.find_subcommand(&word).cloned() else { break };
+            verb = format!("{verb} {}", found.get_name());
+            command = found;
+        }
+    }
+    verb
+}
+
+/// A message of the parser about a number outside its limits, without the notation of ranges in Rust.
+fn plain_limits(sentence: &str) -> String {
+    let Some((before, range)) = sentence.split_once(" is not in ") else { return sentence.to_owned() };
+    match range.split_once("..=") {
+        Some((least, most)) if least.parse::<i64>().is_ok() => format!("{before} is not from {least} to {most}"),
+        _ => sentence.to_owned(),
+    }
+}
+
 /// The error on one line, with a hint which `--help` to read.
-pub fn sentence(error: &clap::Error) -> String {
+pub fn sentence(error: &clap::Error, arguments: impl IntoIterator<Item = OsString>) -> String {
     let text = error.to_string();
-    let mut help = String::from("lamina --help");
+    let mut help = format!("{} --help", verb(arguments));
     let mut sentence = String::new();
     for line in text.lines().map(str::trim) {
         if let Some(usage) = line.strip_prefix("Usage: ") {
@@ -41,7 +69,7 @@ pub fn sentence(error: &clap::Error) -> String {
             if !sentence.is_empty() {
                 sentence.push(' ');
             }
-            sentence.push_str(line.strip_prefix("error: ").unwrap_or(line));
+            sentence.push_str(&plain_limits(line.strip_prefix("error: ").unwrap_or(line)));
         }
     }
     format!("{sentence} (see '{help}')")
@@ -51,8 +79,20 @@ pub fn sentence(error: &clap::Error) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::cli::Cli;
     use clap::Parser;
+
+    fn complaint(arguments: &[&str]) -> String {
+        let error = Cli::try_parse_from(arguments).unwrap_err();
+        sentence(&error, arguments.iter().map(OsString::from))
+    }
+
+    #[test]
+    fn errors_in_values_name_the_verb_and_limits_without_notation() {
+        let told = complaint(&["lamina", "-D", "snapshot", "disk", "create", "a", "10X"]);
+        assert!(told.ends_with("(see 'lamina disk create --help')"), "{told}");
+        let told = complaint(&["lamina", "clone", "a", "b", "--count", "0"]);
+        assert!(told.contains("0 is not from 1 to 100000 (see 'lamina clone --help')"), "{told}");
+    }
 
     #[test]
     fn vm_exec_is_found_among_wrong_arguments() {
@@ -78,7 +118,7 @@ mod tests {
             &["lamina", "chek"],
             &["lamina", "clone", "a", "b", "--count", "0"],
         ] {
-            let sentence = sentence(&Cli::try_parse_from(arguments).unwrap_err());
+            let sentence = complaint(arguments);
             assert!(!sentence.contains('\n') && sentence.contains("--help'"), "{sentence}");
             assert!(sentence.contains("(see 'lamina"), "{sentence}");
         }

@@ -263,7 +263,9 @@ fn stem_of(name: &str) -> Option<&str> {
 pub fn check_name(name: &str) -> Result<&str> {
     let stem = stem_of(name).filter(|stem| !stem.is_empty());
     let Some(stem) = stem else {
-        return Err(invalid(format!("'{}' is no name for a disk descriptor: use NAME.vmdk", name.escape_debug())));
+        let ova = if name.ends_with(".ova") { ", or 'lamina convert' for an archive" } else { "" };
+        let name = name.escape_debug();
+        return Err(invalid(format!("'{name}' is no name for a disk descriptor: use NAME.vmdk{ova}")));
     };
     if stem.len() > NAME_MAX {
         return Err(invalid(format!("the name '{}' is longer than {NAME_MAX} bytes", name.escape_debug())));

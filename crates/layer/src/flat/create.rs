@@ -16,6 +16,7 @@ use crate::descriptor::storage::{self, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{Access, Directory, File, IoMode};
+use error::text::size;
 use work::{Progress, Throttle};
 
 /// Sectors per piece of a split disk, as in VMware's products: 2047 MiB.
@@ -232,7 +233,8 @@ fn too_large(name: &str, length: u64) -> Error {
 
 pub(crate) fn check_capacity(capacity: u64) -> Result<()> {
     if capacity == 0 || !capacity.is_multiple_of(SECTOR) || capacity > CAPACITY_MAX {
-        let text = format!("a disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
+        let (largest, capacity) = (size(CAPACITY_MAX), size(capacity));
+        let text = format!("a disk has whole sectors of 512 bytes up to {largest}, not {capacity}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())

@@ -38,6 +38,7 @@ pub(crate) use create::{SPLIT_SECTORS, check_capacity, fill_extent};
 use crate::{CAPACITY_MAX, Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
 use blocks::{BlockType, Blocks};
+use error::text::size;
 use locks::Locks;
 use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
@@ -139,7 +140,8 @@ impl Flat {
             None => length.checked_sub(options.offset).ok_or_else(too_short)?.next_multiple_of(SECTOR),
         };
         if capacity == 0 || capacity > CAPACITY_MAX || !capacity.is_multiple_of(SECTOR) {
-            let text = format!("'{name}' has {capacity} bytes of disk: whole sectors up to {} TiB", CAPACITY_MAX >> 40);
+            let (largest, capacity) = (size(CAPACITY_MAX), size(capacity));
+            let text = format!("'{name}' contains {capacity}; a disk has whole sectors of 512 bytes up to {largest}");
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         let end = options.offset.checked_add(capacity).ok_or_else(too_short)?;

@@ -83,7 +83,7 @@ impl Header {
             return Err(corrupt("its writer never finished it"));
         }
         if magic != MAGIC {
-            return Err(Error::new(ErrorKind::Invalid, "this is no sparse extent: it does not begin with KDMV"));
+            return Err(Error::new(ErrorKind::Corrupt, "this is no sparse extent: it does not begin with KDMV"));
         }
         let header = Self {
             version: u32_at(bytes, 4),

@@ -96,6 +96,10 @@ pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> R
             let text = "is called like a VMDK and does not begin like one: it is damaged or no VMDK";
             refuse(ErrorKind::Corrupt, format!("{text}; only if it is a raw disk, give --from raw"))
         }
+        (Signature::Raw, false) if name.to_ascii_lowercase().ends_with(".ova") => {
+            let text = "is called like an archive, and an image is needed here: 'lamina convert' makes one from a disk in an archive";
+            refuse(ErrorKind::Invalid, text.to_owned())
+        }
         (Signature::Raw, false) => {
             let text = "begins like no image that can be opened, and is not called like a raw disk (.raw, .img, .dd)";
             refuse(ErrorKind::Invalid, format!("{text}; if it is a raw disk, give --from raw"))

@@ -46,17 +46,23 @@ impl Archive {
     pub(super) fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
         let length = file.len().during(|| format!("{image}: cannot find out the length"))?;
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{image}: {what}"));
-        let listing = |error: io::Error| match error.kind() {
-            io::ErrorKind::Other | io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => {
-                corrupt(format!("the archive is damaged: {error}"))
+        // The errors of the parser contain the bytes of the damaged header, so they are not shown.
+        let listing = |error: io::Error, members: usize| match error.kind() {
+            io::ErrorKind::Other | io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof if members == 0 => {
+                corrupt(
+                    "this is no OVA archive, or it is damaged: it does not begin with the header of a file".to_owned(),
+                )
             }
+            io::ErrorKind::Other | io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => corrupt(format!(
+                "the archive is damaged: what follows its first {members} files is no header of a file"
+            )),
             _ => Error::io(format!("{image}: cannot list the archive"), error),
         };
         let reader = Reader { file: Arc::clone(&file), at: 0, length, budget: LISTING_MAX };
         let mut archive = tar::Archive::new(reader);
         let mut members: Vec<Member> = Vec::new();
-        for entry in archive.entries_with_seek().map_err(listing)? {
-            let entry = entry.map_err(listing)?;
+        for entry in archive.entries_with_seek().map_err(|error| listing(error, 0))? {
+            let entry = entry.map_err(|error| listing(error, members.len()))?;
             let path = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
             let kind = entry.header().entry_type();
             if kind.is_dir() || kind.is_pax_global_extensions() {

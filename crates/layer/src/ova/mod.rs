@@ -63,7 +63,10 @@ impl Ova {
         let archive = Archive::open(file, image)?;
         let descriptor = archive.only("ovf").map_err(context)?;
         let Some(descriptor) = descriptor else {
-            return Err(Error::new(ErrorKind::Invalid, format!("{image}: it holds no OVF descriptor")));
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("{image}: this is no OVA archive: it contains no OVF descriptor"),
+            ));
         };
         let text = archive.text(descriptor, DESCRIPTOR_MAX)?;
         let mut warnings = Vec::new();

@@ -72,7 +72,7 @@ impl Header {
         let mut head = [0; HEADER_V3 + 8];
         file.read_at(&mut head, 0).during(|| "cannot read the header".to_owned())?;
         if head[..4] != MAGIC {
-            return Err(Error::new(ErrorKind::Invalid, "this is no qcow2 image: it does not begin with QFI"));
+            return Err(Error::new(ErrorKind::Corrupt, "this is no qcow2 image: it does not begin with QFI"));
         }
         let version = u32_at(&head, 4);
         if !(2..=3).contains(&version) {

@@ -66,7 +66,7 @@ impl Header {
     pub fn decode(bytes: &[u8; HEADER_SIZE]) -> Result<Self> {
         if bytes[..4] != MAGIC {
             let what = "this is no VMFSsparse redo log: it does not begin with COWD";
-            return Err(Error::new(ErrorKind::Invalid, what));
+            return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let header = Self { bytes: Box::new(*bytes) };
         if header.get(4) != VERSION {

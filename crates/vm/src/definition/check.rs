@@ -4,6 +4,7 @@ use super::{
     ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, Link,
     MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION,
 };
+use error::text::size;
 use error::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -71,7 +72,10 @@ impl Definition {
         }
         let whole = self.memory.is_multiple_of(1 << 20);
         if !(MEMORY_MIN..=MEMORY_MAX).contains(&self.memory) || !whole {
-            return invalid(format!("{} bytes of memory: whole MiB from 16 MiB to 4 TiB", self.memory));
+            return invalid(format!(
+                "a machine has whole MiB of memory from 16 MiB to 4 TiB, not {}",
+                size(self.memory)
+            ));
         }
         if self.qemu_memory.is_some_and(|limit| !(QEMU_MEMORY_MIN..=MEMORY_MAX).contains(&limit)) {
             return invalid("QEMU's own memory is limited to 256 MiB or more".into());

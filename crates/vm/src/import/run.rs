@@ -16,7 +16,7 @@ use crate::machines::{OwnDisk, Snapshot};
 use crate::nvram;
 use crate::snapshots::{self, Record};
 use error::{Error, ErrorKind, Result};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use work::Progress;
 
 /// How disks are imported.
@@ -30,9 +30,19 @@ pub struct How {
     pub rate: u64,
 }
 
+/// Adds to an error the machine and the disk that it concerns. The file of a machine that consists of an image is named
+/// only once.
+fn of_disk(error: Error, source: &Path, label: &str) -> Error {
+    let source = format!("'{}'", source.display());
+    match error.to_string().contains(&source) {
+        true => error.context(label),
+        false => error.context(format_args!("{source}, {label}")),
+    }
+}
+
 /// Checks that a plan can be carried out, and determines the capacities of its disks.
 pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
-    let context = |error: Error, label: &str| error.context(format_args!("'{}', {label}", plan.source.display()));
+    let context = |error: Error, label: &str| of_disk(error, &plan.source, label);
     let exists = |what: &str| {
         let text = format!("there is a {what} already: choose another name with --name");
         Error::new(ErrorKind::Exists, format!("'{}': {text}", plan.source.display()))
@@ -86,7 +96,7 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
             if error.kind() == ErrorKind::Io {
                 making.leave();
             }
-            return Err(error.context(format_args!("'{}', {label}", plan.source.display())));
+            return Err(of_disk(error, &plan.source, label));
         }
         making.made([name.clone()]);
     }

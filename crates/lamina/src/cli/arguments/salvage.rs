@@ -16,7 +16,7 @@ pub struct SalvageArguments {
     #[arg(value_name = "DATASTORE", value_parser = location())]
     pub location: Location,
     /// List the disks and snapshots that can be extracted.
-    #[arg(long, required_unless_present = "disk", conflicts_with_all = ["disk", "snapshot", "to"])]
+    #[arg(long, conflicts_with_all = ["disk", "snapshot", "to"])]
     pub list: bool,
     /// The disk to extract.
     #[arg(long, value_name = "NAME", requires = "to")]
@@ -40,7 +40,11 @@ pub struct SalvageArguments {
 
 impl SalvageArguments {
     /// The request.
-    pub fn request(&self) -> Request {
+    pub fn request(&self) -> Result<Request, String> {
+        if !self.list && self.disk.is_none() {
+            let what = "list what can be extracted with --list, or extract a disk with --disk NAME --to FILE|DATASTORE";
+            return Err(format!("{what} (see 'lamina salvage --help')"));
+        }
         let extract = self.disk.clone().zip(self.to.clone()).map(|(disk, to)| Extract {
             disk,
             snapshot: self.snapshot.clone(),
@@ -49,6 +53,6 @@ impl SalvageArguments {
             name: self.name.clone(),
             rate: self.rate.unwrap_or(0),
         });
-        Request::Salvage(Box::new(SalvageRequest { datastore: self.location.clone(), extract }))
+        Ok(Request::Salvage(Box::new(SalvageRequest { datastore: self.location.clone(), extract })))
     }
 }

@@ -86,7 +86,7 @@ pub struct ServeArguments {
     pub socket_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
     /// required.
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_socket_address)]
     pub tcp: Option<SocketAddr>,
     /// Certificate chain of this server, PEM.
     #[arg(long, value_name = "FILE", requires = "tls_key")]
@@ -115,7 +115,7 @@ pub struct ServeArguments {
     pub max_unauthenticated_connections: u16,
     /// Also receive disks and machines from other lamina servers on this address, such as 127.0.0.1:10810. TLS is
     /// always required; beyond loopback, client certificates are too.
-    #[arg(long, value_name = "ADDRESS:PORT", requires = "tls_cert")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_socket_address, requires = "tls_cert")]
     pub receive: Option<SocketAddr>,
     /// Receive only from clients whose certificate has this name. May be repeated.
     #[arg(long, value_name = "NAME", requires = "receive", requires = "tls_client_ca")]
@@ -158,6 +158,13 @@ fn connections() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=CONNECTIONS_MAX)
 }
 
+/// Parses a numeric address with a port. Names are not resolved, because a name can have several addresses.
+fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
+    let refused =
+        |_| format!("'{text}' is no address with a port from 0 to 65535, such as 127.0.0.1:10809 or [::1]:10809");
+    text.parse().map_err(refused)
+}
+
 /// Parses a time in milliseconds, up to a minute, with or without a fraction.
 fn parse_milliseconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
@@ -170,6 +177,14 @@ fn parse_milliseconds(text: &str) -> Result<Duration, String> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn a_tcp_address_is_numeric_and_has_a_port() {
+        assert!(parse_socket_address("127.0.0.1:0").is_ok() && parse_socket_address("[::1]:10809").is_ok());
+        for text in ["localhost:10809", "127.0.0.1", "127.0.0.1:99999", ""] {
+            assert!(parse_socket_address(text).unwrap_err().contains("such as 127.0.0.1:10809"), "{text}");
+        }
+    }
 
     #[test]
     fn milliseconds_outside_the_limits_are_refused() {

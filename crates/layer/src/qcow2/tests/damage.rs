@@ -35,7 +35,7 @@ fn unknown_features_are_refused_and_named() {
     let says = |(kind, text): (ErrorKind, String), expected: ErrorKind, words: &str| {
         assert!(kind == expected && text.contains(words), "{kind:?} {text}");
     };
-    says(with(0, b"QFIx"), ErrorKind::Invalid, "no qcow2 image");
+    says(with(0, b"QFIx"), ErrorKind::Corrupt, "no qcow2 image");
     says(with(7, &[4]), ErrorKind::Unsupported, "version is 4");
     says(with(23, &[40]), ErrorKind::Corrupt, "2^40");
     says(with(35, &[1]), ErrorKind::Unsupported, "encrypted");

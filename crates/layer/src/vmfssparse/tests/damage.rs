@@ -181,7 +181,7 @@ fn damage_is_reported_and_not_written_to() {
 #[test]
 fn headers_with_false_sizes_are_refused() {
     for (offset, value, kind) in [
-        (0, 0x4457_4f44, ErrorKind::Invalid),
+        (0, 0x4457_4f44, ErrorKind::Corrupt),
         (4, 3, ErrorKind::Unsupported),
         (12, 0, ErrorKind::Corrupt),
         (12, u32::MAX, ErrorKind::Corrupt),
