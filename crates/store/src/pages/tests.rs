@@ -308,9 +308,11 @@ fn readers_that_began_after_different_checkpoints_have_their_own_copies() {
     put(&mut pages, 3000);
     is(&first, 1000);
     is(&second, 2000);
-    // The end of one reader does not end the other.
+    // The end of one reader does not end the others.
+    let third = kept.begin();
     drop(first);
     put(&mut pages, 4000);
     is(&second, 2000);
+    is(&third, 3000);
     assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
 }
