@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 
 /// The highest number of a delta: six digits.
 const DELTAS_MAX: u32 = 999_999;
+/// The key of a longer form of the CID, which ends with the CID.
+const LONG_CONTENT: &str = "ddb.longContentID";
 
 impl Disk {
     /// The folder with this path in a record.
@@ -161,7 +163,14 @@ impl Disk {
         if let Some(text) = &settlement.text {
             let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
             let Some(range) = storage::embedded_place(&*file)? else { return Ok(()) };
-            return storage::write_embedded(&*file, range, &Descriptor::parse(text.as_bytes())?);
+            let mut whole = Descriptor::parse(text.as_bytes())?;
+            match storage::load_embedded(&*file) {
+                Ok(Some((_, now))) => keep_content(record, settlement, &now, &mut whole),
+                Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+                // A power cut has torn the text while it was overwritten: the head was not written since.
+                Ok(None) | Err(_) => {}
+            }
+            return storage::write_embedded(&*file, range, &whole);
         }
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
     }
@@ -220,6 +229,18 @@ impl Disk {
                     descriptor.database.set_disk(adapter, descriptor.sectors(), uuid);
                 }
             }
+        }
+    }
+}
+
+/// Keeps the present CID in the text that a settlement has recorded, if the head was written since then. The text is
+/// applied again if the operation could not be committed afterwards, and meanwhile the head may be in use. An image
+/// below the head is not written before the operation is finished, and its children record the CID in the text.
+pub(crate) fn keep_content(record: &Record, settlement: &Settlement, now: &Descriptor, whole: &mut Descriptor) {
+    if settlement.node == record.head && settlement.content.is_none() && whole.content != now.content {
+        whole.content = now.content;
+        if let Some(long) = now.database.get(LONG_CONTENT) {
+            whole.database.set(LONG_CONTENT, long);
         }
     }
 }

@@ -12,7 +12,7 @@
 //! 4. the record is committed without a pending operation, and VMware's list is written.
 
 use crate::disk::Disk;
-use crate::images::{list, remove};
+use crate::images::{keep_content, list, remove};
 use crate::line::Level;
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::stored::{RECORD_NEW, RECORD_SPARE};
@@ -192,7 +192,10 @@ impl Disk {
             Some(level) => {
                 let whole = settlement.text.as_deref().map(|text| Descriptor::parse(text.as_bytes())).transpose()?;
                 level.image.update_descriptor(|descriptor| match whole {
-                    Some(whole) => *descriptor = whole,
+                    Some(mut whole) => {
+                        keep_content(record, settlement, descriptor, &mut whole);
+                        *descriptor = whole;
+                    }
                     None => self.apply(settlement, descriptor),
                 })
             }

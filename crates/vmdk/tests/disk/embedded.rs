@@ -13,9 +13,13 @@ use work::NoProgress;
 const PIECE: usize = 64 << 10;
 const CAPACITY: u64 = 8 * PIECE as u64;
 const NAMES: [&str; 4] = ["base.vmdk", "first.vmdk", "second.vmdk", "third.vmdk"];
-/// A list with a snapshot of the first child.
-const LIST: &str = "snapshot0.uid = \"1\"\nsnapshot0.displayName = \"s\"\nsnapshot0.disk0.fileName = \"first.vmdk\"\n\
-                    snapshot0.disk0.node = \"scsi0:0\"\n";
+/// A list with a snapshot of an image.
+fn list_with(image: &str) -> String {
+    format!(
+        "snapshot0.uid = \"1\"\nsnapshot0.displayName = \"s\"\nsnapshot0.disk0.fileName = \"{image}\"\n\
+         snapshot0.disk0.node = \"scsi0:0\"\n"
+    )
+}
 
 fn place(machine: &SimulatedDisk, name: &str) -> Place {
     Place { folder: Folder::plain(machine.directory()), name: name.to_owned() }
@@ -45,6 +49,11 @@ fn descriptor(machine: &SimulatedDisk, name: &str) -> Descriptor {
 
 /// A disk with images of another program, and a snapshot of the first child. Returns the content of its head, too.
 fn adopted(machine: &SimulatedDisk) -> (Arc<Disk>, Vec<u8>) {
+    adopted_with(machine, NAMES[1])
+}
+
+/// As [`adopted`], with a snapshot of this image.
+fn adopted_with(machine: &SimulatedDisk, image_of_snapshot: &str) -> (Arc<Disk>, Vec<u8>) {
     let folder = Folder::plain(machine.directory());
     let mut random = Random::new(7);
     let mut content = vec![0; CAPACITY as usize];
@@ -65,7 +74,7 @@ fn adopted(machine: &SimulatedDisk) -> (Arc<Disk>, Vec<u8>) {
         parent = Some(NewParent::of(&image, &folder).unwrap());
     }
     let list = machine.directory().create("vm.vmsd", IoMode::Buffered).unwrap();
-    list.write_at(&[LIST.as_bytes()], 0, false).unwrap();
+    list.write_at(&[list_with(image_of_snapshot).as_bytes()], 0, false).unwrap();
     list.sync().unwrap();
     machine.directory().sync().unwrap();
     let how = Adopt::Head { writable: true };
@@ -82,10 +91,19 @@ fn merge(disk: &Disk, side: Direction) -> Result<(), error::Error> {
 }
 
 fn is_merging(machine: &SimulatedDisk) -> bool {
+    record_has(machine, "\"merging\"")
+}
+
+/// Whether the record has the complete text of a descriptor that has to be corrected.
+fn has_text(machine: &SimulatedDisk) -> bool {
+    record_has(machine, "\"text\"")
+}
+
+fn record_has(machine: &SimulatedDisk, text: &str) -> bool {
     let file = machine.directory().open("lamina.disk", IoMode::Buffered).unwrap();
     let mut bytes = vec![0; file.len().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
-    String::from_utf8(bytes).unwrap().contains("\"merging\"")
+    String::from_utf8(bytes).unwrap().contains(text)
 }
 
 /// Opens the disk, and checks its content and the text of every descriptor.
@@ -163,4 +181,62 @@ fn a_merge_is_undone_on_a_full_file_system_as_far_as_the_chain_needs() {
         drop(is_whole(&machine.crash(), content, before, &context));
     });
     assert!(merging > 20, "{merging}");
+}
+
+/// Opens a disk whose record has a text for the head's descriptor, on a full file system: the text is written, and the
+/// operation stays pending. Then the head is written, and the disk is opened again with space.
+fn head_keeps_its_new_cid(machine: &SimulatedDisk, context: &str) {
+    let open = |seed| {
+        let opened = Disk::open(Folder::plain(machine.directory()), &options(seed));
+        opened.unwrap_or_else(|error| panic!("{context}: {error}"))
+    };
+    machine.set_capacity(4096);
+    let disk = open(4);
+    let chain = disk.chain().unwrap_or_else(|error| panic!("{context}: {error}"));
+    let before = descriptor(machine, NAMES[3]);
+    // The head has grains for this range, so that the write needs no space.
+    chain.write(3 * PIECE as u64, &[9; PIECE]).unwrap_or_else(|error| panic!("{context}: {error}"));
+    chain.flush().unwrap_or_else(|error| panic!("{context}: {error}"));
+    let written = descriptor(machine, NAMES[3]);
+    assert_ne!(written.content, before.content, "{context}: a write gives the head a new CID");
+    drop(chain);
+    drop(disk);
+    assert!(has_text(machine), "{context}: the record was replaced on a full file system");
+    machine.set_capacity(1 << 40);
+    drop(open(5));
+    assert!(!has_text(machine), "{context}");
+    assert_eq!(descriptor(machine, NAMES[3]), written, "{context}");
+}
+
+#[test]
+fn a_head_that_is_written_before_a_merge_into_the_image_below_is_undone_again_keeps_its_new_cid() {
+    let mut written = 0;
+    for cut in 0.. {
+        let machine = SimulatedDisk::new(2, SimulatedOptions::default());
+        let (disk, _) = adopted_with(&machine, NAMES[2]);
+        machine.cut_after(machine.operations() + cut);
+        let merged = disk.delete_snapshot("s", Some(Direction::Down), &NoProgress);
+        drop(disk);
+        let ended = !machine.is_off();
+        assert!(!ended || merged.is_ok(), "cut {cut}");
+        let machine = machine.crash();
+        for second in (0..).take_while(|_| is_merging(&machine)) {
+            let again = machine.copy_of_durable(second, SimulatedOptions::default());
+            again.cut_after(again.operations() + second);
+            drop(Disk::open(Folder::plain(again.directory()), &options(3)));
+            let undone = !again.is_off();
+            let again = again.crash();
+            if has_text(&again) && !is_merging(&again) {
+                written += 1;
+                head_keeps_its_new_cid(&again, &format!("cut {cut}, then {second}"));
+            }
+            if undone {
+                break;
+            }
+        }
+        if ended {
+            break;
+        }
+    }
+    assert!(written > 10, "{written}");
 }
