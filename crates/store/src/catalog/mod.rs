@@ -402,9 +402,16 @@ impl Catalog {
         }
     }
 
-    /// Has the deleted objects dropped that a failed read has left in place.
-    pub fn take_left_again(&mut self) {
-        self.trash.append(&mut self.left);
+    /// The deleted objects that a failed read has left in place.
+    pub fn left(&self) -> impl Iterator<Item = u64> {
+        self.left.iter().copied()
+    }
+
+    /// Has a deleted object dropped that a failed read has left in place.
+    pub fn take_left_again(&mut self, id: u64) {
+        if self.left.remove(&id) {
+            self.trash.insert(id);
+        }
     }
 
     /// Adds or replaces an object.

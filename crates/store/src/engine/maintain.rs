@@ -319,12 +319,18 @@ impl Engine {
     /// Reads the tables of unreadable regions and the trees of deleted objects again, so that a failure of the medium
     /// that has ended does not keep their blocks unused.
     pub(super) fn load_unreadable(&self) {
-        let (data, map) = {
-            let mut meta = self.meta.lock();
-            meta.catalog.take_left_again();
-            (meta.data.unreadable(), meta.map.unreadable())
+        let (left, data, map) = {
+            let meta = self.meta.lock();
+            (meta.catalog.left().collect::<Vec<u64>>(), meta.data.unreadable(), meta.map.unreadable())
         };
-        // The pages are read without the lock. If a read fails, the region stays unused.
+        // The pages are read without the lock. If a read fails, the object stays in place, or the region stays unused.
+        for object in left {
+            let operation = Operation::Drop { object, steps: DROP_STEPS };
+            let readable = self.meta.look(|meta| meta.check_readable(&operation));
+            if readable.is_ok() {
+                self.meta.lock().catalog.take_left_again(object);
+            }
+        }
         for number in data {
             let _ = self.meta.look(|meta| {
                 // Changes that are being appended are not pending, and what they freed is not durable yet.
