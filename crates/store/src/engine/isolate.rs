@@ -15,7 +15,7 @@ use super::{Engine, Head};
 use crate::buffer::Content;
 use crate::space::TABLE_ENTRIES;
 use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::time::Instant;
 use crate::tree;
 use crate::{Error, ErrorKind, Result, is_lost};
@@ -52,6 +52,8 @@ pub struct Isolation {
     disks: Mutex<BTreeMap<u64, Isolated>>,
     /// When reads of metadata that a change needs began to fail, and when they failed last.
     failing: Mutex<Option<(Instant, Instant)>>,
+    /// The losses of regions ([`Engine::losses`]) after which a failed change was tried again.
+    losses: AtomicU64,
 }
 
 impl Isolated {
@@ -206,6 +208,11 @@ impl Engine {
         Ok(())
     }
 
+    /// How often a region of the data files that was in use was lost.
+    pub(super) fn losses(&self) -> u64 {
+        self.meta.lock().data.losses()
+    }
+
     /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
     /// and pauses; the caller then tries again. Fails with `error` if it has another cause.
     pub(super) fn isolate_or_fail(&self, error: Error, locks: impl Sized) -> Result<()> {
@@ -232,6 +239,11 @@ impl Engine {
             if !self.isolation.is_lasting() {
                 return Some(PAUSE);
             }
+        }
+        // The change needed a region of the data files whose table is lost since. The next attempt uses another region.
+        let losses = self.losses();
+        if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
+            return Some(Duration::ZERO);
         }
         let mut any = false;
         for head in self.buffers.heads() {

@@ -121,7 +121,14 @@ impl Space {
         tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
         let region = &mut self.regions[number as usize];
         self.counts.free -= region.estimate();
+        self.losses += u64::from(!region.is_lost());
         region.lose(error);
+    }
+
+    /// How often a region that was in use was lost. After a failure for which this number has grown, another attempt
+    /// uses other regions.
+    pub fn losses(&self) -> u64 {
+        self.losses
     }
 
     /// Fails if an entry of a run cannot be read, although the bitmaps of its region may be in memory. The region is

@@ -80,6 +80,8 @@ pub struct Space {
     /// regions for the few such runs would take too long.
     grown: VecDeque<u64>,
     extension_hint: u64,
+    /// How often a region that was in use was lost.
+    losses: u64,
     /// Map only: blocks below this are backed.
     backed_length: u64,
     derived: Vec<(PageKey, Error)>,
@@ -103,6 +105,7 @@ impl Space {
             fragmented: false,
             grown: VecDeque::new(),
             extension_hint: 0,
+            losses: 0,
             backed_length: 0,
             derived: Vec::new(),
         }

@@ -12,7 +12,7 @@ use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
-use crate::{Error, ErrorKind, IoContext, Result};
+use crate::{Error, ErrorKind, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
 
 /// One reservation takes at least this many data blocks (1 MiB).
@@ -47,12 +47,15 @@ impl Engine {
         while self.headroom_now() < claims {
             // One grant for each reservation, because a thick disk may need any number of them.
             let _grant = self.admit(EXTENSION_COST)?;
+            let losses = self.losses();
             match self.extend_once(claims, &mut largest) {
                 // The space that a crash left may be enough.
                 Err(error) if is_full(&error) && !searched && self.reserves.is_search_open() => {
                     searched = true;
                     self.return_unclaimed_room(true, || self.running.goes_on());
                 }
+                // The table that would describe the space was lost meanwhile. The next attempt uses another region.
+                Err(error) if is_lost(&error) && self.losses() > losses => {}
                 other => other?,
             }
         }

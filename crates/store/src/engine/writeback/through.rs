@@ -24,7 +24,7 @@ use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::{Run, TABLE_ENTRIES};
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
-use crate::{IoContext, Result};
+use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
 use std::collections::BTreeSet;
@@ -78,12 +78,16 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
+        let losses = self.losses();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         for _ in 0..3 {
-            match self.try_through(head, logical..logical + blocks, data, checksums)? {
-                Outcome::Done => return Ok(true),
-                Outcome::Buffer => return Ok(false),
-                Outcome::Announce(runs) => self.announce_ahead(&runs)?,
+            match self.try_through(head, logical..logical + blocks, data, checksums) {
+                Ok(Outcome::Done) => return Ok(true),
+                Ok(Outcome::Buffer) => return Ok(false),
+                Ok(Outcome::Announce(runs)) => self.announce_ahead(&runs)?,
+                // The table of the new blocks was lost meanwhile. The write-back of the buffer uses another region.
+                Err(error) if is_lost(&error) && self.losses() > losses => return Ok(false),
+                Err(error) => return Err(error),
             }
         }
         Ok(false)
