@@ -9,7 +9,8 @@
 //! 1. The moment lies after the call. Everything acknowledged before is in the trees, because a flush precedes it.
 //! 2. A deleted tree that is not dropped yet still has references. The blocks that only it uses become free in any
 //!    case, so they are not counted for another deletion. Blocks that it shares with the trees of another deletion are.
-//! 3. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
+//! 3. A deleted tree that cannot be read is not dropped, so it counts as one that stays. It prevents no count of others.
+//! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
 //!    are separate because compressed and deduplicated blocks will make them differ.
 
 use super::Engine;
@@ -18,7 +19,7 @@ use super::metadata::{Effects, View};
 use crate::catalog::{Catalog, Object};
 use crate::sync::MutexGuard;
 use crate::tree::{self, Freed, MappedCounter, NodeId};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, is_lost};
 use std::collections::BTreeSet;
 
 /// How many nodes are visited between two questions whether to continue.
@@ -60,13 +61,21 @@ impl ObjectSpace {
     }
 }
 
+/// The trees of deleted disks and snapshots that will be dropped.
+#[derive(Clone)]
+struct Deleted {
+    roots: Vec<NodeId>,
+    /// What dropping them will free.
+    freed: Freed,
+}
+
 /// The space of the disks and snapshots at one moment. One exists at a time.
 pub struct Accounts<'a> {
     view: View,
     go_on: &'a dyn Fn() -> bool,
     mapped: MappedCounter,
-    /// What dropping the deleted trees will free, once it is counted.
-    deleted: Option<Freed>,
+    /// The deleted trees, once they are counted.
+    deleted: Option<Deleted>,
     _counting: MutexGuard<'a, ()>,
 }
 
@@ -139,26 +148,48 @@ impl Accounts<'_> {
         })
     }
 
-    /// What dropping the trees of deleted disks and snapshots will free.
+    /// What dropping the trees of deleted disks and snapshots will free. Trees that cannot be read are left out.
     pub fn deleted(&mut self) -> Result<Freed> {
-        if let Some(known) = self.deleted {
-            return Ok(known);
-        }
-        let roots = self.deleted_roots();
-        let freed = self.drop_all(&roots)?;
-        self.deleted = Some(freed);
-        Ok(freed)
+        self.count_deleted().map(|deleted| deleted.freed)
     }
 
-    fn deleted_roots(&self) -> Vec<NodeId> {
-        self.catalog().trash().filter_map(|object| object.root).collect()
+    fn count_deleted(&mut self) -> Result<Deleted> {
+        if let Some(known) = &self.deleted {
+            return Ok(known.clone());
+        }
+        let roots: Vec<NodeId> = self.catalog().trash().filter_map(|object| object.root).collect();
+        let deleted = match self.drop_all(&roots) {
+            Err(error) if is_lost(&error) => {
+                // The medium may have lost a node, or this view a page. In the latter case no count is possible.
+                self.view.check()?;
+                self.readable_of(&roots)?
+            }
+            freed => Deleted { roots, freed: freed? },
+        };
+        self.deleted = Some(deleted.clone());
+        Ok(deleted)
+    }
+
+    /// Those of these trees that can be dropped together. Two trees may have nodes that only dropping both visits, so
+    /// each tree is tried with the trees before it.
+    fn readable_of(&mut self, roots: &[NodeId]) -> Result<Deleted> {
+        let mut readable = Deleted { roots: Vec::new(), freed: Freed::default() };
+        for root in roots {
+            let more = [readable.roots.as_slice(), &[*root]].concat();
+            match self.drop_all(&more) {
+                Err(error) if is_lost(&error) => {
+                    tracing::debug!(%error, "a deleted disk or snapshot that cannot be read is not counted");
+                }
+                freed => readable = Deleted { roots: more, freed: freed? },
+            }
+        }
+        Ok(readable)
     }
 
     /// What dropping these trees would free, beyond what dropping the deleted trees frees anyway.
     fn freed(&mut self, roots: &[NodeId]) -> Result<Freed> {
-        let anyway = self.deleted()?;
-        let both = [roots, &self.deleted_roots()].concat();
-        let freed = self.drop_all(&both)?;
+        let Deleted { roots: deleted, freed: anyway } = self.count_deleted()?;
+        let freed = self.drop_all(&[roots, &deleted].concat())?;
         Ok(Freed { data: freed.data - anyway.data, nodes: freed.nodes - anyway.nodes })
     }
 

@@ -3,6 +3,7 @@
 //!
 //! `LAMINA_SETS` sets the number of sets, `LAMINA_SETS_FROM` the first seed.
 
+use super::between::lose_page;
 use super::*;
 use crate::catalog::ObjectState;
 use crate::space::SpaceCounts;
@@ -211,4 +212,30 @@ fn a_count_can_be_stopped_and_runs_beside_a_check() {
         })
         .unwrap();
     assert!(counted.get());
+}
+
+#[test]
+fn a_deleted_disk_that_cannot_be_read_prevents_no_count_of_others() {
+    let (disk, engine) = made();
+    for (number, blocks) in [(2, 30), (3, 20)] {
+        assert_eq!(add_disk(&engine, &format!("vm{number}"), BLOCKS, Provisioning::Thin), number);
+        for block in 0..blocks {
+            engine.write_blocks(&engine.head(number), block, slice(1, 1)).unwrap();
+        }
+    }
+    (0..50).for_each(|block| write(&engine, block, 1));
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let root = engine.with_catalog(|catalog| catalog.get(2).unwrap().root.unwrap());
+    let mend = lose_page(&disk, "map", root.0);
+    engine.delete_disk(2, &[]).unwrap();
+    engine.delete_disk(3, &[]).unwrap();
+    let mut accounts = engine.accounts(&[1], &go_on).unwrap();
+    assert_eq!(accounts.would_free(&[1]).unwrap().data, 50);
+    assert_eq!((accounts.space_of(1).unwrap().exclusive, accounts.deleted().unwrap().data), (50, 20));
+    drop(accounts);
+    mend();
+    let mut accounts = engine.accounts(&[1], &go_on).unwrap();
+    assert_eq!((accounts.would_free(&[1]).unwrap().data, accounts.deleted().unwrap().data), (50, 50));
 }
