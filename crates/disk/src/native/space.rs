@@ -4,7 +4,7 @@ use super::{Native, is_visible};
 use crate::space::{DatastoreSpace, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 use backend::BLOCK_SIZE;
 use error::Result;
-use store::catalog::Object;
+use store::catalog::{Object, ObjectState};
 use store::engine::{Accounts, ObjectSpace};
 use work::Progress;
 
@@ -124,7 +124,9 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {
     let mut own: Vec<Object> = accounts.catalog().snapshots_of(disk.id).cloned().collect();
     own.sort_by_key(|snapshot| snapshot.id);
     let mut snapshots = Vec::new();
-    for snapshot in own.iter().filter(|snapshot| !snapshot.incomplete) {
+    // A snapshot that was taken during the count has no tree yet: its space is not known.
+    let shown_now = |snapshot: &&Object| !snapshot.incomplete && snapshot.state != ObjectState::Unsealed;
+    for snapshot in own.iter().filter(shown_now) {
         let space = shown(snapshot, accounts.space_of(snapshot.id)?);
         snapshots.push(SnapshotSpace { name: snapshot.name.clone(), space });
     }

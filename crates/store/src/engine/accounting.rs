@@ -16,7 +16,7 @@
 use super::Engine;
 use super::inspect::StoreCounts;
 use super::metadata::{Effects, View};
-use crate::catalog::{Catalog, Object};
+use crate::catalog::{Catalog, Object, ObjectState};
 use crate::sync::MutexGuard;
 use crate::tree::{self, Freed, MappedCounter, NodeId};
 use crate::{Error, ErrorKind, Result, is_lost};
@@ -24,6 +24,8 @@ use std::collections::BTreeSet;
 
 /// How many nodes are visited between two questions whether to continue.
 const NODES_PER_QUESTION: u32 = 64;
+/// The most views that are made until one has no snapshot that is not sealed.
+const VIEWS_MAX: usize = 4;
 
 /// What deleting disks and snapshots would free, in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,8 +97,32 @@ impl Engine {
                 self.wait_sealed(*object)?;
             }
         }
-        let view = self.view()?;
+        let view = self.view_sealed()?;
         Ok(Accounts { view, go_on, mapped: MappedCounter::default(), deleted: None, _counting: counting })
+    }
+
+    /// A view without snapshots that are not sealed: those have no tree yet, although they have content. If snapshots
+    /// are taken all the time, the last view may have some nevertheless.
+    pub(super) fn view_sealed(&self) -> Result<View> {
+        let mut view = self.view()?;
+        for _ in 1..VIEWS_MAX {
+            let unsealed = view.catalog().objects().filter(|object| object.state == ObjectState::Unsealed);
+            let unsealed: Vec<u64> = unsealed.map(|object| object.id).collect();
+            if unsealed.is_empty() {
+                break;
+            }
+            // No pages are copied for this view while the snapshots are sealed.
+            drop(view);
+            for snapshot in unsealed {
+                match self.wait_sealed(snapshot) {
+                    // It was deleted meanwhile.
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    sealed => sealed?,
+                }
+            }
+            view = self.view()?;
+        }
+        Ok(view)
     }
 }
 

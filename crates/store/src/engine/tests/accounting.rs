@@ -239,3 +239,19 @@ fn a_deleted_disk_that_cannot_be_read_prevents_no_count_of_others() {
     let mut accounts = engine.accounts(&[1], &go_on).unwrap();
     assert_eq!((accounts.would_free(&[1]).unwrap().data, accounts.deleted().unwrap().data), (50, 50));
 }
+
+#[test]
+fn a_view_for_a_count_waits_until_a_snapshot_taken_meanwhile_has_its_tree() {
+    let (_disk, engine) = made();
+    (0..40).for_each(|block| write(&engine, block, 1));
+    // As if it were taken after the flush that precedes the view.
+    let snapshot = take(&engine, 1, "s");
+    let state = engine.with_catalog(|catalog| catalog.get(snapshot).unwrap().state);
+    assert_eq!(state, ObjectState::Unsealed);
+    let view = engine.view_sealed().unwrap();
+    let object = view.catalog().get(snapshot).unwrap();
+    assert_eq!((object.state, object.root.is_some()), (ObjectState::Snapshot, true));
+    drop(view);
+    let mut accounts = engine.accounts(&[], &go_on).unwrap();
+    assert_eq!(accounts.space_of(snapshot).unwrap().mapped, 40);
+}
