@@ -202,11 +202,38 @@ impl Disk {
     }
 
     fn begin_alone(&self, what: &str) -> Result<Operation<'_>> {
-        let Some(guard) = self.operation.try_lock() else {
-            let text = format!("disk '{}': {what} has to wait until another operation is done", self.name());
-            return Err(Error::new(ErrorKind::Busy, text));
+        self.operation.try_lock().map(Operation).ok_or_else(|| self.in_operation(what))
+    }
+
+    fn in_operation(&self, what: &str) -> Error {
+        let text = format!("disk '{}': {what} has to wait until another operation is done", self.name());
+        Error::new(ErrorKind::Busy, text)
+    }
+
+    /// Fails for the reasons for which [`Disk::begin`] fails, and while that would first have to finish an interrupted
+    /// operation. Begins nothing: no other operation fails because of the caller, and nothing is written.
+    pub(crate) fn could_begin(&self, what: &str) -> Result<()> {
+        self.could_begin_over(what)?;
+        self.check_not_stopped()?;
+        let state = self.state.lock();
+        let cause = match &state.record.pending {
+            Some(pending) => format!("an interrupted operation is finished ({})", pending.operation),
+            None if !state.stale.is_empty() => "images are read again of which a flush has failed".to_owned(),
+            None => return Ok(()),
         };
-        Ok(Operation(guard))
+        let text = format!(
+            "disk '{}': {what} has to wait until {cause}: the next snapshot, deletion or opening of the disk does that",
+            state.record.name
+        );
+        Err(Error::new(ErrorKind::Busy, text))
+    }
+
+    /// As [`Disk::could_begin`], for [`Disk::begin_over`].
+    pub(crate) fn could_begin_over(&self, what: &str) -> Result<()> {
+        if self.operation.is_locked() {
+            return Err(self.in_operation(what));
+        }
+        self.check_usable()
     }
 
     /// Fails while the disk is stopped and reopening has not succeeded.

@@ -5,7 +5,8 @@
 //! 2. Removed files free exactly what the file system has allocated to them. What a merge copies is an estimate: the
 //!    space that the copied ranges need in the image that stays, without tables and without the file system's own
 //!    units.
-//! 3. The disk may change meanwhile. A count is valid if the record was the same at its beginning and at its end.
+//! 3. A count is no operation: it finishes no interrupted operation, and no operation fails because of it.
+//! 4. The disk may change meanwhile. A count is valid if the record was the same at its beginning and at its end.
 
 use crate::disk::Disk;
 use crate::merge::{Direction, Removal, ranges_held};
@@ -35,8 +36,7 @@ pub struct Preview {
 impl Disk {
     /// What deleting the disk would free. Fails while another operation is under way, as the deletion would.
     pub fn preview_delete(&self) -> Result<Preview> {
-        // The right is not kept, so that no other operation fails because of this one.
-        drop(self.begin_over("counting its space")?);
+        self.could_begin_over("counting its space")?;
         Ok(Preview { removed: self.bytes_made()?, ..Preview::default() })
     }
 
@@ -53,9 +53,8 @@ impl Disk {
 
     /// What deleting these snapshots would free. Fails for the reasons for which deleting them fails.
     pub fn preview_delete_snapshots(&self, names: &[String], direction: Option<Direction>) -> Result<Preview> {
-        // As above. Like every operation, this one first finishes an operation that was interrupted.
-        drop(self.begin("counting the space of a snapshot")?);
         for _ in 0..ATTEMPTS {
+            self.could_begin("counting the space of a snapshot")?;
             let record = self.record();
             let counted = Removals::new(self, record.clone()).preview(names, direction);
             if self.record() == record {

@@ -175,6 +175,9 @@ fn a_merge_is_undone_on_a_full_file_system_as_far_as_the_chain_needs() {
         let disk = is_whole(machine, content, before, &context);
         assert!(is_merging(machine), "{context}: the record was replaced on a full file system");
         machine.set_capacity(1 << 40);
+        let counted = disk.preview_delete_snapshots(&["s".to_owned()], None);
+        assert_eq!(counted.unwrap_err().kind(), error::ErrorKind::Busy, "{context}");
+        assert!(is_merging(machine), "{context}: a count finished the merge");
         disk.snapshot(&NewSnapshot::named("later")).unwrap_or_else(|error| panic!("{context}: {error}"));
         assert!(!is_merging(machine), "{context}");
         drop(disk);
