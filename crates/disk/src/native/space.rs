@@ -104,10 +104,11 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpa
             exclusive += accounts.would_free(&[id])?.data;
         }
     }
-    let stored = counts.data.used - deleted;
+    // Damaged reference counts, which a check reports, must not make the sums fail.
+    let stored = counts.data.used.saturating_sub(deleted);
     let mut total = TotalSpace {
         stored: bytes(stored),
-        shared: bytes(stored - exclusive),
+        shared: bytes(stored.saturating_sub(exclusive)),
         exclusive: bytes(exclusive),
         reserved: bytes(counts.reserved),
         held: bytes(counts.held + deleted),
