@@ -247,22 +247,31 @@ impl Space {
         if good > 1 { self.search(pages, 1, want) } else { Ok(None) }
     }
 
+    /// The run that a search for `want` blocks allocates before others, because it has grown from shorter ones.
+    pub(super) fn next_grown(&self, want: u64) -> Option<Run> {
+        let good = want.min(GOOD_RUN);
+        let mut starts = self.grown.iter().filter(|_| self.fragmented && good > 1);
+        starts.find_map(|start| self.grown_run(*start, good, want))
+    }
+
+    /// The run of up to `want` free blocks at `start`, if at least `least` blocks are still free there.
+    fn grown_run(&self, start: u64, least: u64, want: u64) -> Option<Run> {
+        let region = &self.regions[(start / REGION_BLOCKS) as usize];
+        let bitmaps = region.bitmaps.as_ref().filter(|_| !region.is_lost())?;
+        let (first, blocks) = bitmaps.find_free(start % REGION_BLOCKS, 1, want)?;
+        (first == start % REGION_BLOCKS && blocks >= least).then_some(Run { start, blocks })
+    }
+
     /// Allocates at `start`, if at least `least` blocks are still free there.
     fn take_grown(&mut self, pages: &mut Pages, start: u64, least: u64, want: u64) -> Result<Option<Run>> {
-        let region = &self.regions[(start / REGION_BLOCKS) as usize];
-        let Some(bitmaps) = region.bitmaps.as_ref().filter(|_| !region.is_lost()) else { return Ok(None) };
-        let found = bitmaps.find_free(start % REGION_BLOCKS, 1, want);
-        let Some((_, blocks)) = found.filter(|(first, blocks)| *first == start % REGION_BLOCKS && *blocks >= least)
-        else {
-            return Ok(None);
-        };
-        let run = Run { start, blocks };
+        let Some(run) = self.grown_run(start, least, want) else { return Ok(None) };
         if !self.has_entries(pages, run)? {
             return Ok(None);
         }
         self.mark(run, true);
-        if blocks == want && (start + blocks) / REGION_BLOCKS == start / REGION_BLOCKS {
-            self.grown.push_front(start + blocks);
+        let end = start + run.blocks;
+        if run.blocks == want && end / REGION_BLOCKS == start / REGION_BLOCKS {
+            self.grown.push_front(end);
         }
         Ok(Some(run))
     }

@@ -69,6 +69,9 @@ impl Space {
 
     /// Surveys the allocation of up to `want` contiguous blocks, including their first reference.
     pub fn survey_allocation(&self, pages: &mut Pages, want: u64) {
+        if let Some(run) = self.next_grown(want) {
+            return self.survey_entries(pages, run);
+        }
         let count = self.regions();
         let least = if self.fragmented { 1 } else { want.min(GOOD_RUN) };
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use super::{BlockEntry, REGION_BLOCKS, Run, Space, SpaceCounts, SpaceKind};
+use super::{BlockEntry, REGION_BLOCKS, REGION_PAGES, Run, Space, SpaceCounts, SpaceKind};
 use crate::ErrorKind;
 use crate::pages::{PageFile, Pages};
 use crate::testbed::{Random, page_files, reopened};
@@ -418,8 +418,8 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new()).unwrap();
 }
 
-#[test]
-fn long_runs_that_grow_from_single_blocks_are_allocated_before_short_ones() {
+/// A full space of which every fourth block of the first region is freed, and then 1024 adjacent blocks of the second.
+fn fragmented() -> World {
     let mut world = World::new(SpaceKind::Data, 3);
     let all = Run { start: 0, blocks: 2 * REGION_BLOCKS };
     world.space.set_backed(&mut world.pages, all, true).unwrap();
@@ -435,6 +435,25 @@ fn long_runs_that_grow_from_single_blocks_are_allocated_before_short_ones() {
     // The search finds only single blocks.
     assert_eq!(world.space.allocate(&mut world.pages, 64).unwrap().unwrap().blocks, 1);
     (0..1024).for_each(|block| free(&mut world, REGION_BLOCKS + 500 + block));
+    world
+}
+
+#[test]
+fn a_survey_finds_the_entries_of_the_long_run_that_is_allocated_next() {
+    let mut world = fragmented();
+    drop(world.pages.capture());
+    world.pages.drop_clean();
+    drop(world.pages.take_absent());
+    world.space.survey_allocation(&mut world.pages, 64);
+    let absent: Vec<u64> = world.pages.take_absent().into_iter().map(|key| key.number()).collect();
+    assert_eq!(absent, [REGION_PAGES, REGION_PAGES + 1]);
+    let run = world.space.allocate(&mut world.pages, 64).unwrap().unwrap();
+    assert_eq!((run.start, run.blocks), (REGION_BLOCKS + 500, 64));
+}
+
+#[test]
+fn long_runs_that_grow_from_single_blocks_are_allocated_before_short_ones() {
+    let mut world = fragmented();
     let (mut runs, mut blocks) = (0, 0);
     while blocks < 1024 {
         blocks += world.space.allocate(&mut world.pages, 64).unwrap().unwrap().blocks;

@@ -89,7 +89,9 @@ impl Engine {
         match self.reserve_run(run, &needs) {
             Ok(()) => {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_run(run));
-                self.note_backed(&mut self.meta.lock(), run)
+                let noted = self.note_backed(&mut self.meta.lock(), run);
+                // The hole is punched without the metadata lock. No other reservation takes the run meanwhile.
+                self.return_unrecorded(run, noted)
             }
             Err(error) if error.kind() == ErrorKind::NoSpace && *largest > EXTENSION_LEAST => {
                 *largest = (run.blocks.min(*largest) / 2).max(EXTENSION_LEAST);
@@ -107,7 +109,10 @@ impl Engine {
         loop {
             let run = meta.data.plan_extension(&mut meta.pages, want)?;
             match self.reserve_run(run, &needs(meta, 0, 0)) {
-                Ok(()) => return self.note_backed(meta, run),
+                Ok(()) => {
+                    let noted = self.note_backed(meta, run);
+                    return self.return_unrecorded(run, noted);
+                }
                 Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
                     want = (want / 2).max(EXTENSION_LEAST);
                 }
@@ -172,13 +177,19 @@ impl Engine {
         ))
     }
 
+    /// Returns reserved space that could not be recorded, and the error.
+    fn return_unrecorded(&self, run: Run, noted: Result<()>) -> Result<()> {
+        if noted.is_err() && !self.running.is_stopped() {
+            self.return_run(run)?;
+        }
+        noted
+    }
+
+    /// Records a reservation. If that fails, the caller returns the space.
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
         let Meta { data, pages, .. } = &mut *meta;
-        if let Err(error) = data.check_entries(pages, run) {
-            // The region is skipped from now on.
-            self.return_run(run)?;
-            return Err(error);
-        }
+        // If an entry is lost, the region is skipped from now on.
+        data.check_entries(pages, run)?;
         // The reservation must be durable before the journal describes it.
         let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };

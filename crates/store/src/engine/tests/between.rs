@@ -212,6 +212,17 @@ fn space_that_an_unreadable_page_would_describe_is_reserved_elsewhere() {
     }
 }
 
+/// Whether another thread gets the metadata lock at once.
+fn is_metadata_unlocked(engine: &Arc<Engine>) -> bool {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let engine = Arc::clone(engine);
+    std::thread::spawn(move || {
+        drop(engine.meta.lock());
+        sender.send(())
+    });
+    receiver.recv_timeout(std::time::Duration::from_secs(10)).is_ok()
+}
+
 #[test]
 fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserved_elsewhere() {
     let (disk, engine) = made();
@@ -223,12 +234,23 @@ fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserve
     let backed = engine.counts().data.backed;
     let file = engine.files.locate(Run { start: 0, blocks: 1 }).unwrap().0;
     let allocated = file.allocated().unwrap();
-    let (other, medium) = (Arc::clone(&engine), disk.clone());
-    before_next(&disk, Request::Space, move || {
-        other.meta.lock().pages.drop_clean();
-        let _mend = lose_page(&medium, "data.table", 0);
-    });
+    let (other, medium, lost) = (Arc::clone(&engine), disk.clone(), AtomicBool::new(false));
+    let locked = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&locked);
+    disk.set_pace(Arc::new(move |request| {
+        if request != Request::Space {
+            return;
+        }
+        if !lost.swap(true, Ordering::SeqCst) {
+            other.meta.lock().pages.drop_clean();
+            let _mend = lose_page(&medium, "data.table", 0);
+        }
+        if !is_metadata_unlocked(&other) {
+            seen.store(true, Ordering::SeqCst);
+        }
+    }));
     engine.extend(400).unwrap();
+    assert!(!locked.load(Ordering::SeqCst), "space was reserved or returned under the metadata lock");
     assert_eq!((engine.failure(), engine.meta.lock().data.unreadable()), (None, vec![0]));
     assert!(engine.reserves.headroom() >= 400);
     let taken = (engine.counts().data.backed - backed) * BLOCK_SIZE as u64;
