@@ -9,7 +9,7 @@
 //! 1. The moment lies after the call. Everything acknowledged before is in the trees, because a flush precedes it.
 //! 2. A deleted tree that is not dropped yet still has references. The blocks that only it uses become free in any
 //!    case, so they are not counted for another deletion. Blocks that it shares with the trees of another deletion are.
-//! 3. A deleted tree that cannot be read is not dropped, so it counts as one that stays. It prevents no count of others.
+//! 3. A deleted tree that cannot be read is not dropped: it counts as one that stays, and prevents no other count.
 //! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
 //!    are separate because compressed and deduplicated blocks will make them differ.
 
