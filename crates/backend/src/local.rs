@@ -29,13 +29,13 @@ pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
 use crate::file::flush_failed;
-use crate::owner::{Owner, create_or_open};
+use crate::owner::{Owner, open_in};
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -142,7 +142,7 @@ impl LocalDirectory {
     /// Opens a file; errors do not have its name.
     fn open_unnamed(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
-        let file = self.open_or_create(name, flags | OFlags::CLOEXEC).map_err(|error| {
+        let file = open_in(self.folder.as_fd(), self.owner(), name, flags).map_err(|error| {
             match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) && self.owner().is_some() {
                 true => {
                     let text = "it is a symbolic link of another user, which root does not follow: run the command as the \
@@ -161,22 +161,6 @@ impl LocalDirectory {
                 let text = format!("its file system refuses direct I/O ({e}); use buffered I/O");
                 io::Error::new(io::ErrorKind::Unsupported, text)
             })?;
-        }
-        Ok(file)
-    }
-
-    fn open_or_create(&self, name: &str, flags: OFlags) -> io::Result<OwnedFd> {
-        let open = |flags| retry(|| rustix::fs::openat(&self.folder, name, flags, Mode::RUSR | Mode::WUSR));
-        let Some(owner) = self.owner() else { return open(flags) };
-        let existing = (flags | OFlags::NOFOLLOW).difference(OFlags::CREATE | OFlags::EXCL);
-        let create = || open(flags | OFlags::EXCL);
-        let (file, created) = match (flags.contains(OFlags::CREATE), flags.contains(OFlags::EXCL)) {
-            (false, _) => (open(existing)?, false),
-            (true, true) => (create()?, true),
-            (true, false) => create_or_open(create, || open(existing))?,
-        };
-        if created {
-            owner.receives(&file);
         }
         Ok(file)
     }

@@ -4,7 +4,9 @@
 //! no longer open it. So root gives what it creates the owner of the folder in which it creates it.
 //!
 //! 1. Only a file that the call itself has created gets another owner. A file that existed may be a link to a file
-//!    elsewhere, made by the owner of the folder.
+//!    elsewhere, made by the owner of the folder. Root finds the owner and creates the file in a folder that it holds
+//!    by a handle, because the owner can put another folder at its path at any time. A new folder cannot be opened
+//!    before another process replaces it, so the thread creates it with the user of the owner instead of giving it away.
 //! 2. A process that is not root changes no owner, and neither does root in its own folders.
 //! 3. If the file system or a user namespace refuses the change, the file stays root's, and [`misowned`] finds it.
 //! 4. [`misowned`] and [`give_back`] follow no symbolic link, and change no file with several names: one of the names
@@ -12,10 +14,12 @@
 
 use crate::private::{open_below, walk};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
+use rustix::path::Arg;
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -36,37 +40,97 @@ impl Owner {
         (stat.st_uid != 0).then(|| Self(Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)))
     }
 
-    /// As [`Owner::of`], for the folder of a path.
-    pub(crate) fn of_folder_of(path: &Path) -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            return None;
-        }
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Self::of(rustix::fs::open(folder, flags, Mode::empty()).ok()?)
-    }
-
-    /// Gives a file or folder that this process has created to the owner.
+    /// Gives a file that this process has created to the owner.
     pub(crate) fn receives(self, created: impl AsFd) {
         let _ = rustix::fs::fchown(created, Some(self.0), Some(self.1));
     }
 
-    /// Gives a folder that this process has created to the owner. If another process has put something else at the
-    /// path, that keeps its owner.
-    pub(crate) fn receives_folder(self, path: &Path) {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        if let Ok(folder) = rustix::fs::open(path, flags, Mode::empty()) {
-            self.receives(folder);
+    /// Makes a call with the user and group of the owner, to whom what the call creates belongs. If the system refuses
+    /// them, the call is made as root. Only this thread changes its user. The kernel takes no core dump of the process
+    /// from then on.
+    #[cfg(target_os = "linux")]
+    fn acts<T>(self, call: impl FnOnce() -> T) -> T {
+        // SAFETY: the calls take and return numbers, and access no memory.
+        let (group, user) = unsafe { (libc::setfsgid(self.1.as_raw()), libc::setfsuid(self.0.as_raw())) };
+        let result = call();
+        // SAFETY: as above. The real user of the thread is unchanged, so the kernel permits the way back.
+        unsafe {
+            libc::setfsuid(user.cast_unsigned());
+            libc::setfsgid(group.cast_unsigned());
         }
+        result
     }
+
+    #[cfg(not(target_os = "linux"))]
+    fn acts<T>(self, call: impl FnOnce() -> T) -> T {
+        call()
+    }
+}
+
+/// The folder in which root creates something, held by a handle, and the name of what it creates.
+pub(crate) struct Place<'a> {
+    folder: OwnedFd,
+    name: &'a OsStr,
+    owner: Option<Owner>,
+}
+
+impl<'a> Place<'a> {
+    /// The place that a path names; `None` if this process is not root, and for a path that can only be a folder.
+    pub(crate) fn of_root(path: &'a Path) -> io::Result<Option<Self>> {
+        let Some(name) = path.file_name().filter(|_| rustix::process::geteuid().is_root()) else { return Ok(None) };
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = retry_on_intr(|| rustix::fs::open(folder, flags, Mode::empty()))?;
+        let owner = Owner::of(&folder);
+        Ok(Some(Self { folder, name, owner }))
+    }
+
+    /// Creates a folder.
+    pub(crate) fn create_folder(&self) -> io::Result<()> {
+        let create = || rustix::fs::mkdirat(&self.folder, self.name, Mode::RWXU);
+        let Some(owner) = self.owner else { return Ok(create()?) };
+        Ok(match owner.acts(create) {
+            // The owner lacks a permission for its folder, or is not known in this user namespace.
+            Err(Errno::ACCESS | Errno::PERM | Errno::OVERFLOW) => create(),
+            created => created,
+        }?)
+    }
+
+    /// Opens or creates a file, as the flags say.
+    pub(crate) fn open(&self, flags: OFlags) -> io::Result<fs::File> {
+        open_in(self.folder.as_fd(), self.owner, self.name, flags).map(fs::File::from)
+    }
+}
+
+/// Opens a file in a folder, or creates it with access for its owner only, as the flags say. With `owner`, a file that
+/// this call creates is given to the owner, and a symbolic link is not followed.
+pub(crate) fn open_in(
+    folder: BorrowedFd<'_>,
+    owner: Option<Owner>,
+    name: impl Arg + Copy,
+    flags: OFlags,
+) -> io::Result<OwnedFd> {
+    let open = |flags: OFlags| -> io::Result<OwnedFd> {
+        let mode = Mode::RUSR | Mode::WUSR;
+        Ok(retry_on_intr(|| rustix::fs::openat(folder, name, flags | OFlags::CLOEXEC, mode))?)
+    };
+    let Some(owner) = owner else { return open(flags) };
+    let existing = (flags | OFlags::NOFOLLOW).difference(OFlags::CREATE | OFlags::EXCL);
+    let create = || open(flags | OFlags::EXCL);
+    let (file, created) = match (flags.contains(OFlags::CREATE), flags.contains(OFlags::EXCL)) {
+        (false, _) => (open(existing)?, false),
+        (true, true) => (create()?, true),
+        (true, false) => create_or_open(create, || open(existing))?,
+    };
+    if created {
+        owner.receives(&file);
+    }
+    Ok(file)
 }
 
 /// Creates a file by `create`, which fails if the file exists, or opens the existing one by `open`. Returns also
 /// whether it was created.
-pub(crate) fn create_or_open<T>(
-    create: impl Fn() -> io::Result<T>,
-    open: impl Fn() -> io::Result<T>,
-) -> io::Result<(T, bool)> {
+fn create_or_open<T>(create: impl Fn() -> io::Result<T>, open: impl Fn() -> io::Result<T>) -> io::Result<(T, bool)> {
     let mut attempts = 0;
     loop {
         match create() {
@@ -152,7 +216,7 @@ mod tests {
     use super::*;
     use crate::local::{LocalDirectory, LocalQueues};
     use crate::{Directory, IoMode, private, replace};
-    use std::os::unix::fs::{chown, symlink};
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
     const USER: u32 = 1234;
     const GROUP: u32 = 1235;
@@ -192,6 +256,46 @@ mod tests {
         assert_eq!((owner(&path("j")), owner(&path("k"))), ((0, 0), (0, 0)));
         private::write(&path("j/l"), b"l").unwrap();
         assert_eq!(owner(&path("j/l")), (0, 0));
+    }
+
+    #[test]
+    fn root_gives_nothing_away_in_a_folder_that_was_put_at_the_path() {
+        let (folder, outside) = (folder(), tempfile::tempdir().unwrap());
+        let path = |name: &str| folder.path().join(name);
+        private::create_folder(&path("images")).unwrap();
+        fs::create_dir(outside.path().join("disk")).unwrap();
+        let paths = [path("images/disk"), path("images/new"), path("images/file")];
+        let [disk, new, file] = paths.each_ref().map(|path| Place::of_root(path).unwrap().unwrap());
+        fs::rename(path("images"), path("moved")).unwrap();
+        symlink(outside.path(), path("images")).unwrap();
+        disk.create_folder().unwrap();
+        new.create_folder().unwrap();
+        drop(file.open(OFlags::WRONLY | OFlags::CREATE).unwrap());
+        for name in ["moved/disk", "moved/new", "moved/file"] {
+            assert_eq!(owner(&path(name)), (USER, GROUP), "{name}");
+        }
+        assert_eq!(owner(&outside.path().join("disk")), (0, 0));
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+        // In the folder of root, everything belongs to root, and the thread has the rights of root again.
+        private::create_folder(&path("images/root")).unwrap();
+        private::write(&path("images/root/file"), b"").unwrap();
+        for name in ["root", "root/file"] {
+            assert_eq!(owner(&outside.path().join(name)), (0, 0), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_folder_is_created_with_the_rights_of_its_owner_and_otherwise_stays_roots() {
+        let folder = folder();
+        let path = |name: &str| folder.path().join(name);
+        // The process could not create the second folder if it still had the user of the owner.
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        private::create_folder(&path("a")).unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o500)).unwrap();
+        private::create_folder(&path("b")).unwrap();
+        assert_eq!((owner(&path("a")), owner(&path("b"))), ((USER, GROUP), (0, 0)));
+        let again = private::create_folder(&path("a")).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
     }
 
     #[test]

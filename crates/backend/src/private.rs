@@ -7,7 +7,7 @@
 //!    changes what it has opened, not what a path leads to: another user who can write to a folder may replace a part
 //!    of the path at any time.
 
-use crate::owner::{Owner, create_or_open};
+use crate::owner::Place;
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
@@ -31,10 +31,7 @@ static UMASK: Mutex<()> = Mutex::new(());
 
 /// Creates a folder.
 pub fn create_folder(path: &Path) -> io::Result<()> {
-    let owner = Owner::of_folder_of(path);
-    create_folder_of_caller(path)?;
-    owner.into_iter().for_each(|owner| owner.receives_folder(path));
-    Ok(())
+    Place::of_root(path)?.map_or_else(|| create_folder_of_caller(path), |place| place.create_folder())
 }
 
 /// Creates a folder that belongs to the user of this process, whoever owns the folder above it.
@@ -56,9 +53,10 @@ pub fn create_folders(path: &Path) -> io::Result<()> {
 
 /// Creates a file that does not exist.
 pub fn create_new(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-    Owner::of_folder_of(path).into_iter().for_each(|owner| owner.receives(&file));
-    Ok(file)
+    match Place::of_root(path)? {
+        Some(place) => place.open(OFlags::RDWR | OFlags::CREATE | OFlags::EXCL),
+        None => OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path),
+    }
 }
 
 /// Opens a file for writing; creates it if it does not exist, and empties it otherwise.
@@ -74,18 +72,11 @@ pub fn open_or_create(path: &Path) -> io::Result<File> {
 /// Opens a file for writing, and creates it if it does not exist. Root follows no symbolic link in the place of the
 /// file that another user may have put there.
 fn open(path: &Path, truncate: bool) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.write(true).mode(0o600);
-    let Some(owner) = Owner::of_folder_of(path) else { return options.create(true).truncate(truncate).open(path) };
-    options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
-    let (file, created) = create_or_open(
-        || options.clone().create_new(true).open(path),
-        || options.clone().truncate(truncate).open(path),
-    )?;
-    if created {
-        owner.receives(&file);
-    }
-    Ok(file)
+    let Some(place) = Place::of_root(path)? else {
+        return OpenOptions::new().write(true).create(true).truncate(truncate).mode(0o600).open(path);
+    };
+    let emptied = if truncate { OFlags::TRUNC } else { OFlags::empty() };
+    place.open(OFlags::WRONLY | OFlags::CREATE | emptied)
 }
 
 /// Replaces the content of a file, not atomically and not durably.
