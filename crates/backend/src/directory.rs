@@ -1,5 +1,6 @@
 //! Directories: names, ownership, free space, queues.
 
+use crate::searched::SearchedFolder;
 use crate::{File, IoMode, Queue, QueueKind};
 use std::io;
 use std::path::Path;
@@ -165,6 +166,11 @@ pub trait LocalFolder: Send + Sync {
 
     /// Whether a path leads to this folder; false after the folder was moved.
     fn is_at(&self, path: &Path) -> io::Result<bool>;
+
+    /// The folder, to search it for files with wrong permissions or owners; `None` if it is not to be searched.
+    fn searched(&self) -> io::Result<Option<SearchedFolder>> {
+        Ok(None)
+    }
 }
 
 /// The operations of [`LocalFolder`] for any directory. A directory without a local part contains no files of other
@@ -191,5 +197,10 @@ impl dyn Directory + '_ {
     /// As [`LocalFolder::is_at`]; a directory without a local part is not moved.
     pub fn is_at(&self, path: &Path) -> io::Result<bool> {
         self.local().map_or(Ok(true), |local| local.is_at(path))
+    }
+
+    /// As [`LocalFolder::searched`]; a directory without a local part has no permissions.
+    pub fn searched(&self) -> io::Result<Option<SearchedFolder>> {
+        self.local().map_or(Ok(None), |local| local.searched())
     }
 }

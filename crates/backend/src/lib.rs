@@ -39,6 +39,7 @@ mod queue;
 pub mod random;
 mod readiness;
 pub mod replace;
+pub mod searched;
 pub mod simulated;
 #[cfg(target_os = "linux")]
 pub mod uring;

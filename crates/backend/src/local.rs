@@ -31,6 +31,7 @@ use crate::directory::renamed;
 use crate::file::flush_failed;
 use crate::owner::{Owner, open_in};
 use crate::portable::{PortableQueue, Workers};
+use crate::searched::SearchedFolder;
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -392,6 +393,10 @@ impl LocalFolder for LocalDirectory {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+
+    fn searched(&self) -> io::Result<Option<SearchedFolder>> {
+        SearchedFolder::of(&*self.folder).map(Some)
     }
 }
 

@@ -6,13 +6,13 @@
 //! 1. Only a file that the call itself has created gets another owner. A file that existed may be a link to a file
 //!    elsewhere, made by the owner of the folder. Root finds the owner and creates the file in a folder that it holds
 //!    by a handle, because the owner can put another folder at its path at any time. A new folder cannot be opened
-//!    before another process replaces it, so the thread creates it with the user of the owner instead of giving it away.
+//!    before another process replaces it, so the thread creates it as its owner instead of giving it away.
 //! 2. A process that is not root changes no owner, and neither does root in its own folders.
 //! 3. If the file system or a user namespace refuses the change, the file stays root's, and [`misowned`] finds it.
-//! 4. [`misowned`] and [`give_back`] follow no symbolic link, and change no file with several names: one of the names
-//!    may be outside the folder.
+//! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]), and change no
+//!    file with several names: one of the names may be outside the folder.
 
-use crate::private::{open_below, walk};
+use crate::searched::SearchedFolder;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::path::Arg;
@@ -20,7 +20,6 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// How often a file that is created and removed by others meanwhile is looked for.
@@ -161,13 +160,13 @@ pub struct Misowned {
 
 /// The files and folders in `folder` that do not belong to its owner, sorted by path. Sockets and symbolic links are
 /// left out, because access does not depend on their owner.
-pub fn misowned(folder: &Path) -> io::Result<Vec<Misowned>> {
-    let wanted = fs::metadata(folder)?.uid();
+pub fn misowned(folder: &SearchedFolder) -> io::Result<Vec<Misowned>> {
+    let wanted = folder.stat().st_uid;
     let mut found = Vec::new();
-    let walked = walk(folder, &mut |path, metadata| {
-        let (user, folder) = (metadata.uid(), metadata.is_dir());
-        if user != wanted && (folder || metadata.is_file()) {
-            found.push(Misowned { path, user, wanted, linked: !folder && metadata.nlink() > 1 });
+    let walked = folder.walk(&mut |path, stat| {
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if stat.st_uid != wanted && (kind.is_dir() || kind.is_file()) {
+            found.push(Misowned { path, user: stat.st_uid, wanted, linked: kind.is_file() && stat.st_nlink > 1 });
         }
     });
     match walked {
@@ -184,30 +183,26 @@ pub fn may_give() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Gives a file or folder in `folder` to the folder's owner. What no longer exists, or is something else now, is not an
-/// error.
+/// Gives a file or folder in `folder` to the folder's owner. Returns false if it no longer exists, or is something else
+/// now.
 ///
 /// # Errors
 /// `Unsupported` if the file has several names.
-pub fn give_back(folder: &Path, misowned: &Misowned) -> io::Result<()> {
-    let top = fs::metadata(folder)?;
-    let file = match open_below(folder, &misowned.path) {
-        Ok(file) => file,
-        Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => return Ok(()),
-        Err(error) => return Err(error.into()),
-    };
-    let stat = rustix::fs::fstat(&file)?;
+pub fn give_back(folder: &SearchedFolder, misowned: &Misowned) -> io::Result<bool> {
+    let Some((file, stat)) = folder.open_below(&misowned.path)? else { return Ok(false) };
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::Directory => {}
         FileType::RegularFile if stat.st_nlink > 1 => {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the file has several names"));
         }
         FileType::RegularFile => {}
-        _ => return Ok(()),
+        _ => return Ok(false),
     }
-    let (user, group) = (Uid::from_raw(top.uid()), Gid::from_raw(top.gid()));
+    let top = folder.stat();
+    let (user, group) = (Uid::from_raw(top.st_uid), Gid::from_raw(top.st_gid));
     // The handle may have been opened without access, which `fchown` refuses.
-    Ok(rustix::fs::chownat(&file, "", Some(user), Some(group), AtFlags::EMPTY_PATH)?)
+    rustix::fs::chownat(&file, "", Some(user), Some(group), AtFlags::EMPTY_PATH)?;
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -216,7 +211,7 @@ mod tests {
     use super::*;
     use crate::local::{LocalDirectory, LocalQueues};
     use crate::{Directory, IoMode, private, replace};
-    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 
     const USER: u32 = 1234;
     const GROUP: u32 = 1235;
@@ -332,19 +327,20 @@ mod tests {
         fs::write(&secret, b"secret").unwrap();
         fs::hard_link(&secret, path("hard")).unwrap();
         symlink(&secret, path("soft")).unwrap();
-        let found = misowned(folder.path()).unwrap();
+        let searched = SearchedFolder::open(folder.path()).unwrap();
+        let found = misowned(&searched).unwrap();
         let told: Vec<_> = found.iter().map(|one| (one.path.to_str().unwrap(), one.user, one.linked)).collect();
         assert_eq!(told, [("hard", 0, true), ("images", 0, false), ("images/disk", 0, false)]);
-        assert!(give_back(folder.path(), &found[0]).is_err());
-        found[1..].iter().for_each(|one| give_back(folder.path(), one).unwrap());
+        assert!(give_back(&searched, &found[0]).is_err());
+        found[1..].iter().for_each(|one| assert!(give_back(&searched, one).unwrap()));
         for name in ["images", "images/disk"] {
             assert_eq!(owner(&path(name)), (USER, GROUP), "{name}");
         }
         // The file was replaced by a link after the search.
         fs::remove_file(path("images/disk")).unwrap();
         symlink(&secret, path("images/disk")).unwrap();
-        give_back(folder.path(), &found[2]).unwrap();
+        assert!(!give_back(&searched, &found[2]).unwrap());
         assert_eq!(owner(&secret), (0, 0));
-        assert_eq!(misowned(folder.path()).unwrap().len(), 1);
+        assert_eq!(misowned(&searched).unwrap().len(), 1);
     }
 }

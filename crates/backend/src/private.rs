@@ -3,19 +3,17 @@
 //! 1. What this module creates has its final permissions from the moment it exists. If permissions were removed
 //!    afterwards, another process could open the file before that.
 //! 2. What root creates in a folder of another user belongs to that user ([`crate::owner`]).
-//! 3. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself. [`close`]
-//!    changes what it has opened, not what a path leads to: another user who can write to a folder may replace a part
-//!    of the path at any time.
+//! 3. [`exposed`] and [`close`] concern only what is in the folder itself ([`crate::searched`]).
 
 use crate::owner::Place;
+use crate::searched::SearchedFolder;
 use parking_lot::Mutex;
-use rustix::fs::{FileType, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::fs::{Mode, OFlags};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::path::{Component, Path, PathBuf};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 /// Permissions of group and others.
@@ -23,8 +21,6 @@ const OTHERS: u32 = 0o077;
 /// The permissions of group and others that the folder of a datastore must not have. The permission to traverse the
 /// folder without listing it is allowed, because a group reaches the server's sockets by it.
 const LISTING: u32 = 0o066;
-/// The deepest folder that [`walk`] looks into.
-const DEPTH_MAX: usize = 16;
 
 /// Held while the umask of the process is changed, so that two threads restore it in the right order.
 static UMASK: Mutex<()> = Mutex::new(());
@@ -138,14 +134,14 @@ pub struct Exposed {
 /// The files and folders in `folder` that other users can access, and `folder` itself if they can list it, sorted by
 /// path. Sockets directly in the folder are left out, because users choose their permissions. Files that are removed
 /// during the call are left out too.
-pub fn exposed(folder: &Path) -> io::Result<Vec<Exposed>> {
+pub fn exposed(folder: &SearchedFolder) -> io::Result<Vec<Exposed>> {
     let mut found = Vec::new();
-    let mode = fs::metadata(folder)?.mode() & 0o7777;
+    let mode = folder.stat().st_mode & 0o7777;
     if mode & LISTING != 0 {
         found.push(Exposed { path: PathBuf::new(), mode, wanted: mode & !LISTING });
     }
-    walk(folder, &mut |path, metadata| {
-        let mode = metadata.mode() & 0o7777;
+    folder.walk(&mut |path, stat| {
+        let mode = stat.st_mode & 0o7777;
         if mode & OTHERS != 0 {
             found.push(Exposed { path, mode, wanted: mode & !OTHERS });
         }
@@ -154,68 +150,11 @@ pub fn exposed(folder: &Path) -> io::Result<Vec<Exposed>> {
     Ok(found)
 }
 
-/// Visits all files and folders below `folder`, with their paths below it. Symbolic links and sockets directly in the
-/// folder are left out, and so is what is removed meanwhile.
-pub(crate) fn walk(folder: &Path, visit: &mut dyn FnMut(PathBuf, &fs::Metadata)) -> io::Result<()> {
-    walk_below(folder, Path::new(""), 0, visit)
-}
-
-fn walk_below(top: &Path, below: &Path, depth: usize, visit: &mut dyn FnMut(PathBuf, &fs::Metadata)) -> io::Result<()> {
-    let entries = match fs::read_dir(top.join(below)) {
-        Err(error) if depth > 0 && error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries?,
-    };
-    for entry in entries {
-        let entry = entry?;
-        let metadata = match entry.metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            metadata => metadata?,
-        };
-        let kind = metadata.file_type();
-        if kind.is_symlink() || (kind.is_socket() && depth == 0) {
-            continue;
-        }
-        let path = below.join(entry.file_name());
-        visit(path.clone(), &metadata);
-        if kind.is_dir() && depth < DEPTH_MAX {
-            walk_below(top, &path, depth + 1, visit)?;
-        }
-    }
-    Ok(())
-}
-
-/// How [`open_below`] opens files. On Linux the handle permits neither reads nor writes, so files without permissions
-/// for their owner and sockets can be opened, and devices and pipes do not notice it.
-#[cfg(target_os = "linux")]
-const HANDLE: OFlags = OFlags::PATH;
-#[cfg(not(target_os = "linux"))]
-const HANDLE: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK);
-
-/// Removes the permissions of other users. A file that no longer exists is not an error, and neither is a symbolic link
-/// in its place, or in the place of a folder above it.
-pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
-    let file = match open_below(folder, &exposed.path) {
-        Ok(file) => file,
-        Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => return Ok(()),
-        Err(error) => return Err(error.into()),
-    };
-    if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) == FileType::Symlink {
-        return Ok(());
-    }
-    change_mode(&file, exposed.wanted)
-}
-
-/// Opens what lies at a path below a folder. No symbolic link below the folder is followed.
-pub(crate) fn open_below(folder: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
-    let flags = HANDLE | OFlags::CLOEXEC;
-    let mut opened = rustix::fs::open(folder, flags | OFlags::DIRECTORY, Mode::empty())?;
-    let mut parts = path.components().peekable();
-    while let Some(part) = parts.next() {
-        let Component::Normal(name) = part else { return Err(Errno::INVAL) };
-        let folder = if parts.peek().is_some() { OFlags::DIRECTORY } else { OFlags::empty() };
-        opened = rustix::fs::openat(&opened, name, flags | OFlags::NOFOLLOW | folder, Mode::empty())?;
-    }
-    Ok(opened)
+/// Removes the permissions of other users. Returns false if the file no longer exists, or a symbolic link is in its
+/// place or in the place of a folder above it.
+pub fn close(folder: &SearchedFolder, exposed: &Exposed) -> io::Result<bool> {
+    let Some((file, _)) = folder.open_below(&exposed.path)? else { return Ok(false) };
+    change_mode(&file, exposed.wanted).map(|()| true)
 }
 
 /// Changes the permissions of an open file. `fchmod` refuses handles without access; the name that procfs gives a
@@ -235,6 +174,10 @@ fn change_mode(file: &OwnedFd, mode: u32) -> io::Result<()> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    fn searched(folder: &Path) -> SearchedFolder {
+        SearchedFolder::open(folder).unwrap()
+    }
 
     fn mode(path: &Path) -> u32 {
         fs::symlink_metadata(path).unwrap().mode() & 0o7777
@@ -260,7 +203,7 @@ mod tests {
         command.args(["-c", "umask; echo content >g; mkdir h"]).current_dir(folder.path());
         assert!(spawn(&mut command).unwrap().wait().unwrap().success());
         assert_eq!((mode(&path("g")), mode(&path("h"))), (0o600, 0o700));
-        assert!(exposed(folder.path()).unwrap().is_empty());
+        assert!(exposed(&searched(folder.path())).unwrap().is_empty());
     }
 
     #[test]
@@ -275,23 +218,23 @@ mod tests {
         set("nbd.sock", 0o666);
         // A group may traverse the folder of a datastore to reach its sockets.
         set("", 0o711);
-        assert!(exposed(folder.path()).unwrap().is_empty());
+        assert!(exposed(&searched(folder.path())).unwrap().is_empty());
         set("", 0o755);
         set("machines/web/memory", 0o640);
         set("machines", 0o711);
-        let found = exposed(folder.path()).unwrap();
+        let found = exposed(&searched(folder.path())).unwrap();
         let told: Vec<_> = found.iter().map(|one| (one.path.to_str().unwrap(), one.mode, one.wanted)).collect();
         assert_eq!(told, [("", 0o755, 0o711), ("machines", 0o711, 0o700), ("machines/web/memory", 0o640, 0o600)]);
-        found.iter().try_for_each(|one| close(folder.path(), one)).unwrap();
-        assert!(exposed(folder.path()).unwrap().is_empty());
+        found.iter().for_each(|one| assert!(close(&searched(folder.path()), one).unwrap()));
+        assert!(exposed(&searched(folder.path())).unwrap().is_empty());
         assert_eq!(mode(&path("machines/web/memory")), 0o600);
         // A socket that is not directly in the folder, and a file without permissions for its owner.
         drop(std::os::unix::net::UnixListener::bind(path("machines/qmp.sock")).unwrap());
         set("machines/qmp.sock", 0o666);
         set("machines/web/memory", 0o044);
-        let found = exposed(folder.path()).unwrap();
+        let found = exposed(&searched(folder.path())).unwrap();
         assert_eq!(found.len(), 2, "{found:?}");
-        found.iter().try_for_each(|one| close(folder.path(), one)).unwrap();
+        found.iter().for_each(|one| assert!(close(&searched(folder.path()), one).unwrap()));
         assert_eq!((mode(&path("machines/qmp.sock")), mode(&path("machines/web/memory"))), (0o600, 0));
         set("", 0o755);
         assert!(close_folder(folder.path()).unwrap() && !close_folder(folder.path()).unwrap());
@@ -307,19 +250,19 @@ mod tests {
         create_folders(&path("machines/web")).unwrap();
         write(&path("machines/web/memory"), b"secret").unwrap();
         fs::set_permissions(path("machines/web/memory"), Permissions::from_mode(0o644)).unwrap();
-        let found = exposed(folder.path()).unwrap();
+        let found = exposed(&searched(folder.path())).unwrap();
         let file = found.iter().find(|one| one.path.ends_with("memory")).unwrap();
         // The file is replaced, then the folder above it.
         fs::remove_file(path("machines/web/memory")).unwrap();
         std::os::unix::fs::symlink(&foreign, path("machines/web/memory")).unwrap();
-        close(folder.path(), file).unwrap();
+        assert!(!close(&searched(folder.path()), file).unwrap());
         fs::remove_dir_all(path("machines/web")).unwrap();
         std::os::unix::fs::symlink(outside.path(), path("machines/web")).unwrap();
-        close(folder.path(), file).unwrap();
+        assert!(!close(&searched(folder.path()), file).unwrap());
         assert_eq!(mode(&foreign), 0o644);
         fs::remove_file(path("machines/web")).unwrap();
-        close(folder.path(), file).unwrap();
+        assert!(!close(&searched(folder.path()), file).unwrap());
         let up = Exposed { path: "../memory".into(), mode: 0o644, wanted: 0o600 };
-        assert!(close(folder.path(), &up).is_err());
+        assert!(close(&searched(folder.path()), &up).is_err());
     }
 }

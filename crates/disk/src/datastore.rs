@@ -377,11 +377,13 @@ impl Datastore {
         report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
-        if let Some(location) = &self.location
-            && let Some(folder) = location.local_path()
-        {
-            location.check_not_moved(&**self.directory())?;
-            privacy::check(folder, options.repair, &mut report)?;
+        if let Some(location) = self.location.as_ref().filter(|location| location.local_path().is_some()) {
+            // The folder is searched by the handle of the open datastore, wherever it was moved.
+            if let Err(error) = location.check_not_moved(&**self.directory()) {
+                report.warnings.push(error.to_string());
+            }
+            let searched = self.directory().searched().during(|| format!("opening {location}"))?;
+            searched.map_or(Ok(()), |folder| privacy::check(&folder, options.repair, &mut report))?;
         }
         Ok(report)
     }

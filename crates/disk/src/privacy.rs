@@ -10,6 +10,7 @@
 use crate::info::{CheckReport, Finding};
 use backend::owner::{self, Misowned};
 use backend::private::{self, Exposed};
+use backend::searched::SearchedFolder;
 use error::{Error, IoContext, Result};
 use std::error::Error as _;
 use std::io;
@@ -21,17 +22,19 @@ const NAMED_MAX: usize = 3;
 /// Adds warnings to the report of a check that name the files and folders that other users can access, and those that
 /// do not belong to the datastore's owner. With `repair`, closes them to other users, gives them to the owner, and adds
 /// each as a repaired finding instead.
-pub fn check(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
+pub fn check(folder: &SearchedFolder, repair: bool, report: &mut CheckReport) -> Result<()> {
     check_access(folder, repair, report)?;
     check_owners(folder, repair, report)
 }
 
-fn check_access(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
-    let searching = || format!("searching {} for files of other users' access", folder.display());
+fn check_access(folder: &SearchedFolder, repair: bool, report: &mut CheckReport) -> Result<()> {
+    let searching = || "searching the datastore for files that other users can access".to_owned();
     let mut exposed = private::exposed(folder).during(searching)?;
     if repair {
         exposed.retain(|one| match private::close(folder, one) {
-            Ok(()) => {
+            // It no longer exists, so there is nothing to report.
+            Ok(false) => false,
+            Ok(true) => {
                 let problem = format!("other users can access {}", named(one));
                 report.findings.push(repaired(problem, format!("its mode is now {:03o}", one.wanted)));
                 false
@@ -53,13 +56,14 @@ fn check_access(folder: &Path, repair: bool, report: &mut CheckReport) -> Result
     Ok(())
 }
 
-fn check_owners(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
-    let searching = || format!("searching {} for files of other owners", folder.display());
+fn check_owners(folder: &SearchedFolder, repair: bool, report: &mut CheckReport) -> Result<()> {
+    let searching = || "searching the datastore for files of other owners".to_owned();
     let mut misowned = owner::misowned(folder).during(searching)?;
     let Some(wanted) = misowned.first().map(|one| one.wanted) else { return Ok(()) };
     if repair && owner::may_give() {
         misowned.retain(|one| match owner::give_back(folder, one) {
-            Ok(()) => {
+            Ok(false) => false,
+            Ok(true) => {
                 let problem =
                     format!("'{}' belongs to user {}, not to the datastore's owner", one.path.display(), one.user);
                 report.findings.push(repaired(problem, format!("it now belongs to user {wanted}")));
@@ -90,7 +94,7 @@ pub fn explain(folder: &Path, error: Error) -> Error {
     if source.is_none_or(|source| source.kind() != io::ErrorKind::PermissionDenied) {
         return error;
     }
-    let misowned = owner::misowned(folder).unwrap_or_default();
+    let misowned = SearchedFolder::open(folder).and_then(|folder| owner::misowned(&folder)).unwrap_or_default();
     let Some(first) = misowned.first() else { return error };
     let names = list(misowned.iter().map(with_user));
     let text = format!(
@@ -141,20 +145,21 @@ mod tests {
             fs::write(&path, b"").unwrap();
             fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
         }
+        let searched = SearchedFolder::open(folder.path()).unwrap();
         let mut report = CheckReport::default();
-        check(folder.path(), false, &mut report).unwrap();
+        check(&searched, false, &mut report).unwrap();
         assert!(report.findings.is_empty());
         let [warning] = &report.warnings[..] else { panic!("{report:?}") };
         for words in ["'file0' (mode 644), 'file1'", "and 2 more", "check --repair"] {
             assert!(warning.contains(words), "{warning}");
         }
         let mut report = CheckReport::default();
-        check(folder.path(), true, &mut report).unwrap();
+        check(&searched, true, &mut report).unwrap();
         assert!(report.warnings.is_empty());
         assert_eq!(report.findings.len(), 5);
         assert_eq!(report.findings[0].repaired.as_deref(), Some("its mode is now 600"));
         let mut report = CheckReport::default();
-        check(folder.path(), true, &mut report).unwrap();
+        check(&searched, true, &mut report).unwrap();
         assert_eq!(report, CheckReport::default());
     }
 }

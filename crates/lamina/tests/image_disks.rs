@@ -29,7 +29,7 @@ fn the_server_of_a_moved_datastore_makes_no_image_disks_at_the_old_path() {
         at("disk create vm1 64M --format vmdk").fails(1, why);
         at("clone before after --full").fails(1, why);
         at("snapshot create before@one").fails(1, why);
-        at("check").fails(1, why);
+        assert!(at("check").ok().contains(why), "a check reports what it has found, and warns");
         at(&format!("disk create native{something_is_there} 64M")).ok();
         assert_eq!(path.exists(), something_is_there);
     }
