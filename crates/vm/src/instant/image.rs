@@ -136,7 +136,8 @@ impl Images {
     fn make_memory_folder(&self) -> Result<()> {
         let memory = &self.memory;
         if !self.has_memory_folder()? {
-            match private::create_folder(memory) {
+            // Guest memory is never given to the owner of the folder above.
+            match private::create_folder_of_caller(memory) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(Error::io(format!("making '{}'", memory.display()), e));
                 }
@@ -307,5 +308,24 @@ impl Record {
         let disks = record.snapshots.iter().map(|snapshot| &snapshot.disk);
         record.machine.check_record(origin, (record.version, VERSION), disks)?;
         Ok(record)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn the_memory_folder_belongs_to_root_in_a_folder_of_another_user() {
+        let top = tempfile::tempdir().unwrap();
+        std::os::unix::fs::chown(top.path(), Some(1234), Some(1235)).unwrap();
+        let memory = top.path().join("memory");
+        let images = Images::open(top.path().join("images"), &memory).unwrap();
+        for _ in 0..2 {
+            assert_eq!(images.new_memory().unwrap().parent(), Some(memory.as_path()));
+            let metadata = fs::metadata(&memory).unwrap();
+            assert_eq!((metadata.uid(), metadata.mode() & 0o777), (0, 0o700));
+        }
     }
 }
