@@ -18,6 +18,7 @@
 //! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or a
 //!    predecessor whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).
 //! 5. If a command that has paused a guest is killed, the next command resumes the guest.
+//! 6. Root changes no machine of another user, and so neither starts nor ends a process of it.
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
@@ -37,7 +38,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -164,6 +165,7 @@ impl Machine {
 
     /// Locks the machine for changes; `Busy` if another command has it locked.
     pub fn change(&self) -> Result<Change> {
+        self.check_owner()?;
         let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
         match lock.try_lock() {
             Ok(()) => Ok(Change { machine: self.clone(), _lock: lock }),
@@ -173,6 +175,29 @@ impl Machine {
             }
             Err(fs::TryLockError::Error(e)) => Err(Error::io(format!("locking machine '{}'", self.name()), e)),
         }
+    }
+
+    /// Refuses root the machine of another user. That user chooses what QEMU opens, and can replace the run folders by
+    /// links, so that root's QEMU would write to a file elsewhere, or root would end a process elsewhere.
+    fn check_owner(&self) -> Result<()> {
+        if !rustix::process::geteuid().is_root() {
+            return Ok(());
+        }
+        // The folders of the machine, of all machines, and of the datastore: the owner of each can replace its content.
+        for folder in self.folder.ancestors().take(3).filter(|folder| !folder.as_os_str().is_empty()) {
+            let looking = || format!("looking for the owner of '{}'", folder.display());
+            let (link, found) = (fs::symlink_metadata(folder).during(looking)?, fs::metadata(folder).during(looking)?);
+            if let Some(user) = [link.uid(), found.uid()].into_iter().find(|user| *user != 0) {
+                let text = format!(
+                    "machine '{}' cannot be changed by root, because '{}' belongs to user {user}: run the command as \
+                     this user, for example with `sudo -u '#{user}'`",
+                    self.name(),
+                    folder.display()
+                );
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+        }
+        Ok(())
     }
 
     /// The machine's name, which is the name of its folder.
@@ -268,8 +293,11 @@ impl Machine {
 
     /// Ends all processes of the machine. While the caller keeps the result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
-        let folders = self.run_folders()?.into_iter();
-        folders.map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
+        let folders = self.run_folders()?;
+        if !folders.is_empty() {
+            self.check_owner()?;
+        }
+        folders.into_iter().map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
     }
 
     /// Removes memory files that only this machine used.

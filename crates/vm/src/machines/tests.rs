@@ -239,3 +239,31 @@ fn machines_that_start_at_the_same_time_query_qemu_once() {
         assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
     });
 }
+
+#[test]
+fn root_changes_no_machine_of_another_user() {
+    use std::os::unix::fs::{chown, lchown, symlink};
+    const USER: u32 = 1234;
+    let top = tempfile::tempdir().unwrap();
+    let (machines, elsewhere) = (top.path().join("machines"), top.path().join("elsewhere"));
+    let folder = machines.join("web");
+    fs::create_dir_all(folder.join("run.1")).unwrap();
+    let machine = Machine::at(folder.clone());
+    let refused = |owned: &Path| {
+        let told = machine.change().err().unwrap().to_string();
+        assert!(told.contains("belongs to user 1234: run the command as this user"), "{}: {told}", owned.display());
+        assert!(machine.end_processes().is_err(), "{}", owned.display());
+    };
+    drop(machine.change().unwrap());
+    for owned in [top.path(), machines.as_path(), folder.as_path()] {
+        chown(owned, Some(USER), None).unwrap();
+        refused(owned);
+        chown(owned, Some(0), None).unwrap();
+    }
+    // A link of another user to a machine of root.
+    fs::rename(&folder, &elsewhere).unwrap();
+    symlink(&elsewhere, &folder).unwrap();
+    drop(machine.change().unwrap());
+    lchown(&folder, Some(USER), None).unwrap();
+    refused(&folder);
+}

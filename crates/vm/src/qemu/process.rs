@@ -11,7 +11,7 @@ use super::command::RunFolder;
 use crate::qmp::Client;
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
-use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
 use rustix::process::{
     Flock, FlockType, Pid, PidfdFlags, Resource, Rlimit, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal, prlimit,
@@ -21,6 +21,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -216,9 +217,11 @@ impl Process {
     }
 }
 
-/// The process that holds the lock on a file.
+/// The process that holds the lock on a file. A symbolic link is not followed: the holder of a lock elsewhere is not
+/// the machine's QEMU.
 fn holder(file: &Path) -> Result<Option<Pid>> {
-    let opened = match fs::OpenOptions::new().read(true).write(true).open(file) {
+    let not_followed = OFlags::NOFOLLOW.bits().cast_signed();
+    let opened = match fs::OpenOptions::new().read(true).write(true).custom_flags(not_followed).open(file) {
         Ok(opened) => opened,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io(format!("opening '{}'", file.display()), e)),
@@ -245,6 +248,17 @@ mod tests {
 
     fn start(run: &RunFolder, machine: &str) -> Result<Process> {
         begin(run, machine)?.finish(run, PATIENCE).map(|(process, _)| process)
+    }
+
+    #[test]
+    fn a_link_in_place_of_a_pid_file_is_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+        fs::write(&file, b"").unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        assert!(Process::find(&file).unwrap().is_none());
+        assert!(Process::find(&link).is_err());
+        assert!(Process::claim(&link).is_err());
     }
 
     #[test]
