@@ -160,10 +160,7 @@ impl Engine {
             let Meta { map, pages, .. } = &mut *meta;
             map.check_next(pages, nodes)?;
             if !self.ensure_nodes(meta, nodes)? && meta.nodes_of(&operation)? > meta.map.counts().free {
-                return Err(Error::new(
-                    ErrorKind::NoSpace,
-                    "the file system of the datastore, or its quota, is full: the map cannot grow",
-                ));
+                return Err(super::reserve::map_is_full(meta));
             }
         }
         if let Some(run) = new_run(&operation) {

@@ -59,6 +59,17 @@ impl Drop for Changes<'_> {
     }
 }
 
+/// The error of a change for which no node is free: the damage that takes nodes away, or a full file system.
+pub(crate) fn map_is_full(meta: &Meta) -> Error {
+    let full = || {
+        Error::new(
+            ErrorKind::NoSpace,
+            "the file system of the datastore, or its quota, is full: the map cannot grow",
+        )
+    };
+    meta.map.damage().unwrap_or_else(full)
+}
+
 fn nodes_more(used: u64) -> u64 {
     (used / 16).clamp(*NODES.start(), *NODES.end())
 }
@@ -309,10 +320,7 @@ impl Engine {
                         return Ok(false);
                     }
                 }
-                return Err(Error::new(
-                    ErrorKind::NoSpace,
-                    "the file system of the datastore, or its quota, is full: the map cannot grow",
-                ));
+                return Err(map_is_full(&self.meta.lock()));
             }
             if self.options.threads {
                 crate::sync::thread::sleep(LOOK_AGAIN);
