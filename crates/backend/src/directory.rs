@@ -154,7 +154,7 @@ macro_rules! forward_directory {
 /// permissions.
 pub trait LocalFolder: Send + Sync {
     /// Opens a file that another program may have put there: only a regular file, never through a symbolic link, and
-    /// with no more rights than `access` asks for. Errors do not have the name, which the caller knows.
+    /// with no more rights than `access` asks for. Errors do not contain the name of the file; the caller adds it.
     fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>>;
 
     /// Gives file `to` the owner and permissions of file `from`, as far as this process may.
@@ -167,7 +167,7 @@ pub trait LocalFolder: Send + Sync {
     /// Whether a path leads to this folder; false after the folder was moved.
     fn is_at(&self, path: &Path) -> io::Result<bool>;
 
-    /// The folder, to search it for files with wrong permissions or owners; `None` if it is not to be searched.
+    /// A handle for a search for files with wrong permissions or owners; `None` if the folder has no permissions.
     fn searched(&self) -> io::Result<Option<SearchedFolder>> {
         Ok(None)
     }

@@ -56,7 +56,7 @@ pub enum LocalQueues {
 pub struct LocalDirectory {
     path: PathBuf,
     folder: Arc<OwnedFd>,
-    /// Whether files that root creates are given to the owner of the folder.
+    /// Whether files that root creates are given to the owner of the folder, see [`Self::keep_owner`].
     keeps_owner: bool,
     #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring can be required or excluded"))]
     queues: LocalQueues,
@@ -114,15 +114,15 @@ impl LocalDirectory {
         Ok(Self { path, folder, keeps_owner: false, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
-    /// The directory, in which files that root creates belong to the owner of the folder: for the folders of a
-    /// datastore. Elsewhere root may write what the owner of the folder must not read.
+    /// From now on, files that root creates in this directory belong to the owner of the folder. For the folders of a
+    /// datastore only: in other folders, root may write what the owner of the folder must not read.
     pub fn keep_owner(mut self) -> Self {
         self.keeps_owner = true;
         self
     }
 
-    /// The owner of new files, if this process would create them with another one. It is determined at each use,
-    /// because a repair may change the owner of the folder.
+    /// The owner to set on new files; `None` if none has to be set. Determined at each use, because a repair may change
+    /// the owner of the folder.
     fn owner(&self) -> Option<Owner> {
         self.keeps_owner.then(|| Owner::of(&self.folder)).flatten()
     }
@@ -140,14 +140,14 @@ impl LocalDirectory {
         self.open_unnamed(name, mode, flags).map_err(|error| named(error, "open", &self.path.join(name)))
     }
 
-    /// Opens a file; errors do not have its name.
+    /// Opens a file. Errors do not contain its name.
     fn open_unnamed(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
         let file = open_in(self.folder.as_fd(), self.owner(), name, flags).map_err(|error| {
             match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) && self.owner().is_some() {
                 true => {
-                    let text = "it is a symbolic link of another user, which root does not follow: run the command as the \
-                                owner of the folder";
+                    let text = "it is a symbolic link of another user, which root does not follow: run the command as \
+                                the owner of the folder";
                     io::Error::new(io::ErrorKind::InvalidInput, text)
                 }
                 false => error,

@@ -1,16 +1,18 @@
 //! The owner of what root creates in a folder of another user.
 //!
-//! A datastore belongs to the owner of its folder. If a command of root created files of root in it, its owner could
-//! no longer open it. So root gives what it creates the owner of the folder in which it creates it.
+//! A datastore belongs to the owner of its folder. If root created files of its own in the datastore, the owner could
+//! no longer open the datastore. So each file and folder that root creates gets the owner of the folder that contains
+//! it.
 //!
 //! 1. Only a file that the call itself has created gets another owner. A file that existed may be a link to a file
-//!    elsewhere, made by the owner of the folder. Root finds the owner and creates the file in a folder that it holds
-//!    by a handle, because the owner can put another folder at its path at any time. A new folder cannot be opened
-//!    before another process replaces it, so the thread creates it as its owner instead of giving it away.
+//!    elsewhere, made by the owner of the folder. The owner of the folder can put another folder at its path at any
+//!    time, so root opens the folder once, and uses this handle to determine the owner and to create the file. A new
+//!    folder could be replaced before root has opened it, so root does not give it away: the thread creates the folder
+//!    with the user of the owner.
 //! 2. A process that is not root changes no owner, and neither does root in its own folders.
-//! 3. If the file system or a user namespace refuses the change, the file stays root's, and [`misowned`] finds it.
-//! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]), and change no
-//!    file with several names: one of the names may be outside the folder.
+//! 3. If the file system or a user namespace refuses the change, the file belongs to root, and [`misowned`] finds it.
+//! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]). [`give_back`]
+//!    changes no file with several names, because one of the names may be outside the folder.
 
 use crate::searched::SearchedFolder;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
@@ -22,7 +24,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// How often a file that is created and removed by others meanwhile is looked for.
+/// How often creating and opening a file are tried while other processes create and remove the file.
 const ATTEMPTS: usize = 16;
 
 /// The user and group to which a new file is given.
@@ -44,15 +46,15 @@ impl Owner {
         let _ = rustix::fs::fchown(created, Some(self.0), Some(self.1));
     }
 
-    /// Makes a call with the user and group of the owner, to whom what the call creates belongs. If the system refuses
-    /// them, the call is made as root. Only this thread changes its user. The kernel takes no core dump of the process
-    /// from then on.
+    /// Makes a call with the user and group of the owner, so that what the call creates belongs to the owner. If the
+    /// system refuses this user or group, the call is made with that of root. Only this thread changes its user. From
+    /// then on, the kernel takes no core dump of the process.
     #[cfg(target_os = "linux")]
     fn acts<T>(self, call: impl FnOnce() -> T) -> T {
         // SAFETY: the calls take and return numbers, and access no memory.
         let (group, user) = unsafe { (libc::setfsgid(self.1.as_raw()), libc::setfsuid(self.0.as_raw())) };
         let result = call();
-        // SAFETY: as above. The real user of the thread is unchanged, so the kernel permits the way back.
+        // SAFETY: as above. The real user of the thread is unchanged, so the kernel permits the change back to it.
         unsafe {
             libc::setfsuid(user.cast_unsigned());
             libc::setfsgid(group.cast_unsigned());
@@ -89,7 +91,7 @@ impl<'a> Place<'a> {
         let create = || rustix::fs::mkdirat(&self.folder, self.name, Mode::RWXU);
         let Some(owner) = self.owner else { return Ok(create()?) };
         Ok(match owner.acts(create) {
-            // The owner lacks a permission for its folder, or is not known in this user namespace.
+            // The owner has no permission to write to the folder, or has no number in this user namespace.
             Err(Errno::ACCESS | Errno::PERM | Errno::OVERFLOW) => create(),
             created => created,
         }?)
@@ -138,7 +140,7 @@ fn create_or_open<T>(create: impl Fn() -> io::Result<T>, open: impl Fn() -> io::
         }
         attempts += 1;
         match open() {
-            // The file was removed meanwhile. A dangling symbolic link is never created nor found.
+            // The file was removed meanwhile.
             Err(error) if error.kind() == io::ErrorKind::NotFound && attempts < ATTEMPTS => {}
             opened => return opened.map(|file| (file, false)),
         }
@@ -159,7 +161,7 @@ pub struct Misowned {
 }
 
 /// The files and folders in `folder` that do not belong to its owner, sorted by path. Sockets and symbolic links are
-/// left out, because access does not depend on their owner.
+/// left out, because access to a datastore does not depend on their owner.
 pub fn misowned(folder: &SearchedFolder) -> io::Result<Vec<Misowned>> {
     let wanted = folder.stat().st_uid;
     let mut found = Vec::new();
@@ -170,7 +172,7 @@ pub fn misowned(folder: &SearchedFolder) -> io::Result<Vec<Misowned>> {
         }
     });
     match walked {
-        // A folder of another owner was found, and only that owner can search it.
+        // One of the found folders can be searched only by its owner. What is below the folder is left out.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !found.is_empty() => {}
         walked => walked?,
     }
@@ -178,7 +180,7 @@ pub fn misowned(folder: &SearchedFolder) -> io::Result<Vec<Misowned>> {
     Ok(found)
 }
 
-/// Whether this process may change owners, as far as the file systems permit it.
+/// Whether this process is root, and so may change owners where the file system permits it.
 pub fn may_give() -> bool {
     rustix::process::geteuid().is_root()
 }

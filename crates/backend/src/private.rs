@@ -2,7 +2,8 @@
 //!
 //! 1. What this module creates has its final permissions from the moment it exists. If permissions were removed
 //!    afterwards, another process could open the file before that.
-//! 2. What root creates in a folder of another user belongs to that user ([`crate::owner`]).
+//! 2. What root creates in a folder of another user belongs to that user ([`crate::owner`]), except for
+//!    [`create_folder_of_caller`].
 //! 3. [`exposed`] and [`close`] concern only what is in the folder itself ([`crate::searched`]).
 
 use crate::owner::Place;
@@ -65,8 +66,8 @@ pub fn open_or_create(path: &Path) -> io::Result<File> {
     open(path, false)
 }
 
-/// Opens a file for writing, and creates it if it does not exist. Root follows no symbolic link in the place of the
-/// file that another user may have put there.
+/// Opens a file for writing, and creates it if it does not exist. In a folder of another user, root does not follow a
+/// symbolic link of this name.
 fn open(path: &Path, truncate: bool) -> io::Result<File> {
     let Some(place) = Place::of_root(path)? else {
         return OpenOptions::new().write(true).create(true).truncate(truncate).mode(0o600).open(path);
@@ -150,8 +151,8 @@ pub fn exposed(folder: &SearchedFolder) -> io::Result<Vec<Exposed>> {
     Ok(found)
 }
 
-/// Removes the permissions of other users. Returns false if the file no longer exists, or a symbolic link is in its
-/// place or in the place of a folder above it.
+/// Removes the permissions of other users. Returns false if the file no longer exists, or if a symbolic link has
+/// replaced the file or a folder above it.
 pub fn close(folder: &SearchedFolder, exposed: &Exposed) -> io::Result<bool> {
     let Some((file, _)) = folder.open_below(&exposed.path)? else { return Ok(false) };
     change_mode(&file, exposed.wanted).map(|()| true)

@@ -1,6 +1,6 @@
-//! A local folder that is searched for files with wrong permissions or owners, which are then changed.
+//! Searches a local folder for files with wrong permissions or owners, and opens the found files to change them.
 //!
-//! 1. The folder is held by a handle from the search to the last change. Another user who can write to a folder above
+//! 1. The folder is open from the search to the last change, because another user who can write to a folder above it
 //!    may put another folder at its path at any time.
 //! 2. No symbolic link in the folder is followed, and no folder of another file system is entered: what is mounted
 //!    there does not belong to the folder.
@@ -16,10 +16,10 @@ use std::path::{Component, Path, PathBuf};
 
 /// The deepest folder that [`SearchedFolder::walk`] looks into.
 const DEPTH_MAX: usize = 16;
-/// How folders are opened for reading their names.
+/// How folders are opened to list them.
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-/// How [`SearchedFolder::open_below`] opens files. On Linux the handle permits neither reads nor writes, so files
-/// without permissions for their owner and sockets can be opened, and devices and pipes do not notice it.
+/// How [`SearchedFolder::open_below`] opens files. On Linux the handle permits neither reads nor writes. So sockets,
+/// and files without permissions for their owner, can be opened, and opening has no effect on devices and pipes.
 #[cfg(target_os = "linux")]
 const HANDLE: OFlags = OFlags::PATH;
 #[cfg(not(target_os = "linux"))]
@@ -37,7 +37,7 @@ impl SearchedFolder {
         Self::of(rustix::fs::open(path, FOLDER, Mode::empty())?)
     }
 
-    /// Opens the folder of a handle again.
+    /// Opens the folder of an open handle once more.
     pub(crate) fn of(folder: impl AsFd) -> io::Result<Self> {
         let handle = rustix::fs::openat(folder, ".", FOLDER, Mode::empty())?;
         let stat = rustix::fs::fstat(&handle)?;
@@ -49,8 +49,8 @@ impl SearchedFolder {
         &self.stat
     }
 
-    /// Visits all files and folders below the folder, with their paths below it. Symbolic links and sockets directly in
-    /// the folder are left out, and so is what is removed meanwhile.
+    /// Visits all files and folders below the folder, with their relative paths. Leaves out symbolic links, folders of
+    /// other file systems, sockets that are directly in the folder, and what is removed meanwhile.
     pub(crate) fn walk(&self, visit: &mut dyn FnMut(PathBuf, &Stat)) -> io::Result<()> {
         self.walk_in(self.handle.as_fd(), Path::new(""), 0, visit)
     }
@@ -82,7 +82,7 @@ impl SearchedFolder {
                 continue;
             }
             let inner = match rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
-                // It was removed or replaced meanwhile.
+                // The folder was removed or replaced meanwhile.
                 Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => continue,
                 inner => inner?,
             };
@@ -93,8 +93,8 @@ impl SearchedFolder {
         Ok(())
     }
 
-    /// Opens what a path below the folder leads to; `None` if nothing is there, or a symbolic link is in its place or
-    /// in the place of a folder above it.
+    /// Opens the file or folder at a relative path; `None` if it does not exist, or if it or a folder above it is a
+    /// symbolic link.
     pub(crate) fn open_below(&self, path: &Path) -> io::Result<Option<(OwnedFd, Stat)>> {
         match self.descend(path) {
             Ok((_, stat)) if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink => Ok(None),
@@ -121,8 +121,8 @@ impl SearchedFolder {
         Ok((opened, stat))
     }
 
-    /// Whether it is a folder of another file system. Only folders have the device of the folder that contains them on
-    /// all file systems: overlayfs may give a file the device of the layer that it is in.
+    /// Whether `stat` belongs to a folder of another file system. Only folders are compared: on overlayfs, a file may
+    /// have the device of the layer that contains it.
     fn is_mounted(&self, stat: &Stat) -> bool {
         FileType::from_raw_mode(stat.st_mode) == FileType::Directory && stat.st_dev != self.stat.st_dev
     }

@@ -103,8 +103,8 @@ impl Connection {
         self.service.class(self) == Class::Authenticated
     }
 
-    /// Logs that the connection ended by an error in its negotiation. Such errors are logged at a bounded rate, because
-    /// every client that reaches the socket can cause them.
+    /// Logs that the connection ended by an error in its negotiation. The rate of these log lines is bounded, because
+    /// every client that reaches the socket can cause such errors.
     pub fn log_failure(&self, error: &Error) {
         self.service.log_failure(self, error);
     }

@@ -33,7 +33,8 @@ pub const BACKLOG_OWNED: i32 = 16;
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// Pause before accepting further TCP connections after [`REFUSALS_AT_ONCE`] were refused. Each wake-up of the
-/// accepting thread can delay a request of a local client, so there are few of them, and several refusals at each.
+/// accepting thread can delay a request of a local client, so the thread wakes rarely and refuses several connections
+/// each time.
 pub const REFUSAL_PAUSE: Duration = Duration::from_millis(100);
 
 /// TCP connections that are refused without a pause between them.

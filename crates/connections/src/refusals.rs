@@ -34,7 +34,7 @@ impl Refusals {
     }
 }
 
-/// Failed negotiations, logged as [`Refusals`] are, with the last error.
+/// Failed negotiations: counted and logged like [`Refusals`], with the last error.
 #[derive(Debug, Default)]
 pub struct Failures {
     counted: Refusals,

@@ -37,7 +37,7 @@ pub trait Protocol: Send + Sync {
     /// Serves a connection, on a thread of its own. The connection is closed when this method returns.
     fn serve(&self, connection: &Arc<Connection>);
 
-    /// Called on each thread that accepts TCP connections, before the first one.
+    /// Called on each thread that accepts TCP connections, before the thread accepts the first connection.
     fn begins_accepting_tcp(&self) {}
 
     /// Sends the reason to a refused client. Called on the accepting thread, so it must not block.
@@ -385,7 +385,8 @@ impl Shared {
         self.register.lock().places.get(&connection.number).map_or(Class::Unauthenticated, class)
     }
 
-    /// Counts a failed negotiation, and logs it if no other was logged shortly before.
+    /// Counts a failed negotiation. Logs the counted failures, unless failures of this class were logged within the
+    /// last [`REFUSAL_LOG_INTERVAL`].
     pub(crate) fn log_failure(&self, connection: &Connection, error: &Error) {
         let class = self.class(connection);
         let mut register = self.register.lock();
@@ -412,7 +413,8 @@ impl Shared {
         });
         let refusals = register.refusals.iter().filter_map(|refusals| refusals.wait(now)).min();
         let failures = register.failures.iter().filter_map(|failures| failures.wait(now)).min();
-        // An open connection may fail, and its failure may have to wait.
+        // The negotiation of an open connection may fail later, without waking this thread. If the failure is not
+        // logged at once, it becomes due within this interval.
         let later = (!register.places.is_empty()).then_some(REFUSAL_LOG_INTERVAL);
         drop(register);
         for (class, refused, failed) in due {

@@ -378,7 +378,7 @@ impl Datastore {
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
         if let Some(location) = self.location.as_ref().filter(|location| location.local_path().is_some()) {
-            // The folder is searched by the handle of the open datastore, wherever it was moved.
+            // The search uses the open handle of the folder, so it also works after the folder was moved.
             if let Err(error) = location.check_not_moved(&**self.directory()) {
                 report.warnings.push(error.to_string());
             }

@@ -360,8 +360,8 @@ pub struct Status {
     pub metadata: u64,
     /// Bytes that were freed and are not yet returned to the file system or reused.
     pub reclaimable: u64,
-    /// The part of these bytes that no write can use yet: their freeing is not durable, or a read that began before it
-    /// is still under way.
+    /// The part of `reclaimable` that no write can use yet: the change that freed it is not durable, or a read that
+    /// began before this change is still under way.
     #[serde(default)]
     pub held: u64,
     /// Sum of the capacities of all disks.

@@ -178,7 +178,7 @@ impl Location {
         let making = || format!("making {self}");
         if path.exists() {
             if !path.is_dir() {
-                let text = format!("'{self}' is not a folder, and a datastore is one: give the path of a new folder");
+                let text = format!("'{self}' is not a folder, as a datastore must be: give the path of a new folder");
                 return Err(Error::new(ErrorKind::Exists, text));
             }
             if private::is_shared_folder(path) {
@@ -212,16 +212,16 @@ impl Location {
         }
     }
 
-    /// Refuses an operation that uses the path of an open datastore's folder if the folder was moved: the path may lead
-    /// to the folder of another datastore by now.
+    /// Fails if the folder of an open datastore is no longer at its path, which may lead to another datastore by now.
+    /// Called before an operation that uses the path.
     pub(crate) fn check_not_moved(&self, directory: &dyn Directory) -> Result<()> {
         let Folder(path) = &self.0 else { return Ok(()) };
         if directory.is_at(path).during(|| format!("looking for the folder of the open datastore at '{self}'"))? {
             return Ok(());
         }
         let text = format!(
-            "the folder of the datastore '{self}' was moved while it was open; move it back, or stop the server and start \
-             it at the new path"
+            "the folder of the datastore '{self}' was moved while it was open; move it back, or stop the server and \
+             start it at the new path"
         );
         Err(Error::new(ErrorKind::Stopped, text))
     }

@@ -1,11 +1,11 @@
-//! Access of other users to the files of a datastore in a local folder, and of the datastore's owner.
+//! Permissions and owners of the files of a datastore in a local folder.
 //!
 //! Disks, snapshots and the memory of guests may contain secrets, so every file and folder is created with access for
 //! its owner only. A check finds files that other users can access: those that version 0.1.0 created, or that other
 //! programs have copied or changed.
 //!
-//! A datastore belongs to the owner of its folder, who cannot open it if root owns files in it. lamina gives what root
-//! creates to that owner; version 0.1.0 and other programs do not.
+//! A datastore belongs to the owner of its folder, who cannot open the datastore if root owns files in it. lamina gives
+//! the files that root creates to this owner; version 0.1.0 and other programs do not.
 
 use crate::info::{CheckReport, Finding};
 use backend::owner::{self, Misowned};
@@ -32,7 +32,7 @@ fn check_access(folder: &SearchedFolder, repair: bool, report: &mut CheckReport)
     let mut exposed = private::exposed(folder).during(searching)?;
     if repair {
         exposed.retain(|one| match private::close(folder, one) {
-            // It no longer exists, so there is nothing to report.
+            // The file no longer exists, so there is nothing to report.
             Ok(false) => false,
             Ok(true) => {
                 let problem = format!("other users can access {}", named(one));
@@ -40,7 +40,7 @@ fn check_access(folder: &SearchedFolder, repair: bool, report: &mut CheckReport)
                 false
             }
             Err(error) => {
-                tracing::warn!(path = %one.path.display(), %error, "its permissions cannot be changed");
+                tracing::warn!(path = %one.path.display(), %error, "the permissions of a file cannot be changed");
                 true
             }
         });
@@ -70,7 +70,7 @@ fn check_owners(folder: &SearchedFolder, repair: bool, report: &mut CheckReport)
                 false
             }
             Err(error) => {
-                tracing::warn!(path = %one.path.display(), %error, "its owner cannot be changed");
+                tracing::warn!(path = %one.path.display(), %error, "the owner of a file cannot be changed");
                 true
             }
         });
@@ -79,7 +79,7 @@ fn check_owners(folder: &SearchedFolder, repair: bool, report: &mut CheckReport)
         return Ok(());
     }
     let remedy = match (repair, owner::may_give()) {
-        (true, true) => format!("look at each of them, and use 'chown {wanted} FILE'"),
+        (true, true) => format!("inspect each of these files, and use 'chown {wanted} FILE'"),
         (false, true) => "'lamina check --repair' gives them to the owner".to_owned(),
         (_, false) => "run 'lamina check --repair' as root, while no server runs, to give them to the owner".to_owned(),
     };
@@ -88,7 +88,8 @@ fn check_owners(folder: &SearchedFolder, repair: bool, report: &mut CheckReport)
     Ok(())
 }
 
-/// Adds to the error of an opening that a file of another owner is the cause, and what to do.
+/// If opening a datastore failed because access to a file was denied, adds to the error the files that do not belong to
+/// the datastore's owner, and what to do.
 pub fn explain(folder: &Path, error: Error) -> Error {
     let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     if source.is_none_or(|source| source.kind() != io::ErrorKind::PermissionDenied) {

@@ -126,7 +126,7 @@ impl SalvageRequest {
     fn open(&self) -> Result<Opened> {
         let location = &self.datastore;
         if let Some(path) = location.local_path().filter(|path| !path.is_dir()) {
-            let what = if path.exists() { "is not a folder, and a datastore is one" } else { "does not exist" };
+            let what = if path.exists() { "is not a folder, as a datastore must be" } else { "does not exist" };
             return Err(Error::new(ErrorKind::NotFound, format!("'{location}' {what}")));
         }
         let directory = location.connect(LocalQueues::Threads)?;
@@ -223,7 +223,7 @@ impl SalvageRequest {
         if let (Ok(from), Ok(to)) = (self.datastore.resolved(), extract.to.resolved())
             && from == to
         {
-            let text = format!("'{to}' is the damaged datastore, which is not written to: give another one, or a file");
+            let text = format!("'{to}' is the damaged datastore, which is only read: give another datastore or a file");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let options = OpenOptions {

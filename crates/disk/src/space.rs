@@ -4,11 +4,11 @@ use crate::info::Direction;
 use serde::{Deserialize, Serialize};
 
 /// The reason why a figure about images that are merged is an estimate.
-pub(crate) const MERGE_ESTIMATE: &str = "images are merged: the tables that they need, the units of the file system, \
-                                         and what is written meanwhile are not counted";
+pub(crate) const MERGE_ESTIMATE: &str = "images are merged; new tables in the images that stay, rounding by the file \
+                                         system, and writes during the merge are not counted";
 
-/// Disks and snapshots to delete together. Disks are deleted before the snapshots of native disks on which they are
-/// based.
+/// Disks and snapshots to delete together. Linked clones are deleted before the snapshots of native disks on which the
+/// clones are based.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Deletion {
@@ -16,7 +16,7 @@ pub struct Deletion {
     pub disks: Vec<String>,
     /// Snapshots: disk and name.
     pub snapshots: Vec<(String, String)>,
-    /// Whether snapshots that other disks are clones of are handed over to the clones.
+    /// Whether the snapshots of these disks on which linked clones are based are handed over to the clones.
     pub promote: bool,
     /// The direction in which images of deleted snapshots are merged; the cheaper direction if `None`.
     pub direction: Option<Direction>,
@@ -37,15 +37,15 @@ pub struct WouldFree {
     pub data: u64,
     /// Number of these blocks of 4 KiB.
     pub data_blocks: u64,
-    /// Bytes of metadata of native disks. They are used again for other metadata, and are not returned to the file
-    /// system.
+    /// Bytes of metadata of native disks. This space can be used for other metadata only, and is not returned to the
+    /// file system.
     pub metadata: u64,
-    /// Bytes of image files, less what merges copy into other images.
+    /// Bytes of removed image files, minus the bytes that merges add to other images.
     pub images: u64,
-    /// Bytes that thick disks had reserved for writes. They are free already, and become usable for other disks.
+    /// Bytes that are reserved for writes of thick disks. They contain no data, and become usable for other disks.
     pub reserved: u64,
-    /// Bytes that earlier deletions and discards have freed and that are not usable yet. The deletion does not free
-    /// them, so no other figure includes them.
+    /// Bytes of earlier deletions and discards that no write can use yet: those of `held` in [`crate::Status`], and
+    /// data that only deleted trees use, which is freed in the background. No other figure includes these bytes.
     pub held: u64,
     /// Number of images that are merged into others.
     pub images_merged: u64,
@@ -61,13 +61,13 @@ pub struct WouldFree {
 pub struct SpaceUse {
     /// The capacity.
     pub provisioned: u64,
-    /// What is mapped.
+    /// The size of the mapped blocks or grains.
     pub mapped: u64,
-    /// What that takes in the files of the datastore.
+    /// The space of these blocks or grains in the files of the datastore.
     pub stored: u64,
     /// The part of `stored` that other disks or snapshots use too; `None` if it is not known.
     pub shared: Option<u64>,
-    /// The part of `stored` that nothing else uses: deleting this alone frees it. `None` if it is not known.
+    /// The part of `stored` that only this head or snapshot uses; `None` if it is not known.
     pub exclusive: Option<u64>,
     /// Bytes reserved for writes of a thick disk.
     pub reserved: u64,
@@ -82,15 +82,15 @@ pub struct DatastoreSpace {
     pub total: Option<TotalSpace>,
 }
 
-/// The space of a datastore.
+/// The sums over a datastore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TotalSpace {
     /// The sum of the capacities of the disks.
     pub provisioned: u64,
-    /// What all heads and snapshots map.
+    /// The sum of `mapped` of all heads and snapshots.
     pub mapped: u64,
-    /// What that takes in the files of the datastore: data blocks, and files of images. It includes disks that are
-    /// being made or received.
+    /// Bytes of the data blocks that disks and snapshots use, and of the files of images. A block that several of them
+    /// share counts once. Includes disks that are being made or received.
     pub stored: u64,
     /// The part of `stored` that several native disks or snapshots use.
     pub shared: u64,
@@ -98,7 +98,7 @@ pub struct TotalSpace {
     pub exclusive: u64,
     /// Bytes reserved for writes of thick disks.
     pub reserved: u64,
-    /// Bytes that deletions and discards have freed and that are not usable yet. `stored` does not include them.
+    /// As [`WouldFree::held`]; `stored` does not include these bytes.
     pub held: u64,
 }
 
@@ -120,9 +120,9 @@ pub struct DiskSpace {
     /// The space of the head.
     #[serde(flatten)]
     pub space: SpaceUse,
-    /// What deleting all snapshots of the disk would free; `None` if it is not known.
+    /// Bytes that deleting all snapshots of the disk would free, without metadata; `None` if the figure is not known.
     pub used_by_snapshots: Option<u64>,
-    /// What deleting the disk with its snapshots would free.
+    /// Bytes that deleting the disk with its snapshots would free. For a native disk without metadata.
     pub reclaimable: u64,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotSpace>,

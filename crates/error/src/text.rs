@@ -1,8 +1,8 @@
-//! Text in messages: sizes, and characters that a text can contain although they are not seen.
+//! Text in messages: sizes, and invisible characters.
 
-/// Characters that are not shown, or change how others are shown, in ascending order: `Default_Ignorable_Code_Point` of
-/// Unicode 16, which includes the bidirectional controls, the separators of lines and paragraphs, and the marks of
-/// interlinear annotations.
+/// Characters that are invisible or change how others are shown, in ascending order: those with the property
+/// `Default_Ignorable_Code_Point` of Unicode 16, which include the bidirectional controls; the separators of lines and
+/// paragraphs (U+2028, U+2029); and the marks of interlinear annotations (U+FFF9 to U+FFFB).
 const HIDDEN: [(char, char); 18] = [
     ('\u{ad}', '\u{ad}'),
     ('\u{34f}', '\u{34f}'),
@@ -24,8 +24,8 @@ const HIDDEN: [(char, char); 18] = [
     ('\u{e0000}', '\u{e0fff}'),
 ];
 
-/// Whether a character is not shown, or changes how others are shown: two names that look alike can differ in it, and
-/// a terminal may show the characters after it in another order.
+/// Whether a character is invisible or changes how others are shown. Names that differ only in such characters look
+/// alike, and a terminal may show the characters that follow in another order.
 pub fn is_hidden(character: char) -> bool {
     let at = HIDDEN.partition_point(|(_, last)| *last < character);
     HIDDEN.get(at).is_some_and(|(first, _)| *first <= character)

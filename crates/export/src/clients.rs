@@ -459,7 +459,8 @@ impl Visit {
         Arc::clone(&self.stop)
     }
 
-    /// Logs that the session ended by an error before its client had opened an export.
+    /// Logs that the session ended by an error before its client had opened an export. For a connection, the rate of
+    /// these log lines is bounded.
     pub(crate) fn log_failure(&self, error: &Error) {
         match &self.connection {
             Some(connection) => connection.log_failure(error),

@@ -1,4 +1,4 @@
-//! What a dry run of a deletion says is what the deletion frees, to the block; and the space of disks and snapshots.
+//! A deletion frees exactly the blocks that its dry run reports. Also tests the reported space of disks and snapshots.
 
 #![allow(clippy::unwrap_used)]
 
@@ -49,7 +49,7 @@ fn family(store: &Store) {
     assert_eq!(server.stop("TERM"), Some(0));
 }
 
-/// Deletes after a dry run, and compares.
+/// Makes a dry run, then deletes, and compares what both report.
 fn delete(store: &Store, dry: &str, really: &[&str]) -> Value {
     let said = store.run(&format!("{dry} --dry-run --json")).json();
     let before = used(store);
@@ -74,7 +74,7 @@ fn a_deletion_frees_what_its_dry_run_says() {
     let both = delete(&store, "snapshot delete base@old base@mid", &delete_both);
     assert_eq!(both["deletes"], serde_json::json!(["base@old", "base@mid"]));
     assert!(number(&both, "data") > singly, "blocks that only both share are free without both: {both}, {singly}");
-    // Thick disks: the reserved space is told apart.
+    // The reserved space of thick disks is reported separately.
     store.run("disk create thick 8M --provisioning zeroedthick").ok();
     store.run("snapshot create thick@a").ok();
     let thick = delete(&store, "disk delete thick", &["disk delete thick"]);

@@ -29,7 +29,7 @@ fn the_server_of_a_moved_datastore_makes_no_image_disks_at_the_old_path() {
         at("disk create vm1 64M --format vmdk").fails(1, why);
         at("clone before after --full").fails(1, why);
         at("snapshot create before@one").fails(1, why);
-        // A check reports what it has found, and warns.
+        // A check warns, and reports its findings.
         let checked = at("check");
         let warning = "warning: the folder of the datastore";
         assert!(checked.stdout.contains(warning) && checked.stdout.contains(why), "{checked:?}");

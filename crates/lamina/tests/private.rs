@@ -123,7 +123,7 @@ fn a_folder_that_all_users_share_does_not_become_a_datastore() {
     set(&file, 0o666);
     let mut command = testkit::process::lamina();
     let done: Done = output(command.args(["init", "--journal-size", "8M"]).arg(&file)).into();
-    done.fails(1, "is not a folder, and a datastore is one");
+    done.fails(1, "is not a folder, as a datastore must be");
     assert_eq!(mode(&file), 0o666);
 }
 

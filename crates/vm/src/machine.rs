@@ -18,7 +18,7 @@
 //! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or a
 //!    predecessor whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).
 //! 5. If a command that has paused a guest is killed, the next command resumes the guest.
-//! 6. Root changes no machine of another user, and so neither starts nor ends a process of it.
+//! 6. Root changes no machine of another user, and so neither starts nor ends processes of the machine.
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
@@ -177,13 +177,15 @@ impl Machine {
         }
     }
 
-    /// Refuses root the machine of another user. That user chooses what QEMU opens, and can replace the run folders by
-    /// links, so that root's QEMU would write to a file elsewhere, or root would end a process elsewhere.
+    /// Fails if this process is root and the machine belongs to another user. This user decides what QEMU opens, and
+    /// can replace the run folders by links, so that a QEMU of root would write to any file, or root would end any
+    /// process.
     fn check_owner(&self) -> Result<()> {
         if !rustix::process::geteuid().is_root() {
             return Ok(());
         }
-        // The folders of the machine, of all machines, and of the datastore: the owner of each can replace its content.
+        // The folder of the machine, that of all machines, and that of the datastore. The owner of each of these
+        // folders can replace what the folder contains.
         for folder in self.folder.ancestors().take(3).filter(|folder| !folder.as_os_str().is_empty()) {
             let looking = || format!("looking for the owner of '{}'", folder.display());
             let (link, found) = (fs::symlink_metadata(folder).during(looking)?, fs::metadata(folder).during(looking)?);

@@ -210,15 +210,15 @@ impl Disk {
         Error::new(ErrorKind::Busy, text)
     }
 
-    /// Fails for the reasons for which [`Disk::begin`] fails, and while that would first have to finish an interrupted
-    /// operation. Begins nothing: no other operation fails because of the caller, and nothing is written.
+    /// Fails if [`Disk::begin`] would fail, or would first have to finish an interrupted operation. Acquires nothing
+    /// and writes nothing, so no other operation fails because of this call.
     pub(crate) fn could_begin(&self, what: &str) -> Result<()> {
         self.could_begin_over(what)?;
         self.check_not_stopped()?;
         let state = self.state.lock();
         let cause = match &state.record.pending {
             Some(pending) => format!("an interrupted operation is finished ({})", pending.operation),
-            None if !state.stale.is_empty() => "images are read again of which a flush has failed".to_owned(),
+            None if !state.stale.is_empty() => "images are read again after a failed flush".to_owned(),
             None => return Ok(()),
         };
         let text = format!(
@@ -228,7 +228,7 @@ impl Disk {
         Err(Error::new(ErrorKind::Busy, text))
     }
 
-    /// As [`Disk::could_begin`], for [`Disk::begin_over`].
+    /// Fails if [`Disk::begin_over`] would fail. Acquires nothing.
     pub(crate) fn could_begin_over(&self, what: &str) -> Result<()> {
         if self.operation.is_locked() {
             return Err(self.in_operation(what));

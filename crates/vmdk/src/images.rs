@@ -2,8 +2,9 @@
 //!
 //! 1. Files are named as by ESXi: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`, `-sesparse.vmdk` or
 //!    `-vsan.vmdk`. A new image gets the lowest number for which no file exists.
-//! 2. A descriptor file is replaced as a whole. A descriptor inside a sparse extent is rewritten in place; before that,
-//!    the record has the complete new text, for a repair after a crash.
+//! 2. A descriptor file is replaced as a whole. A descriptor inside a sparse extent is rewritten in place, after the
+//!    record has the complete new text for a repair after a crash. Two cases do without a text in the record:
+//!    overwriting only the digits of the CIDs, and a text that is not UTF-8.
 //! 3. Removing a missing file succeeds, because removals are repeated after a crash.
 
 use crate::disk::Disk;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 /// The highest number of a delta: six digits.
 const DELTAS_MAX: u32 = 999_999;
-/// The key of a longer form of the CID, which ends with the CID.
+/// The key of the long content ID, which ends with the CID.
 const LONG_CONTENT: &str = "ddb.longContentID";
 
 impl Disk {
@@ -167,7 +168,8 @@ impl Disk {
             match storage::load_embedded(&*file) {
                 Ok(Some((_, now))) => keep_content(record, settlement, &now, &mut whole),
                 Err(error) if error.kind() == ErrorKind::Io => return Err(error),
-                // A power cut has torn the text while it was overwritten: the head was not written since.
+                // A power cut has torn the text while it was overwritten. A head whose descriptor is torn has not been
+                // opened since, so it has no newer CID.
                 Ok(None) | Err(_) => {}
             }
             return storage::write_embedded(&*file, range, &whole);
@@ -233,9 +235,10 @@ impl Disk {
     }
 }
 
-/// Keeps the present CID in the text that a settlement has recorded, if the head was written since then. The text is
-/// applied again if the operation could not be committed afterwards, and meanwhile the head may be in use. An image
-/// below the head is not written before the operation is finished, and its children record the CID in the text.
+/// If the head was written after a settlement had recorded the text `whole`, sets the CID in `whole` to that of the
+/// present descriptor `now`. The text is applied again if the operation could not be committed after the first time,
+/// and the head may be written in between. An image below the head is not written before the operation is finished, and
+/// its children record the CID of the text, so its CID is not changed.
 pub(crate) fn keep_content(record: &Record, settlement: &Settlement, now: &Descriptor, whole: &mut Descriptor) {
     if settlement.node == record.head && settlement.content.is_none() && whole.content != now.content {
         whole.content = now.content;

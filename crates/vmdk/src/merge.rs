@@ -51,7 +51,7 @@ pub enum Direction {
     Up,
 }
 
-/// An image and the one above it, which are merged.
+/// The merge of an image with the image above it, which deletes a snapshot.
 pub(crate) struct Removal {
     pub lower: u32,
     pub upper: u32,
@@ -539,7 +539,7 @@ impl Disk {
     }
 }
 
-/// The ranges that some of these images hold, in whole grains of the image into which they are merged.
+/// The ranges that at least one of these images has data or zeros for, in whole grains of the image `into`.
 pub(crate) fn ranges_held<'a>(
     sources: impl Iterator<Item = &'a dyn Layer>,
     into: &dyn Layer,

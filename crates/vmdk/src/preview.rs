@@ -1,12 +1,13 @@
 //! What deleting a disk, or snapshots of it, would free in the file system. Nothing is changed.
 //!
-//! 1. A deletion is followed through in a copy of the record: the images that remain, and those that are merged into
-//!    each of them, in the direction that [`Disk::delete_snapshot`] would choose.
-//! 2. Removed files free exactly what the file system has allocated to them. What a merge copies is an estimate: the
-//!    space that the copied ranges need in the image that stays, without tables and without the file system's own
-//!    units.
-//! 3. A count is no operation: it finishes no interrupted operation, and no operation fails because of it.
-//! 4. The disk may change meanwhile. A count is valid if the record was the same at its beginning and at its end.
+//! 1. A deletion is carried out on a copy of the record. This yields the images that stay, and for each of them the
+//!    images that are merged into it. The directions are those that [`Disk::delete_snapshot`] would choose.
+//! 2. Removing a file frees exactly the bytes that the file system has allocated to it. The bytes that a merge adds are
+//!    an estimate: the space that the copied ranges need in the image that stays, without tables and without rounding
+//!    by the file system.
+//! 3. A count does not acquire the right to change the disk, so no operation fails because of a count. A count does not
+//!    finish an interrupted operation.
+//! 4. The disk may change during a count, which is valid only if the record is the same at its beginning and its end.
 
 use crate::disk::Disk;
 use crate::merge::{Direction, Removal, ranges_held};
@@ -29,7 +30,7 @@ pub struct Preview {
     pub copied: u64,
     /// Number of images that are merged into others.
     pub merged: usize,
-    /// Number of snapshots of which only the name is removed: other states of the disk need their images.
+    /// Number of snapshots of which only the name is removed, because the head or other snapshots need their images.
     pub kept: usize,
 }
 
@@ -51,7 +52,8 @@ impl Disk {
         Ok(removed)
     }
 
-    /// What deleting these snapshots would free. Fails for the reasons for which deleting them fails.
+    /// What deleting these snapshots would free. Fails for the reasons for which the deletion would fail, and while an
+    /// interrupted operation has to be finished.
     pub fn preview_delete_snapshots(&self, names: &[String], direction: Option<Direction>) -> Result<Preview> {
         for _ in 0..ATTEMPTS {
             self.could_begin("counting the space of a snapshot")?;
@@ -83,7 +85,7 @@ impl Disk {
 /// Snapshots that are removed one after another from a copy of a record.
 struct Removals<'a> {
     disk: &'a Disk,
-    /// The record as it is.
+    /// The record before the removals.
     before: Record,
     /// The record after the removals so far.
     record: Record,
@@ -116,7 +118,7 @@ impl<'a> Removals<'a> {
         self.sum()
     }
 
-    /// Images without a snapshot are merged after every deletion, as far as possible.
+    /// Merges images without a snapshot, as [`Disk::delete_snapshot`] does after every deletion.
     fn merge_redundant(&mut self) -> Result<()> {
         let mut passed = Vec::new();
         loop {

@@ -121,7 +121,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Performs the steps of a record's pending operation. The record may be replaced by one with more corrections.
+    /// Performs the steps of a record's pending operation. May commit a record with more corrections, and replaces
+    /// `record` by it.
     pub(crate) fn carry_out(&self, record: &mut Record) -> Result<()> {
         self.record_unmerging(record)?;
         let Some(pending) = &record.pending else { return Ok(()) };
@@ -138,9 +139,9 @@ impl Disk {
         }
     }
 
-    /// Before the descriptor inside an extent is corrected after a merge that was not committed, replaces the merge in
-    /// the record by the correction with the complete text. If the record has no space for the text, only the digits of
-    /// the CIDs are overwritten: that is enough to open the chain, and cannot tear the text.
+    /// If a merge that was not committed requires the correction of a descriptor inside an extent, replaces the merge
+    /// in the record by this correction with the complete text. If there is no space for the new record, overwrites
+    /// only the digits of the CIDs and fails: these digits are enough to open the chain, and the text cannot be torn.
     fn record_unmerging(&self, record: &mut Record) -> Result<()> {
         let Some(merging) = record.pending.as_ref().and_then(|pending| pending.merging) else { return Ok(()) };
         let Some(settlement) = self.unmerge(record, &merging)? else { return Ok(()) };

@@ -15,7 +15,8 @@ impl Datastore {
         check_once(deletion)?;
         for name in &deletion.disks {
             free.deletes.push(name.clone());
-            // As for a deletion; but other operations on the disk are not refused because of this count.
+            // Fails if a deletion would fail. The right is released at once, so that no other operation on the disk is
+            // refused because of this count.
             drop(self.uses.share(name)?);
             match self.foreign.find(name) {
                 Some(entry) => {
@@ -77,7 +78,7 @@ impl Datastore {
     }
 }
 
-/// Fails if a disk or snapshot is named twice, or a snapshot beside its disk.
+/// Fails if a disk or snapshot is named twice, or if a snapshot and its disk are both named.
 fn check_once(deletion: &Deletion) -> Result<()> {
     let disks = deletion.disks.iter().cloned();
     let mut names: Vec<String> =
@@ -87,7 +88,7 @@ fn check_once(deletion: &Deletion) -> Result<()> {
         return Err(Error::new(ErrorKind::Invalid, format!("'{}' is named twice", twice[0])));
     }
     if let Some((disk, name)) = deletion.snapshots.iter().find(|(disk, _)| deletion.disks.contains(disk)) {
-        let text = format!("snapshot '{disk}@{name}' is named beside its disk, which is deleted with its snapshots");
+        let text = format!("snapshot '{disk}@{name}' and its disk are both named: a disk includes its snapshots");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())

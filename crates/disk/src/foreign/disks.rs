@@ -201,7 +201,7 @@ impl Foreign {
         outcome.and_then(|()| self.remove_folder(&entry.folder))
     }
 
-    /// Fails if a disk cannot be deleted after the disks in `before`.
+    /// Fails if a disk cannot be deleted even once the disks in `before` are deleted.
     pub(super) fn refuse_delete(&self, entry: &ForeignDisk, promote: bool, before: &[String]) -> Result<()> {
         let name = entry.disk.name();
         self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{name}'"))?;

@@ -202,8 +202,8 @@ impl Foreign {
         vmdk::Disk::open(Folder::of_disk(path)?, &options)
     }
 
-    /// The path of `images`. The datastore is open by its directory, and only images are found by path, so every
-    /// operation gets the path here.
+    /// The path of the folder `images`. Fails if the folder of the datastore was moved: images are found by path, while
+    /// the other files are opened through the handle of the datastore's folder.
     fn images(&self) -> Result<&Path> {
         match (&self.path, &self.location) {
             (Some(path), location) => {

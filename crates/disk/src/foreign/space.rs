@@ -7,8 +7,8 @@ use error::{Error, Result};
 use std::sync::Arc;
 
 impl Foreign {
-    /// Adds to `free` what deleting a disk with its snapshots would free. Fails for the reasons for which deleting it
-    /// fails. `disks` are the disks that are deleted together.
+    /// Adds to `free` what deleting a disk with its snapshots would free. Fails for the reasons for which the deletion
+    /// would fail. `disks` are all disks that are deleted together: linked clones among them are no reason to fail.
     pub fn would_free_disk(
         &self,
         entry: &Arc<ForeignDisk>,
@@ -23,8 +23,8 @@ impl Foreign {
         Ok(())
     }
 
-    /// Adds to `free` what deleting snapshots of a disk would free. Fails for the reasons for which deleting them
-    /// fails.
+    /// Adds to `free` what deleting snapshots of a disk would free. Fails for the reasons for which the deletion would
+    /// fail.
     pub fn would_free_snapshots(
         &self,
         entry: &Arc<ForeignDisk>,
@@ -45,8 +45,8 @@ impl Foreign {
         Ok(())
     }
 
-    /// The space of a disk. What its head and snapshots share is not counted, because their images are levels of one
-    /// chain.
+    /// The space of a disk. Shared and exclusive space of the head and the snapshots is not determined, because their
+    /// images are levels of one chain.
     pub fn space(&self, entry: &ForeignDisk) -> Result<DiskSpace> {
         let record = entry.disk.record();
         let info = entry.disk.info();

@@ -305,7 +305,7 @@ impl Native {
         self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
     }
 
-    /// A disk that can be deleted after the disks in `before`. Called under `changes`.
+    /// A disk that can be deleted once the disks in `before` are deleted. Called under the lock `changes`.
     pub(super) fn deletable_disk(&self, name: &str, promote: bool, before: &[String]) -> Result<DeletableDisk> {
         let disk = self.find_disk(name)?;
         self.refuse_in_use(disk.id, &format!("disk '{name}'"))?;

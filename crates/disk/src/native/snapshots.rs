@@ -140,7 +140,7 @@ impl Native {
         self.engine.delete_snapshot(snapshot.id)
     }
 
-    /// A snapshot that can be deleted after the disks in `before`. Called under `changes`.
+    /// A snapshot that can be deleted once the disks in `before` are deleted. Called under the lock `changes`.
     pub(super) fn deletable_snapshot(&self, disk: &str, name: &str, before: &[String]) -> Result<Object> {
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, name)?;

@@ -25,8 +25,8 @@ fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
 
 impl Native {
     /// Adds to `free` what deleting these disks and snapshots would free. A disk is deleted with its snapshots, except
-    /// those that are handed over to clones. Fails for the reasons for which deleting them fails. `hidden` are disks
-    /// that are deleted with others.
+    /// those that are handed over to clones. Fails for the reasons for which the deletion would fail. `hidden` are the
+    /// hidden native disks above the images of disks that are deleted together with these.
     pub fn would_free(
         &self,
         disks: &[String],
@@ -104,7 +104,7 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpa
             exclusive += accounts.would_free(&[id])?.data;
         }
     }
-    // Damaged reference counts, which a check reports, must not make the sums fail.
+    // If reference counts are damaged, the differences may be negative. A check reports the damage.
     let stored = counts.data.used.saturating_sub(deleted);
     let mut total = TotalSpace {
         stored: bytes(stored),
@@ -125,7 +125,7 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {
     let mut own: Vec<Object> = accounts.catalog().snapshots_of(disk.id).cloned().collect();
     own.sort_by_key(|snapshot| snapshot.id);
     let mut snapshots = Vec::new();
-    // A snapshot that was taken during the count has no tree yet: its space is not known.
+    // A snapshot that is not sealed in the view has no tree there, so its space is not known.
     let shown_now = |snapshot: &&Object| !snapshot.incomplete && snapshot.state != ObjectState::Unsealed;
     for snapshot in own.iter().filter(shown_now) {
         let space = shown(snapshot, accounts.space_of(snapshot.id)?);

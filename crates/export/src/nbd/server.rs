@@ -83,7 +83,8 @@ struct Nbd {
 
 impl Protocol for Nbd {
     fn begins_accepting_tcp(&self) {
-        // Clients without a certificate decide how often this thread wakes.
+        // Clients without a certificate decide how often this thread wakes. With long slices, waking does not interrupt
+        // the threads that serve clients.
         Thread::current().set_slice(Slice::Long);
     }
 

@@ -27,7 +27,7 @@ pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
     verbs.first().is_some_and(|word| word == "vm") && verbs.get(1).is_some_and(|word| word == "exec")
 }
 
-/// The verb in the arguments, with its verbs before it: `lamina disk create`.
+/// The program and the subcommands in the arguments, such as `lamina disk create`.
 fn verb(arguments: impl IntoIterator<Item = OsString>) -> String {
     let mut command = Cli::command();
     let mut verb = String::from("lamina");

@@ -31,7 +31,7 @@ pub struct Folder {
     path: Option<Arc<Path>>,
     /// Canonical paths of the folders below which every file may be opened.
     roots: Arc<[PathBuf]>,
-    /// Whether files that root creates belong to the owner of the folder.
+    /// Whether files that root creates belong to the owner of the folder ([`LocalDirectory::keep_owner`]).
     keeps_owner: bool,
 }
 
@@ -117,7 +117,7 @@ impl Folder {
         self.place(&real)
     }
 
-    /// Files of the folder are found by path, and the path must lead to the folder that is open.
+    /// Fails if the path no longer leads to the open folder, because files are found by this path.
     fn check_not_moved(&self, own: &Path) -> Result<()> {
         let folder = own.display();
         if self.directory.is_at(own).during(|| format!("looking for the open folder '{folder}'"))? {

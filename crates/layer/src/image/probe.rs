@@ -97,7 +97,8 @@ pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> R
             refuse(ErrorKind::Corrupt, format!("{text}; only if it is a raw disk, give --from raw"))
         }
         (Signature::Raw, false) if name.to_ascii_lowercase().ends_with(".ova") => {
-            let text = "is called like an archive, and an image is needed here: 'lamina convert' makes one from a disk in an archive";
+            let text = "is called like an archive, and an image is needed here: 'lamina convert' makes an image from a \
+                        disk in an archive";
             refuse(ErrorKind::Invalid, text.to_owned())
         }
         (Signature::Raw, false) => {

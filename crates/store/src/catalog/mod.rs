@@ -196,7 +196,7 @@ pub struct Catalog {
     disks: BTreeMap<String, u64>,
     snapshots: BTreeMap<(u64, String), u64>,
     trash: BTreeSet<u64>,
-    /// Deleted objects that are not dropped for now, because the medium could not read their trees.
+    /// Deleted objects that are not in `trash` for now, because the medium could not read their trees.
     left: BTreeSet<u64>,
     free_slots: BTreeSet<u64>,
     slots: u64,
@@ -394,20 +394,20 @@ impl Catalog {
         self.trash.iter().filter_map(|id| self.find(*id))
     }
 
-    /// Leaves a deleted object in place, because its tree cannot be read: until [`Catalog::take_left_again`] if a later
-    /// read may succeed, otherwise until the datastore is opened again.
+    /// Stops dropping a deleted object, because its tree cannot be read. After an I/O error a later read may succeed,
+    /// so the object waits for [`Catalog::take_left_again`]; otherwise it stays until the datastore is opened again.
     pub fn leave_trash(&mut self, id: u64, error: &Error) {
         if self.trash.remove(&id) && error.kind() == ErrorKind::Io {
             self.left.insert(id);
         }
     }
 
-    /// The deleted objects that a failed read has left in place.
+    /// The deleted objects that are not dropped for now, because the medium could not read their trees.
     pub fn left(&self) -> impl Iterator<Item = u64> {
         self.left.iter().copied()
     }
 
-    /// Has a deleted object dropped that a failed read has left in place.
+    /// Continues to drop a deleted object whose tree can be read again.
     pub fn take_left_again(&mut self, id: u64) {
         if self.left.remove(&id) {
             self.trash.insert(id);

@@ -1,15 +1,18 @@
 //! The space of disks and snapshots: what they map, what only they use, and what deleting any set of them would free.
 //!
 //! Everything is counted in a view (`metadata/view.rs`): trees, reference counts and catalog as a checkpoint captured
-//! them at one moment. So the figures are exact for this moment, whatever is written meanwhile, and no lock is held
-//! while trees are walked ([0036](../../../../docs/adr/0036-space-in-a-view.md)).
+//! them at one moment. So the figures are exact for this moment, whatever is written meanwhile, and the metadata lock
+//! is not held while trees are walked ([0036](../../../../docs/adr/0036-space-in-a-view.md)).
 //!
 //! What must hold:
 //!
-//! 1. The moment lies after the call. Everything acknowledged before is in the trees, because a flush precedes it.
-//! 2. A deleted tree that is not dropped yet still has references. The blocks that only it uses become free in any
-//!    case, so they are not counted for another deletion. Blocks that it shares with the trees of another deletion are.
-//! 3. A deleted tree that cannot be read is not dropped: it counts as one that stays, and prevents no other count.
+//! 1. The view is of a moment after the call. A flush precedes the checkpoint, so the trees of the view contain all
+//!    writes that were acknowledged before the call.
+//! 2. A deleted tree that is not dropped yet still has references. Blocks that only deleted trees use become free in
+//!    any case, so no other deletion frees them. Blocks that only deleted trees and the trees of a set use count for
+//!    the set.
+//! 3. A deleted tree that cannot be read is not dropped. The tree counts as one that stays, and no other count fails
+//!    because of it.
 //! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
 //!    are separate because compressed and deduplicated blocks will make them differ.
 
@@ -22,9 +25,9 @@ use crate::tree::{self, Freed, MappedCounter, NodeId};
 use crate::{Error, ErrorKind, Result, is_lost};
 use std::collections::BTreeSet;
 
-/// How many nodes are visited between two questions whether to continue.
+/// The number of nodes that are visited between two calls of `go_on`.
 const NODES_PER_QUESTION: u32 = 64;
-/// The most views that are made until one has no snapshot that is not sealed.
+/// The most views that are made for a count. A view is made again if it contains snapshots that are not sealed.
 const VIEWS_MAX: usize = 4;
 
 /// What deleting disks and snapshots would free, in blocks.
@@ -34,21 +37,20 @@ pub struct WouldFree {
     pub data: u64,
     /// Nodes of the map.
     pub nodes: u64,
-    /// Data blocks that are reserved for writes of thick disks. They are free blocks now, but no other disk may use
-    /// them.
+    /// Data blocks that are reserved for writes of thick disks. They contain no data, but no other disk may use them.
     pub reserved: u64,
 }
 
 /// The space of a disk or snapshot, in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ObjectSpace {
-    /// Logical blocks with space.
+    /// Logical blocks that are mapped to data blocks.
     pub mapped: u64,
-    /// Of these, blocks that read as zeros.
+    /// The part of `mapped` that reads as zeros.
     pub unwritten: u64,
-    /// Data blocks that hold them.
+    /// Data blocks to which the logical blocks are mapped.
     pub stored: u64,
-    /// Of these, data blocks that no other disk or snapshot uses: deleting this one frees them.
+    /// The part of `stored` that no other disk or snapshot uses: deleting this disk or snapshot alone frees it.
     pub exclusive: u64,
     /// Nodes of the map that no other disk or snapshot uses.
     pub nodes: u64,
@@ -71,7 +73,7 @@ struct Deleted {
     freed: Freed,
 }
 
-/// The space of the disks and snapshots at one moment. One exists at a time.
+/// The space of the disks and snapshots at one moment. At most one `Accounts` of an engine exists at a time.
 pub struct Accounts<'a> {
     view: View,
     go_on: &'a dyn Fn() -> bool,
@@ -88,7 +90,8 @@ impl Engine {
         self.accounts(set, go_on)?.would_free(set)
     }
 
-    /// Accounts for these objects, and others that exist. `go_on` returns false to stop a count.
+    /// Accounts of all objects. Waits first until those of `objects` that are snapshots are sealed, so that they have
+    /// trees. `go_on` returns false to stop a count.
     pub fn accounts<'a>(&'a self, objects: &[u64], go_on: &'a dyn Fn() -> bool) -> Result<Accounts<'a>> {
         let counting = self.counting.lock();
         self.flush()?;
@@ -111,11 +114,11 @@ impl Engine {
             if unsealed.is_empty() {
                 break;
             }
-            // No pages are copied for this view while the snapshots are sealed.
+            // Dropped first, so that checkpoints copy no pages for this view while the snapshots are sealed.
             drop(view);
             for snapshot in unsealed {
                 match self.wait_sealed(snapshot) {
-                    // It was deleted meanwhile.
+                    // The snapshot was deleted meanwhile.
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     sealed => sealed?,
                 }
@@ -186,7 +189,8 @@ impl Accounts<'_> {
         let roots: Vec<NodeId> = self.catalog().trash().filter_map(|object| object.root).collect();
         let deleted = match self.drop_all(&roots) {
             Err(error) if is_lost(&error) => {
-                // The medium may have lost a node, or this view a page. In the latter case no count is possible.
+                // The medium may have lost a node, or the view may have lost a page. If the view has, no count in it is
+                // possible, and this check fails.
                 self.view.check()?;
                 self.readable_of(&roots)?
             }
@@ -196,8 +200,8 @@ impl Accounts<'_> {
         Ok(deleted)
     }
 
-    /// Those of these trees that can be dropped together. Two trees may have nodes that only dropping both visits, so
-    /// each tree is tried with the trees before it.
+    /// Those of these trees that can be dropped together. A node that two trees share is visited only if both are
+    /// dropped, so each tree is tried together with the readable trees before it.
     fn readable_of(&mut self, roots: &[NodeId]) -> Result<Deleted> {
         let mut readable = Deleted { roots: Vec::new(), freed: Freed::default() };
         for root in roots {
@@ -212,15 +216,16 @@ impl Accounts<'_> {
         Ok(readable)
     }
 
-    /// What dropping these trees would free, beyond what dropping the deleted trees frees anyway.
+    /// What dropping these trees would free, in addition to what dropping the deleted trees will free.
     fn freed(&mut self, roots: &[NodeId]) -> Result<Freed> {
         let Deleted { roots: deleted, freed: anyway } = self.count_deleted()?;
         let freed = self.drop_all(&[roots, &deleted].concat())?;
-        // Damaged reference counts, which a check reports, must not make the count fail.
+        // If reference counts are damaged, the difference may be negative. A check reports the damage.
         let (data, nodes) = (freed.data.saturating_sub(anyway.data), freed.nodes.saturating_sub(anyway.nodes));
         Ok(Freed { data, nodes })
     }
 
+    /// What dropping these trees would free.
     fn drop_all(&mut self, roots: &[NodeId]) -> Result<Freed> {
         let mut effects = Effects::default();
         let freed = {
@@ -230,14 +235,14 @@ impl Accounts<'_> {
         self.whole(freed)
     }
 
-    /// If pages of the view were lost, what was counted in it is meaningless.
+    /// Returns `counted`, or an error if pages of the view were lost, because the count is meaningless then.
     fn whole<T>(&self, counted: Result<T>) -> Result<T> {
         self.view.check()?;
         counted
     }
 }
 
-/// Asks now and then whether to continue.
+/// A function for each visited node, which fails after `go_on` has returned false.
 fn questions(go_on: &dyn Fn() -> bool) -> impl FnMut() -> Result<()> {
     let mut visited = 0u32;
     move || {

@@ -164,7 +164,7 @@ impl Engine {
             }
         }
         if let Some(run) = new_run(&operation) {
-            // The page of the table may have been evicted since the run was allocated, and lost.
+            // After the run was allocated, the table page with its entries may have been evicted from memory and lost.
             let Meta { data, pages, .. } = &mut *meta;
             data.check_entries(pages, run)?;
         }

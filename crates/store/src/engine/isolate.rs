@@ -52,7 +52,7 @@ pub struct Isolation {
     disks: Mutex<BTreeMap<u64, Isolated>>,
     /// When reads of metadata that a change needs began to fail, and when they failed last.
     failing: Mutex<Option<(Instant, Instant)>>,
-    /// The losses of regions ([`Engine::losses`]) after which a failed change was tried again.
+    /// The value of [`Engine::losses`] when a failed change was last tried again because a region was lost.
     losses: AtomicU64,
 }
 
@@ -208,7 +208,7 @@ impl Engine {
         Ok(())
     }
 
-    /// How often a region of the data files that was in use was lost.
+    /// How many times a region of the data files was excluded from allocation because its table was lost.
     pub(super) fn losses(&self) -> u64 {
         self.meta.lock().data.losses()
     }
@@ -240,7 +240,8 @@ impl Engine {
                 return Some(PAUSE);
             }
         }
-        // The change needed a region of the data files whose table is lost since. The next attempt uses another region.
+        // A region of the data files was lost since the last such retry, so the change may have failed because it used
+        // blocks of this region. The next attempt uses another region.
         let losses = self.losses();
         if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
             return Some(Duration::ZERO);

@@ -67,7 +67,7 @@ pub(super) struct Watch {
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
-    /// When unreadable tables and trees were read last.
+    /// When [`Engine::load_unreadable`] was called last.
     read_again: Instant,
 }
 
@@ -323,7 +323,7 @@ impl Engine {
             let meta = self.meta.lock();
             (meta.catalog.left().collect::<Vec<u64>>(), meta.data.unreadable(), meta.map.unreadable())
         };
-        // The pages are read without the lock. If a read fails, the object stays in place, or the region stays unused.
+        // The pages are read without the lock. If a read fails, the object is not dropped, or the region stays unused.
         for object in left {
             let operation = Operation::Drop { object, steps: DROP_STEPS };
             let readable = self.meta.look(|meta| meta.check_readable(&operation));
@@ -333,7 +333,8 @@ impl Engine {
         }
         for number in data {
             let _ = self.meta.look(|meta| {
-                // Changes that are being appended are not pending, and what they freed is not durable yet.
+                // While changes are being appended, the blocks that they freed are not known here, and are not durably
+                // free. `retain_freed` would leave them allocatable.
                 if !meta.pending.is_appending() {
                     meta.data.load_again(&mut meta.pages, number)?;
                     meta.retain_freed();

@@ -53,7 +53,7 @@ pub struct KeptPages {
     state: Mutex<KeptState>,
 }
 
-/// Pages are copied for a reader while this exists.
+/// A reader's registration: checkpoints copy pages for the reader until this is dropped.
 pub struct Keeping {
     kept: Arc<Kept>,
     pages: Arc<KeptPages>,
@@ -104,7 +104,7 @@ impl KeptPages {
             Ok(()) => match self.overflow(&mut state, &page) {
                 Ok(number) => Image::Overflow(number),
                 Err(error) => {
-                    tracing::warn!(%error, "a check or count cannot continue, because a page cannot be kept for it");
+                    tracing::warn!(%error, "a check or count of space will fail: a page cannot be copied for it");
                     state.failure = Some(error.to_string());
                     return;
                 }
@@ -187,7 +187,7 @@ fn lost(failure: &str) -> Error {
     Error::new(
         ErrorKind::Io,
         format!(
-            "the metadata as it was cannot be read further while the datastore is written ({failure}); free space in \
+            "the copy of a metadata page that a write has replaced cannot be made or read ({failure}); free space in \
              the file system, or try again when fewer writes are made"
         ),
     )

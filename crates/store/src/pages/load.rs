@@ -99,8 +99,8 @@ impl Pages {
         self.lost = lost;
     }
 
-    /// Ends [`Pages::defer`]: lookups read from the files again. Returns the missed pages in file order, none of them
-    /// lost, and the lost pages.
+    /// Ends [`Pages::defer`]: lookups read from the files again. Returns the missed pages that are not lost, in file
+    /// order, and the lost pages that were given to [`Pages::defer`].
     pub fn undefer(&mut self) -> (Vec<PageKey>, FxHashMap<PageKey, Error>) {
         self.deferring = false;
         (self.take_absent(), std::mem::take(&mut self.lost))

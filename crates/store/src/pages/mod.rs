@@ -110,13 +110,13 @@ pub struct Pages {
     /// True while lookups record the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
-    /// Lost pages, while lookups defer: a lookup that misses one of them gets the error of its read.
+    /// While `deferring`: pages that are lost. A lookup that misses such a page fails with the error of its read.
     lost: FxHashMap<PageKey, Error>,
     /// Pages being read without the lock.
     loading: FxHashMap<PageKey, Arc<Load>>,
     /// Number of hits at the last miss.
     hits_at_miss: u64,
-    /// For a reader of an older state: copies of pages that were overwritten since.
+    /// For a reader of an older state: the copies of pages that checkpoints have overwritten since then.
     kept: Option<Arc<KeptPages>>,
     /// Restores damaged pages, during a repair and for a salvage.
     mender: Option<Arc<Mender>>,

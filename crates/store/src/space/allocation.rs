@@ -11,7 +11,8 @@ pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only after a search has
 /// found no such run.
 pub(super) const GOOD_RUN: u64 = 16;
-/// The most runs that are remembered because they have grown to this length. Further ones are found by their turn.
+/// The most entries of `Space::grown`. Further runs that have grown to [`GOOD_RUN`] blocks are allocated when the
+/// search for any free block reaches them.
 const GROWN_MAX: usize = 256;
 
 impl Space {
@@ -115,8 +116,8 @@ impl Space {
         }
     }
 
-    /// Stops the use of a region for allocation, because a part of its table is lost. Bitmaps in memory stay, and are
-    /// kept up to date, because the table does not show which blocks are allocated or freed at the moment.
+    /// Excludes a region from allocation, because a part of its table is lost. Bitmaps in memory stay and are updated,
+    /// because they also have allocations and releases of blocks that the table does not show yet.
     fn lose(&mut self, number: u64, error: &Error) {
         tracing::error!(%error, region = number, "a region is not used for allocation: its table is lost");
         let region = &mut self.regions[number as usize];
@@ -125,14 +126,14 @@ impl Space {
         region.lose(error);
     }
 
-    /// How often a region that was in use was lost. After a failure for which this number has grown, another attempt
-    /// uses other regions.
+    /// How many times a region was excluded from allocation because its table was lost. If the number has increased
+    /// during a change that failed, another attempt uses other regions.
     pub fn losses(&self) -> u64 {
         self.losses
     }
 
-    /// Fails if an entry of a run cannot be read, although the bitmaps of its region may be in memory. The region is
-    /// then not used for allocation.
+    /// Fails if the table entry of a block in a run cannot be read, and excludes the region from allocation if the page
+    /// is lost. The bitmaps of the region may be in memory although the page is not.
     pub fn check_entries(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         for page in run.start / TABLE_ENTRIES..(run.start + run.blocks).div_ceil(TABLE_ENTRIES) {
             if let Err(error) = pages.get(PageKey::new(self.table, page)) {
@@ -145,7 +146,7 @@ impl Space {
         Ok(())
     }
 
-    /// Whether all entries of a run can be read, for a search that otherwise passes over the region.
+    /// Whether all table entries of a run can be read. For a search, which skips the region otherwise.
     pub(super) fn has_entries(&mut self, pages: &mut Pages, run: Run) -> Result<bool> {
         match self.check_entries(pages, run) {
             Err(error) if is_lost(&error) => Ok(false),
@@ -153,8 +154,8 @@ impl Space {
         }
     }
 
-    /// Reads the entries of the next blocks that single allocations will get. A region that has lost one of them is not
-    /// used for allocation any more.
+    /// Reads the table entries of the next blocks that allocations of single blocks will return. If an entry of a
+    /// region is lost, excludes the region from allocation and continues with the next one.
     pub fn check_next(&mut self, pages: &mut Pages, blocks: u64) -> Result<()> {
         let count = self.regions();
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
@@ -177,7 +178,7 @@ impl Space {
         Ok(())
     }
 
-    /// Uses a lost region with bitmaps in memory again, if its whole table can be read.
+    /// Makes a lost region with bitmaps in memory available for allocation again, if its whole table can be read.
     pub(super) fn regain(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
         let table = number * REGION_PAGES..(number + 1) * REGION_PAGES;
         if pages.is_deferring() {
@@ -247,7 +248,7 @@ impl Space {
         if good > 1 { self.search(pages, 1, want) } else { Ok(None) }
     }
 
-    /// The run that a search for `want` blocks allocates before others, because it has grown from shorter ones.
+    /// The run of `grown` that the next allocation of `want` blocks returns; `None` if that allocation uses none.
     pub(super) fn next_grown(&self, want: u64) -> Option<Run> {
         let good = want.min(GOOD_RUN);
         let mut starts = self.grown.iter().filter(|_| self.fragmented && good > 1);
@@ -290,7 +291,7 @@ impl Space {
                 let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
                 if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
                     let run = Run { start: number * REGION_BLOCKS + first, blocks };
-                    // The table may have been lost since the bitmaps were loaded. The change that uses the run would
+                    // The table may have been lost after the bitmaps were loaded. A change that uses the run would then
                     // fail half-way.
                     if self.has_entries(pages, run)? {
                         self.mark(run, true);

@@ -74,13 +74,14 @@ pub struct Space {
     dirty_regions: BTreeSet<u64>,
     counts: SpaceCounts,
     cursor: u64,
-    /// No run of the preferred length was found, and since then none was released as a whole or got space.
+    /// The last search for a free run of the preferred length ([`allocation::GOOD_RUN`]) found none. Since then, no run
+    /// of this length was released in one call, and the file system has allocated no more space.
     fragmented: bool,
-    /// While `fragmented`: where runs of the preferred length have grown from shorter ones since. Another search of all
-    /// regions for the few such runs would take too long.
+    /// While `fragmented`: the starts of runs that have reached the preferred length because adjacent shorter runs were
+    /// released. Searching all regions for these few runs would take too long.
     grown: VecDeque<u64>,
     extension_hint: u64,
-    /// How often a region that was in use was lost.
+    /// See [`Space::losses`].
     losses: u64,
     /// Map only: blocks below this are backed.
     backed_length: u64,
@@ -406,13 +407,13 @@ impl Space {
         Ok(())
     }
 
-    /// Counts every region without bitmaps in memory, at the end of a repair. A lost region is used again if its whole
-    /// table can be read.
+    /// Counts every region without bitmaps in memory, at the end of a repair. A lost region with bitmaps in memory is
+    /// used again if its whole table can be read.
     pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
             if region.bitmaps.is_some() {
-                // The counts are exact. The repair may have restored the table.
+                // The counts of a region with bitmaps are exact. The repair may have restored its table.
                 if region.is_lost()
                     && let Err(error) = self.regain(pages, number)
                     && !is_lost(&error)

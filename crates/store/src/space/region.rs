@@ -165,8 +165,8 @@ impl Bitmaps {
         find_run(from, least, most, |word| self.backed[word] & !self.used[word])
     }
 
-    /// The start of a run of at least `least` free backed blocks that contains a block. At most `least` blocks before
-    /// the block are examined.
+    /// The start of a run of at least `least` free backed blocks that contains `block`. At most `least` blocks before
+    /// `block` are examined.
     pub fn free_around(&self, block: u64, least: u64) -> Option<u64> {
         let is_free =
             |at: u64| (self.backed[(at / 64) as usize] & !self.used[(at / 64) as usize]) >> (at % 64) & 1 == 1;

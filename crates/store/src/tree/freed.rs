@@ -1,16 +1,18 @@
 //! What dropping trees would free, and how many blocks trees map.
 //!
-//! A node dies if all its references come from the dropped roots and from dying nodes. A data block is freed if all
-//! leaf entries that map it are in dying leaves. Both are decided by the counts in the tables, so no other tree is
-//! read, and the cost depends on what would be freed.
+//! A node *dies*, that is, it would be freed, if all its references come from the dropped roots and from dying nodes. A
+//! data block would be freed if all leaf entries that map it are in dying leaves. The walk counts these references and
+//! compares them with the reference counts in the tables. So it reads no other tree, and its cost depends on what would
+//! be freed.
 //!
-//! The nodes are decided level by level, from the highest on: a pass walks down the dying nodes and counts their
-//! references to the nodes of one level. A last pass counts the references of the dying leaves to data blocks.
+//! The dying nodes are determined level by level, from the highest level down: a pass walks down the dying nodes and
+//! counts their references to the nodes of one level. After that, passes count the references of the dying leaves to
+//! data blocks.
 //!
 //! What must hold:
 //!
-//! 1. When the references to the nodes of a level are counted, it is known which nodes above that level die.
-//! 2. A pass enters each dying node once, so that each entry counts once.
+//! 1. Before the references to the nodes of a level are counted, the dying nodes of all higher levels are known.
+//! 2. A pass visits the entries of each dying node once, so that each entry counts once.
 //! 3. Memory is limited: two bits for each node of the map, and [`COUNTED_PAGES_MAX`] pages of counts. If more nodes or
 //!    blocks have several references, a pass counts those with low numbers, and further passes count the others.
 
@@ -21,9 +23,9 @@ use std::ops::Range;
 
 /// Nodes or blocks in one page of counts.
 const COUNTED_PER_PAGE: usize = 1024;
-/// The most pages of counts: 64 MiB, for blocks with 64 GiB of data. Fewer in tests, so that several passes are made.
+/// The most pages of counts: 64 MiB, for blocks with 64 GiB of data. Tests use fewer, so that they make several passes.
 const COUNTED_PAGES_MAX: usize = if cfg!(test) { 3 } else { 16_384 };
-/// The most shared nodes for which the number of blocks that they map is remembered (32 MiB).
+/// The most nodes in the cache of [`MappedCounter`] (32 MiB).
 const REMEMBERED_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// Access to the reference counts of data blocks.
@@ -86,7 +88,8 @@ impl Bits {
         self.0.get((id.0 / 64) as usize).is_some_and(|word| word >> (id.0 % 64) & 1 == 1)
     }
 
-    /// Adds a node, which the table of nodes must count. False if the set had it already.
+    /// Adds a node. The caller has read its reference count, so `id` is within the table of nodes, and the set cannot
+    /// become larger than the table. False if the set already contained the node.
     fn insert(&mut self, id: NodeId) -> bool {
         let (word, bit) = ((id.0 / 64) as usize, 1 << (id.0 % 64));
         if word >= self.0.len() {
@@ -102,9 +105,10 @@ impl Bits {
     }
 }
 
-/// References counted on nodes or blocks that have several.
+/// Counted references to nodes or blocks, for those that have several references.
 struct Counts {
-    /// For each number one more than the references that are left; 0 if none was counted.
+    /// For the number of each node or block: the references that were not counted yet, plus one; 0 if no reference was
+    /// counted.
     pages: FxHashMap<u64, Box<[u32; COUNTED_PER_PAGE]>>,
     /// The numbers that this pass counts.
     window: Range<u64>,
@@ -115,7 +119,7 @@ impl Counts {
         Self { pages: FxHashMap::default(), window: from..u64::MAX }
     }
 
-    /// Counts a reference to `number`, which has `references` in the table.
+    /// Counts one reference to node or block `number`, which has `references` references in the table.
     fn count(&mut self, number: u64, references: u32) {
         if !self.window.contains(&number) {
             return;
@@ -160,11 +164,11 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
-    /// The most references that the trees can have on a node or block: a tree refers to each at most once.
+    /// The most references that these trees can have to a node or block, because one tree refers to it at most once.
     most: u32,
-    /// Nodes with several references that die.
+    /// Dying nodes with several references. A node with one reference dies if the walk reaches it.
     dying: Bits,
-    /// Nodes with several references that the pass has entered.
+    /// Nodes with several references that the current pass has visited.
     entered: Bits,
     go_on: &'a mut dyn FnMut() -> Result<()>,
 }
@@ -179,7 +183,7 @@ enum Pass {
 }
 
 impl<S: DataReferences + ?Sized> Dropping<'_, S> {
-    /// Decides which nodes of a level die.
+    /// Determines the dying nodes of a level.
     fn decide(&mut self, level: u8) -> Result<()> {
         let mut counts = Some(Counts::new(0));
         while let Some(mut now) = counts {
@@ -215,7 +219,8 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
         Ok(())
     }
 
-    /// Called for each reference of a dropped root or dying node. Recursive, with one call for each level of the tree.
+    /// Called for each reference that would be dropped: once for each root, and for each reference of a dying node.
+    /// Recursive, with one call for each level of the tree.
     fn reach(&mut self, id: NodeId, level: u8, pass: &Pass, counts: &mut Counts, freed: &mut Freed) -> Result<()> {
         let references = references(self.store, id)?;
         let wanted = match pass {
@@ -223,7 +228,8 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
             Pass::Blocks { .. } => None,
         };
         if wanted.is_some_and(|wanted| wanted >= level) {
-            // A root may be lower than the level of the pass. A node with one reference dies without being counted.
+            // A root may be below the level of the pass. A node dies if its only reference would be dropped, so it
+            // needs no count.
             if wanted == Some(level) && (2..=self.most).contains(&references) {
                 counts.count(id.0, references);
             }
@@ -268,12 +274,12 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
 pub struct MappedBlocks {
     /// All mapped blocks.
     pub all: u64,
-    /// Of these, blocks that read as zeros.
+    /// The part of `all` that reads as zeros.
     pub unwritten: u64,
 }
 
-/// Counts the blocks that trees map. Nodes that several trees share are read once, as far as their counts can be
-/// remembered.
+/// Counts the blocks that trees map. Caches the counts of up to [`REMEMBERED_MAX`] nodes with several references, so
+/// that the parts that trees share are read once.
 #[derive(Default)]
 pub struct MappedCounter {
     known: FxHashMap<NodeId, MappedBlocks>,

@@ -36,7 +36,7 @@
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `reach` | how many pages a `replace` would change |
-//! | `freed` | what dropping trees would free, and how much they map |
+//! | `freed` | counting what dropping trees would free, and the blocks that trees map |
 //! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
 //! | `unreadable` | which parts of a range cannot be changed |

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `memory` | the store of the tests: it asserts the contract of [`NodeStore`](super::NodeStore) at every call |
 //! | `model` | random operations on many trees equal ordinary maps; reference counts are exact, no page leaks |
-//! | `freed` | what dropping trees would free is what dropping them frees |
+//! | `freed` | the count of what dropping trees would free equals what dropping them frees |
 //! | `shape` | fill, depth and the cost of operations |
 //! | `damage` | invalid pages are refused; inconsistent trees cause errors, not panics or endless loops |
 

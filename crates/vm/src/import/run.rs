@@ -30,8 +30,8 @@ pub struct How {
     pub rate: u64,
 }
 
-/// Adds to an error the machine and the disk that it concerns. The file of a machine that consists of an image is named
-/// only once.
+/// Adds the source of the machine and the disk to an error. If the error already names the source, because the machine
+/// is imported from a single image, adds only the disk.
 fn of_disk(error: Error, source: &Path, label: &str) -> Error {
     let source = format!("'{}'", source.display());
     match error.to_string().contains(&source) {

@@ -217,8 +217,8 @@ impl Process {
     }
 }
 
-/// The process that holds the lock on a file. A symbolic link is not followed: the holder of a lock elsewhere is not
-/// the machine's QEMU.
+/// The process that holds the lock on a file. A symbolic link is not followed, because it may lead to a file that a
+/// process other than the machine's QEMU has locked.
 fn holder(file: &Path) -> Result<Option<Pid>> {
     let not_followed = OFlags::NOFOLLOW.bits().cast_signed();
     let opened = match fs::OpenOptions::new().read(true).write(true).custom_flags(not_followed).open(file) {

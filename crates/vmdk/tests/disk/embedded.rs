@@ -1,5 +1,5 @@
-//! Adopted chains of images whose descriptors are inside the extents. Such a descriptor is overwritten in place, so the
-//! record has the complete new text before.
+//! Adopted chains of images that have their descriptors inside the extents. Such a descriptor is overwritten in place,
+//! so the record gets the complete new text before that.
 
 use crate::world::{Random, options, read};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -25,8 +25,8 @@ fn place(machine: &SimulatedDisk, name: &str) -> Place {
     Place { folder: Folder::plain(machine.directory()), name: name.to_owned() }
 }
 
-/// Adds a comment, which lamina drops when it writes the text again, and a long entry: the new text differs from the
-/// old one in several sectors.
+/// Adds a comment, which lamina drops when it writes the text again, and a long entry, so that the text that lamina
+/// writes differs from the old text in several sectors.
 fn written_elsewhere(machine: &SimulatedDisk, name: &str) {
     let file = place(machine, name).open(IoMode::Buffered, Access::ReadWrite).unwrap();
     let range = storage::embedded_usual();
@@ -52,7 +52,7 @@ fn adopted(machine: &SimulatedDisk) -> (Arc<Disk>, Vec<u8>) {
     adopted_with(machine, NAMES[1])
 }
 
-/// As [`adopted`], with a snapshot of this image.
+/// As [`adopted`], with a snapshot of `image_of_snapshot`.
 fn adopted_with(machine: &SimulatedDisk, image_of_snapshot: &str) -> (Arc<Disk>, Vec<u8>) {
     let folder = Folder::plain(machine.directory());
     let mut random = Random::new(7);
@@ -83,8 +83,8 @@ fn adopted_with(machine: &SimulatedDisk, image_of_snapshot: &str) -> (Arc<Disk>,
     (disk, content)
 }
 
-/// A merge into an image below or above: the descriptor that its undoing corrects is that of the first or second child,
-/// which is not the head.
+/// A merge into the image below or above. Undoing the merge corrects the descriptor of the first or second child, which
+/// is not the head.
 fn merge(disk: &Disk, side: Direction) -> Result<(), error::Error> {
     disk.snapshot(&NewSnapshot::named("top"))?;
     disk.delete_snapshot("s", Some(side), &NoProgress)
@@ -120,7 +120,7 @@ fn is_whole(machine: &SimulatedDisk, content: &[u8], before: &[Descriptor], cont
     disk
 }
 
-/// The states after power cuts in a merge, with the number of the cut, as `act` gets them.
+/// Calls `act` with the state after each power cut in a merge, and a text that names the cut.
 fn cut_merges(mut act: impl FnMut(&SimulatedDisk, &[u8], &[Descriptor], String)) {
     for (side, seed) in [Direction::Down, Direction::Up].into_iter().flat_map(|side| [(side, 0), (side, 1)]) {
         for cut in 0.. {

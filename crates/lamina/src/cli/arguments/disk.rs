@@ -248,7 +248,7 @@ pub enum DiskCommand {
     },
     /// Delete a disk with its snapshots. Refused if linked clones are based on the snapshots.
     Delete {
-        /// The disk; with --dry-run one or more.
+        /// The disk. With --dry-run, one or more disks.
         #[arg(value_name = "NAME", value_parser = parse_disk, required = true)]
         names: Vec<String>,
         /// Show what deleting the disks together would free, and delete nothing.
@@ -323,7 +323,7 @@ pub enum DiskCommand {
     Import(DiskImport),
 }
 
-/// The only one of several names that an option permits; an error if there are more.
+/// The only name in a list; an error if there are more.
 pub fn only_one<T>(names: &[T]) -> Result<&T, String> {
     match names {
         [name] => Ok(name),

@@ -44,7 +44,7 @@ pub enum SnapshotCommand {
     },
     /// Delete a snapshot; other states of the disk keep their data.
     Delete {
-        /// The snapshot; with --dry-run one or more.
+        /// The snapshot. With --dry-run, one or more snapshots.
         #[arg(value_name = "DISK@SNAPSHOT", required = true)]
         snapshots: Vec<SnapshotAddress>,
         /// Show what deleting the snapshots together would free, and delete nothing.

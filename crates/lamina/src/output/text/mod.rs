@@ -108,7 +108,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("  reserved", format!("{} (for thick disks)", size(status.reserved))),
         ("  metadata", size(status.metadata)),
         ("  reclaimable", size(status.reclaimable)),
-        ("  held", format!("{} (the part of it that is not usable yet)", size(status.held))),
+        ("  held", format!("{} (the part of reclaimable that is not usable yet)", size(status.held))),
         ("provisioned", size(status.provisioned)),
         ("over-commit ratio", status.overcommit_ratio.clone()),
         ("disks", status.disks.to_string()),

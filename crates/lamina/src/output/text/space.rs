@@ -16,7 +16,7 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     let mut table = Table::new(&columns);
     let known = |bytes: Option<u64>| bytes.map_or_else(|| "-".into(), size);
     let row = |name: String, of: &SpaceUse, rest: [Option<u64>; 2]| {
-        // The images of a snapshot in VMware's formats are levels of the disk's chain.
+        // A snapshot in VMware's formats has no figures of its own, because its images are levels of the disk's chain.
         let own = |bytes: u64| if of.stored == 0 && of.exclusive.is_none() { "-".into() } else { size(bytes) };
         let mut cells = vec![name, size(of.provisioned), own(of.mapped), own(of.stored)];
         cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
@@ -45,19 +45,19 @@ pub fn print_would_free(out: &mut dyn Write, free: &WouldFree) -> io::Result<()>
         .extend(names.into_iter().filter(|(_, names)| !names.is_empty()).map(|(what, names)| (what, names.join(", "))));
     facts.push(("frees", format!("{} ({} bytes)", size(free.freed), free.freed)));
     facts.push(("  data", format!("{} ({})", size(free.data), count(free.data_blocks, "block"))));
-    facts.push(("  metadata", format!("{} (for other metadata)", size(free.metadata))));
+    facts.push(("  metadata", format!("{} (usable for metadata only)", size(free.metadata))));
     facts.push(("  images", size(free.images)));
     if free.reserved > 0 {
-        facts.push(("reserved", format!("{} for writes of thick disks become usable for others", size(free.reserved))));
+        facts.push(("reserved", format!("{} of thick disks become usable for other disks", size(free.reserved))));
     }
     if free.held > 0 {
-        facts.push(("held", format!("{} that were freed before are not usable yet", size(free.held))));
+        facts.push(("held", format!("{} of earlier deletions and discards are not usable yet", size(free.held))));
     }
     if free.images_merged > 0 {
         facts.push(("merges", format!("{} into others", count(free.images_merged, "image"))));
     }
     if free.images_kept > 0 {
-        facts.push(("keeps", format!("{}: other states need them", count(free.images_kept, "image"))));
+        facts.push(("keeps", format!("{} that other states of the disk need", count(free.images_kept, "image"))));
     }
     facts.extend(free.estimate.clone().map(|why| ("estimate", why)));
     print_facts(out, &facts)?;

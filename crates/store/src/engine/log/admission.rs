@@ -69,10 +69,11 @@ pub struct Admission {
     pending: AtomicU64,
     /// Pages that the next checkpoint has to write.
     dirty: AtomicU64,
-    /// Table pages of announced blocks: recovery would change them, but they are not dirty now. A page that several
-    /// announcements concern counts once, so overwriting the same blocks repeatedly requests no checkpoint.
+    /// Numbers of the table pages of announced blocks: recovery would change these pages, but they are not dirty now.
+    /// A page counts once, however many announcements concern it, so overwriting the same blocks repeatedly requests no
+    /// checkpoint.
     announced_pages: Mutex<BTreeSet<u64>>,
-    /// The number of these pages.
+    /// The number of pages in `announced_pages`.
     announced: AtomicU64,
     /// Pages that the checkpoint under way has captured, and those that its appends will dirty.
     captured: AtomicU64,

@@ -1,9 +1,10 @@
 //! Reads metadata into memory without waiting for the medium under the metadata lock.
 //!
 //! A lookup that misses pages releases the lock, reads the pages and starts again ([`Metadata::look`], [`Fetch`]). If
-//! such a page is lost, the lookup gets the error of the read where it needs the page, and may do without the page: a
-//! search for free blocks passes over its region. A
-//! change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
+//! such a page is lost (damaged or unreadable), the restarted lookup gets the error of the read when it accesses the
+//! page. The lookup may continue without the page: a search for free blocks skips the region that the page describes.
+//!
+//! A change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
 //! missing pages, and they are read without the lock. Both are repeated until no page is missing
 //! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. Those are read under
 //! the lock; [`crate::pages::PageStatistics::locked`] counts them.
@@ -37,7 +38,7 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
 pub(crate) struct Fetch {
     looks: usize,
     held: Vec<Arc<Block>>,
-    /// Pages that are lost, with the errors of their reads.
+    /// Lost pages that the lookup has missed, with the errors of their reads.
     lost: FxHashMap<PageKey, Error>,
 }
 
@@ -70,7 +71,7 @@ impl Metadata {
             match looked {
                 Ok(outcome) => return outcome,
                 Err(absent) => match self.load_pages(absent, &mut fetch) {
-                    // The next look gets this error, and decides what it means.
+                    // The next call of `look` gets this error when it accesses the page, and may continue without it.
                     Err(error) if is_lost(&error) => {}
                     other => other?,
                 },

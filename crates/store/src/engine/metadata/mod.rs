@@ -57,7 +57,7 @@ pub struct Meta {
     holds: Holds,
     /// Height of the highest known tree.
     levels: u64,
-    /// For a requested view: the catalog and the counts as the next checkpoint captures them.
+    /// `Some` if a view was requested: the catalog and the counts, which the next checkpoint captures.
     viewed: Option<(Catalog, StoreCounts)>,
 }
 
@@ -184,7 +184,9 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
-    /// Marks freed blocks as used, in regions whose bitmaps were rebuilt from the table: they may still be needed.
+    /// After bitmaps were rebuilt from the table: marks those blocks as used that are free in the table but cannot be
+    /// reused yet, because their freeing is not durable or reads may refer to them. Does not find the blocks that
+    /// changes being appended have freed.
     pub(crate) fn retain_freed(&mut self) {
         let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
         for run in pending.chain(self.freed.waiting()) {

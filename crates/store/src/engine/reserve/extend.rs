@@ -54,7 +54,7 @@ impl Engine {
                     searched = true;
                     self.return_unclaimed_room(true, || self.running.goes_on());
                 }
-                // The table that would describe the space was lost meanwhile. The next attempt uses another region.
+                // The table of the region for the new space was lost meanwhile. The next attempt uses another region.
                 Err(error) if is_lost(&error) && self.losses() > losses => {}
                 other => other?,
             }
@@ -90,7 +90,8 @@ impl Engine {
             Ok(()) => {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_run(run));
                 let noted = self.note_backed(&mut self.meta.lock(), run);
-                // The hole is punched without the metadata lock. No other reservation takes the run meanwhile.
+                // A hole is punched without the metadata lock. The lock on extending is held, so no other reservation
+                // chooses the run meanwhile.
                 self.return_unrecorded(run, noted)
             }
             Err(error) if error.kind() == ErrorKind::NoSpace && *largest > EXTENSION_LEAST => {
@@ -151,7 +152,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns reserved space that no record describes.
+    /// Returns the reserved space of a run to the file system. No record describes this space.
     fn return_run(&self, run: Run) -> Result<()> {
         let (file, offset) = self.files.locate(run)?;
         // Punching a hole needs free space on some file systems, so it may fail.
@@ -177,7 +178,7 @@ impl Engine {
         ))
     }
 
-    /// Returns reserved space that could not be recorded, and the error.
+    /// Passes on the result `noted` of recording a reservation. After a failure, returns the space to the file system.
     fn return_unrecorded(&self, run: Run, noted: Result<()>) -> Result<()> {
         if noted.is_err() && !self.running.is_stopped() {
             self.return_run(run)?;
@@ -188,7 +189,7 @@ impl Engine {
     /// Records a reservation. If that fails, the caller returns the space.
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
         let Meta { data, pages, .. } = &mut *meta;
-        // If an entry is lost, the region is skipped from now on.
+        // If an entry is lost, this excludes the region from further reservations.
         data.check_entries(pages, run)?;
         // The reservation must be durable before the journal describes it.
         let gate = self.log.clocks.wrote_home();

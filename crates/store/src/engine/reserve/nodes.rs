@@ -59,7 +59,8 @@ impl Drop for Changes<'_> {
     }
 }
 
-/// The error of a change for which no node is free: the damage that takes nodes away, or a full file system.
+/// The error of a change for which no node is free: damage of the table of nodes, if free nodes cannot be used because
+/// of it, otherwise a full file system.
 pub(crate) fn map_is_full(meta: &Meta) -> Error {
     let full = || {
         Error::new(

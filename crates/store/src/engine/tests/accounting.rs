@@ -1,5 +1,5 @@
-//! The space that a deletion would free is the space that it frees: random histories of disks, snapshots and clones, of
-//! which random sets are counted and then deleted.
+//! The counted space equals the space that a deletion frees: in random histories of disks, snapshots and clones, random
+//! sets are counted and then deleted.
 //!
 //! `LAMINA_SETS` sets the number of sets, `LAMINA_SETS_FROM` the first seed.
 
@@ -18,7 +18,7 @@ fn go_on() -> bool {
     true
 }
 
-/// What a deletion changes.
+/// The blocks and nodes in use, which a deletion changes.
 fn used(engine: &Engine) -> WouldFree {
     let StoreCounts { data, map, reserved, .. } = engine.counts();
     let used = |counts: SpaceCounts| counts.used;
@@ -244,7 +244,7 @@ fn a_deleted_disk_that_cannot_be_read_prevents_no_count_of_others() {
 fn a_view_for_a_count_waits_until_a_snapshot_taken_meanwhile_has_its_tree() {
     let (_disk, engine) = made();
     (0..40).for_each(|block| write(&engine, block, 1));
-    // As if it were taken after the flush that precedes the view.
+    // This snapshot stands for a snapshot that is taken after the flush and before the view.
     let snapshot = take(&engine, 1, "s");
     let state = engine.with_catalog(|catalog| catalog.get(snapshot).unwrap().state);
     assert_eq!(state, ObjectState::Unsealed);

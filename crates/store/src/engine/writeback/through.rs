@@ -85,7 +85,8 @@ impl Engine {
                 Ok(Outcome::Done) => return Ok(true),
                 Ok(Outcome::Buffer) => return Ok(false),
                 Ok(Outcome::Announce(runs)) => self.announce_ahead(&runs)?,
-                // The table of the new blocks was lost meanwhile. The write-back of the buffer uses another region.
+                // The table page of the new blocks was lost meanwhile. The write enters the buffer, and its write-back
+                // allocates blocks of another region.
                 Err(error) if is_lost(&error) && self.losses() > losses => return Ok(false),
                 Err(error) => return Err(error),
             }

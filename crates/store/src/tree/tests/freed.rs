@@ -1,5 +1,5 @@
-//! What dropping trees would free is what dropping them frees, on trees of up to three levels, with so many shared
-//! nodes and blocks that they are counted in several passes.
+//! The count of what dropping trees would free equals what dropping them frees, on trees of up to three levels, with so
+//! many shared nodes and blocks that several passes count them.
 
 use super::Random;
 use super::memory::{Memory, content};
