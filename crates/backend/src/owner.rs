@@ -156,7 +156,7 @@ pub struct Misowned {
     pub user: u32,
     /// The user to whom the folder belongs.
     pub wanted: u32,
-    /// Whether the file has other names, so that [`give_back`] does not change it.
+    /// Whether the file has several names (hard links), so that [`give_back`] does not change it.
     pub linked: bool,
 }
 

@@ -8,8 +8,8 @@ use uuid::{Builder, Uuid};
 /// The longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
 
-/// Checks the name of a new disk or snapshot: it must be usable unquoted in shells, URIs and NBD export names, and no
-/// other name may look the same.
+/// Checks the name of a new disk or snapshot: it must be usable unquoted in shells, URIs and NBD export names, and
+/// must not contain invisible characters, because two names could look alike.
 pub fn check(what: &str, name: &str) -> Result<()> {
     check_existing(what, name)?;
     match name.chars().find(|c| is_hidden(*c)) {

@@ -14,7 +14,7 @@ use testkit::process::{Store, run};
 const BLOCK: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
-/// Data blocks and map nodes in use, in bytes. A check drops what was deleted before.
+/// Data blocks and map nodes in use, in bytes. The check drops the trees of deleted disks and snapshots first.
 fn used(store: &Store) -> (u64, u64) {
     let report = store.run("check --json").json();
     assert_eq!(report["findings"], Value::Array(Vec::new()));

@@ -177,8 +177,8 @@ impl Disk {
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
     }
 
-    /// Overwrites only the digits of the CIDs that a settlement corrects in a descriptor inside an extent. No chain has
-    /// the image open for writing.
+    /// Overwrites only the digits of the CIDs that a settlement corrects in a descriptor inside an extent. Called only
+    /// while no chain has the image open for writing.
     pub(crate) fn renumber(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let file = self.place(record, record.node(settlement.node)?)?.open(IoMode::Buffered, Access::ReadWrite)?;
         let Some((range, mut descriptor)) = storage::load_embedded(&*file)? else { return Ok(()) };

@@ -35,7 +35,7 @@ pub struct Preview {
 }
 
 impl Disk {
-    /// What deleting the disk would free. Fails while another operation is under way, as the deletion would.
+    /// What deleting the disk would free. Fails while another operation is under way, because the deletion would fail.
     pub fn preview_delete(&self) -> Result<Preview> {
         self.could_begin_over("counting its space")?;
         Ok(Preview { removed: self.bytes_made()?, ..Preview::default() })

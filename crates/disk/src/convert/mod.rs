@@ -189,7 +189,7 @@ fn disk_target<'a>(
         TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
         TargetFormat::StreamOptimized | TargetFormat::Ova => {
             let text = format!(
-                "disk '{name}' cannot be {format}, a format for files that are not written again: name a file as the \
+                "disk '{name}' cannot be {format}, because files of this format are never changed: name a file as the \
                  target, or give --format native or another format of disks"
             );
             return Err(Error::new(ErrorKind::Unsupported, text));

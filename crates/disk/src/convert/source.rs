@@ -111,11 +111,12 @@ pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
     Chain::open(label, opened.layers(), options)
 }
 
-/// Whether the file is read as an archive: if the user gave no format, it has the suffix `.ova` and begins like a tar
-/// archive. The first bytes alone are not sufficient, because a guest can write the first bytes of a raw disk.
+/// Whether the file is read as an archive. If the user has given a format, this format decides. Otherwise the file must
+/// have the suffix `.ova` and begin like a tar archive. The first bytes alone are not sufficient, because a guest can
+/// write the first bytes of a raw disk.
 ///
 /// # Errors
-/// `Corrupt` if the file has the suffix and begins like no archive and no image.
+/// `Corrupt` if no format is given, and the file has the suffix but begins neither like an archive nor like an image.
 pub(crate) fn is_archive(place: &Place, format: Option<SourceFormat>) -> Result<bool> {
     if format.is_some() || !place.name.to_ascii_lowercase().ends_with(".ova") {
         return Ok(format == Some(SourceFormat::Ova));

@@ -1,4 +1,4 @@
-//! Space: what disks and snapshots use, and what deleting any of them would free.
+//! The space that disks and snapshots use, and what deleting any of them would free.
 
 use super::Datastore;
 use crate::space::{DatastoreSpace, Deletion, WouldFree};

@@ -139,7 +139,7 @@ impl Server {
                 insecure_tcp: config.allow_insecure_tcp,
                 exposes: "read and change every disk",
                 remedy: "listen on 127.0.0.1 or a unix socket, require TLS with client certificates (--tls-cert, \
-                         --tls-key, --tls-client-ca), or allow that (--insecure-tcp)",
+                         --tls-key, --tls-client-ca), or allow such access (--insecure-tcp)",
             },
             limits: config.limits,
             drain: Drain { undisturbed: Duration::ZERO, finish: config.stop_grace, cut: Some(config.stop_grace) },

@@ -44,7 +44,7 @@ fn verb(arguments: impl IntoIterator<Item = OsString>) -> String {
     verb
 }
 
-/// A message of the parser about a number outside its limits, without the notation of ranges in Rust.
+/// A message of the parser, in which limits of a number in Rust's notation (`1..=5`) are replaced by words.
 fn plain_limits(sentence: &str) -> String {
     let Some((before, range)) = sentence.split_once(" is not in ") else { return sentence.to_owned() };
     match range.split_once("..=") {

@@ -54,7 +54,7 @@ impl Archive {
                 )
             }
             io::ErrorKind::Other | io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => corrupt(format!(
-                "the archive is damaged: what follows its first {members} files is no header of a file"
+                "the archive is damaged: the header of the file after file number {members} is invalid"
             )),
             _ => Error::io(format!("{image}: cannot list the archive"), error),
         };

@@ -418,7 +418,8 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new()).unwrap();
 }
 
-/// A full space of which every fourth block of the first region is freed, and then 1024 adjacent blocks of the second.
+/// A space in which all blocks were used. Then every fourth block of the first region is freed, and after that 1024
+/// adjacent blocks of the second region, one after another.
 fn fragmented() -> World {
     let mut world = World::new(SpaceKind::Data, 3);
     let all = Run { start: 0, blocks: 2 * REGION_BLOCKS };

@@ -161,7 +161,7 @@ fn connections() -> clap::builder::RangedI64ValueParser<u16> {
 /// Parses a numeric address with a port. Names are not resolved, because a name can have several addresses.
 fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
     let refused =
-        |_| format!("'{text}' is no address with a port from 0 to 65535, such as 127.0.0.1:10809 or [::1]:10809");
+        |_| format!("'{text}' is no numeric address with a port up to 65535, such as 127.0.0.1:10809 or [::1]:10809");
     text.parse().map_err(refused)
 }
 

@@ -1,4 +1,5 @@
-//! A view: the metadata as a checkpoint wrote it, read without locks while the store is in use, by checks and counts.
+//! A view: the metadata as a checkpoint wrote it. Checks and counts of space read a view without locks while the store
+//! is in use.
 //!
 //! After a checkpoint the files of the pages hold the state of one moment: trees, reference counts and catalog agree
 //! exactly. While a view exists, pages that later checkpoints overwrite are copied first ([`crate::pages::Kept`]), so
@@ -47,7 +48,7 @@ pub(crate) struct View {
     catalog: Catalog,
     /// Empty: no change is pending in the state that a checkpoint wrote.
     holds: Holds,
-    /// What the engine counted when the checkpoint captured the metadata.
+    /// The sizes of the store when the checkpoint captured the metadata.
     pub counts: StoreCounts,
     keeping: Keeping,
 }

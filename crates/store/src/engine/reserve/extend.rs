@@ -155,7 +155,7 @@ impl Engine {
     /// Returns the reserved space of a run to the file system. No record describes this space.
     fn return_run(&self, run: Run) -> Result<()> {
         let (file, offset) = self.files.locate(run)?;
-        // Punching a hole needs free space on some file systems, so it may fail.
+        // On some file systems, punching a hole needs free space. If it fails, the run is noted for a later attempt.
         if file.punch(offset, run.blocks * BLOCK_SIZE as u64).is_err() {
             self.reserves.note_unreturned(run);
         }

@@ -130,7 +130,7 @@ impl World {
         }
     }
 
-    /// Drops what was deleted, and makes that durable.
+    /// Drops the trees of deleted objects, and makes the drops durable.
     fn drop_deleted(&self) {
         while self.engine.drop_all_trash().unwrap() {}
         self.engine.checkpoint().unwrap();
@@ -144,7 +144,7 @@ fn delete_sets(seed: u64) {
         let changes = 20 + world.random.below(100);
         (0..changes).for_each(|_| world.change());
         if world.random.percent(30) {
-            // Deleted, but not dropped when the next set is counted.
+            // These objects are deleted, but their trees are not dropped when the next set is counted.
             let set = world.set();
             world.delete(&set);
         }

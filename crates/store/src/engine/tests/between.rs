@@ -257,8 +257,8 @@ fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserve
     assert_eq!(file.allocated().unwrap() - allocated, taken, "space without a record was returned");
 }
 
-/// A store with free blocks. During the next write to its files, the page of the table that describes the next new
-/// blocks becomes corrupt.
+/// A store with free blocks. During the next write to its files, the table page of the blocks that are allocated next
+/// becomes corrupt.
 fn with_a_page_that_becomes_corrupt() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     drop(engine.claim_blocks(3000).unwrap());

@@ -439,7 +439,7 @@ fn a_table_page_lost_after_its_region_was_loaded_does_not_stop_the_store() {
         }
         engine.settle(&engine.head(1)).unwrap();
         engine.flush().unwrap();
-        // The page with the entries of the next new blocks: writes of the other disk get blocks of another region.
+        // The lost page has the entries of the next new blocks, so writes of the other disk use another region.
         let next = own_block(&engine, 1, 999).start / TABLE_ENTRIES;
         let mend = lose_loaded(&disk, &engine, "data.table", next, corrupt);
         let before = engine.counts().data;
@@ -473,7 +473,7 @@ fn a_table_page_of_the_map_lost_after_its_region_was_loaded_does_not_stop_the_st
         let disk = grown();
         let engine = open(&disk).unwrap();
         assert_eq!(add_disk(&engine, "third", BLOCKS, Provisioning::Thin), 3);
-        // Allocates a node.
+        // This write allocates a node.
         try_write(&engine, 2, 0, 4).unwrap();
         flush_disk(&engine, 2).unwrap();
         engine.settle(&engine.head(2)).unwrap();
@@ -564,7 +564,7 @@ fn a_lookup_passes_over_lost_pages_without_a_read_under_the_lock() {
         let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300)).unwrap();
         assert!(run.start >= REGION_BLOCKS, "{run:?}");
         assert_eq!(engine.meta.lock().pages.statistics().locked, before, "corrupt: {corrupt}");
-        // A lookup that needs the page gets the error of its read.
+        // A lookup that needs the page fails with the error of reading the page.
         let kind = engine.meta.look(|meta| meta.entry(20 * TABLE_ENTRIES)).unwrap_err().kind();
         assert_eq!(kind, if corrupt { ErrorKind::Corrupt } else { ErrorKind::Io });
     }
@@ -582,8 +582,8 @@ fn a_deleted_disk_that_could_not_be_read_for_a_short_time_is_freed_later() {
         engine.pump().unwrap();
     }
     assert_eq!(engine.counts().data.used, used);
-    // Maintenance reads what was unreadable again from time to time: without the lock, because a failing medium may
-    // take seconds for each read.
+    // Maintenance reads unreadable trees again from time to time, without the metadata lock, because a failing medium
+    // may take seconds for each read.
     let locked = engine.meta.lock().pages.statistics().locked;
     engine.load_unreadable();
     engine.pump().unwrap();
