@@ -167,7 +167,8 @@ impl Host {
             if !machine.is_held() && !snapshots::is_unfinished(&machine) {
                 continue;
             }
-            // If the lock is not available, another command is changing the machine.
+            // This fails if another command is changing the machine, or if root may not change the machine because it
+            // belongs to another user.
             let Ok(change) = machine.change() else { continue };
             if let Err(error) = self.recover_one(&change) {
                 tracing::error!("machine '{}': {error}", machine.name());

@@ -163,7 +163,8 @@ impl Machine {
         while_busy(patience, || self.change())
     }
 
-    /// Locks the machine for changes; `Busy` if another command has it locked.
+    /// Locks the machine for changes. `Busy` if another command has locked it; `Invalid` if this process is root and
+    /// the machine belongs to another user.
     pub fn change(&self) -> Result<Change> {
         self.check_owner()?;
         let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
@@ -293,7 +294,8 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all processes of the machine. While the caller keeps the result, no process can start in their folders.
+    /// Ends all processes of the machine, with the refusal of [`Machine::change`] for root. While the caller keeps the
+    /// result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?;
         if !folders.is_empty() {

@@ -389,7 +389,7 @@ impl Catalog {
         self.trash.first().copied()
     }
 
-    /// The objects waiting to be dropped.
+    /// The deleted objects that wait to be dropped, without those of [`Catalog::left`].
     pub fn trash(&self) -> impl Iterator<Item = &Object> {
         self.trash.iter().filter_map(|id| self.find(*id))
     }

@@ -104,8 +104,8 @@ impl Engine {
         Ok(Accounts { view, go_on, mapped: MappedCounter::default(), deleted: None, _counting: counting })
     }
 
-    /// A view without snapshots that are not sealed: those have no tree yet, although they have content. If snapshots
-    /// are taken all the time, the last view may have some nevertheless.
+    /// Makes a view in which all snapshots are sealed, because an unsealed snapshot has content but no tree yet. If
+    /// snapshots are taken all the time, the last of [`VIEWS_MAX`] views may contain unsealed snapshots nevertheless.
     pub(super) fn view_sealed(&self) -> Result<View> {
         let mut view = self.view()?;
         for _ in 1..VIEWS_MAX {

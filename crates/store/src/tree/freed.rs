@@ -278,7 +278,7 @@ pub struct MappedBlocks {
     pub unwritten: u64,
 }
 
-/// Counts the blocks that trees map. Caches the counts of up to [`REMEMBERED_MAX`] nodes with several references, so
+/// Counts the blocks that trees map. Caches the counts of up to `REMEMBERED_MAX` nodes with several references, so
 /// that the parts that trees share are read once.
 #[derive(Default)]
 pub struct MappedCounter {
