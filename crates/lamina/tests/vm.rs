@@ -20,7 +20,7 @@ fn a_machine_is_created_run_and_deleted() {
     fleet.run("create db --disk nothing").fails(3, "there is no disk 'nothing'");
     fleet.run("create we_b").fails(2, "cannot name a machine");
     fleet.run("create db --kernel /nowhere/vmlinuz").fails(3, "/nowhere/vmlinuz");
-    fleet.run("create db --memory 1M").fails(2, "whole MiB from 16 MiB");
+    fleet.run("create db --memory 1M").fails(2, "MiB of memory from 16 MiB");
     let shown = fleet.show("web");
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
     assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8, "bus": "virtio", "unit": 0 }]));

@@ -223,7 +223,8 @@ fn a_head_that_is_written_before_a_merge_into_the_image_below_is_undone_again_ke
         let ended = !machine.is_off();
         assert!(!ended || merged.is_ok(), "cut {cut}");
         let machine = machine.crash();
-        for second in (0..).take_while(|_| is_merging(&machine)) {
+        let merging = is_merging(&machine);
+        for second in (0..).take_while(|_| merging) {
             let again = machine.copy_of_durable(second, SimulatedOptions::default());
             again.cut_after(again.operations() + second);
             drop(Disk::open(Folder::plain(again.directory()), &options(3)));
