@@ -165,17 +165,12 @@ pub struct Misowned {
 pub fn misowned(folder: &SearchedFolder) -> io::Result<Vec<Misowned>> {
     let wanted = folder.stat().st_uid;
     let mut found = Vec::new();
-    let walked = folder.walk(&mut |path, stat| {
+    folder.walk(&mut |path, stat| {
         let kind = FileType::from_raw_mode(stat.st_mode);
         if stat.st_uid != wanted && (kind.is_dir() || kind.is_file()) {
             found.push(Misowned { path, user: stat.st_uid, wanted, linked: kind.is_file() && stat.st_nlink > 1 });
         }
-    });
-    match walked {
-        // One of the found folders can be searched only by its owner. What is below the folder is left out.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !found.is_empty() => {}
-        walked => walked?,
-    }
+    })?;
     found.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(found)
 }

@@ -9,7 +9,7 @@
 use crate::owner::Place;
 use crate::searched::SearchedFolder;
 use parking_lot::Mutex;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -134,7 +134,8 @@ pub struct Exposed {
 
 /// The files and folders in `folder` that other users can access, and `folder` itself if they can list it, sorted by
 /// path. Sockets directly in the folder are left out, because users choose their permissions. Files that are removed
-/// during the call are left out too.
+/// during the call are left out too, and so is the content of folders that this process may not list: such a folder
+/// belongs to another user, which [`crate::owner::misowned`] reports.
 pub fn exposed(folder: &SearchedFolder) -> io::Result<Vec<Exposed>> {
     let mut found = Vec::new();
     let mode = folder.stat().st_mode & 0o7777;
@@ -153,8 +154,16 @@ pub fn exposed(folder: &SearchedFolder) -> io::Result<Vec<Exposed>> {
 
 /// Removes the permissions of other users. Returns false if the file no longer exists, or if a symbolic link has
 /// replaced the file or a folder above it.
+///
+/// # Errors
+/// `Unsupported` if the file has several names, and does not belong to the owner of the folder: the owner may have
+/// linked a file into the folder that others share elsewhere.
 pub fn close(folder: &SearchedFolder, exposed: &Exposed) -> io::Result<bool> {
-    let Some((file, _)) = folder.open_below(&exposed.path)? else { return Ok(false) };
+    let Some((file, stat)) = folder.open_below(&exposed.path)? else { return Ok(false) };
+    let is_folder = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+    if !is_folder && stat.st_nlink > 1 && stat.st_uid != folder.stat().st_uid {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "the file has several names"));
+    }
     change_mode(&file, exposed.wanted).map(|()| true)
 }
 
@@ -205,6 +214,23 @@ mod tests {
         assert!(spawn(&mut command).unwrap().wait().unwrap().success());
         assert_eq!((mode(&path("g")), mode(&path("h"))), (0o600, 0o700));
         assert!(exposed(&searched(folder.path())).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_file_of_another_owner_with_several_names_is_not_closed() {
+        let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let shared = elsewhere.path().join("shared");
+        fs::write(&shared, b"").unwrap();
+        fs::set_permissions(&shared, Permissions::from_mode(0o664)).unwrap();
+        fs::hard_link(&shared, folder.path().join("file")).unwrap();
+        std::os::unix::fs::chown(folder.path(), Some(1234), Some(1234)).unwrap();
+        let found = exposed(&searched(folder.path())).unwrap();
+        assert_eq!(found.len(), 1, "{found:?}");
+        let refused = close(&searched(folder.path()), &found[0]).unwrap_err();
+        assert_eq!((refused.kind(), mode(&shared)), (io::ErrorKind::Unsupported, 0o664));
+        // A file of the owner of the folder is closed.
+        std::os::unix::fs::chown(&shared, Some(1234), Some(1234)).unwrap();
+        assert!(close(&searched(folder.path()), &found[0]).unwrap());
     }
 
     #[test]

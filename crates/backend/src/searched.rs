@@ -50,7 +50,8 @@ impl SearchedFolder {
     }
 
     /// Visits all files and folders below the folder, with their relative paths. Leaves out symbolic links, folders of
-    /// other file systems, sockets that are directly in the folder, and what is removed meanwhile.
+    /// other file systems, sockets that are directly in the folder, what is removed meanwhile, and the content of
+    /// folders that only another user can list.
     pub(crate) fn walk(&self, visit: &mut dyn FnMut(PathBuf, &Stat)) -> io::Result<()> {
         self.walk_in(self.handle.as_fd(), Path::new(""), 0, visit)
     }
@@ -84,6 +85,8 @@ impl SearchedFolder {
             let inner = match rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
                 // The folder was removed or replaced meanwhile.
                 Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => continue,
+                // Only its owner can list it.
+                Err(Errno::ACCESS) if stat.st_uid != rustix::process::geteuid().as_raw() => continue,
                 inner => inner?,
             };
             if !self.is_mounted(&rustix::fs::fstat(&inner)?) {
