@@ -2,6 +2,7 @@
 
 use super::checkpoint::Purpose;
 use super::log::{Cost, Grant};
+use super::metadata::NODES_PER_OPERATION;
 use super::reserve::KEPT;
 use super::{Engine, Meta};
 use crate::journal::{Journal, Operation};
@@ -156,12 +157,9 @@ impl Engine {
     /// and journal would no longer agree. The caller holds a grant, or the operation may use the reserve of admission.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         if operation.changes_map() {
-            let nodes = crate::engine::metadata::NODES_PER_OPERATION;
             let Meta { map, pages, .. } = &mut *meta;
-            map.check_next(pages, nodes)?;
-            if !self.ensure_nodes(meta, nodes)? && meta.nodes_of(&operation)? > meta.map.counts().free {
-                return Err(super::reserve::map_is_full(meta));
-            }
+            map.check_next(pages, NODES_PER_OPERATION)?;
+            self.ensure_nodes_of(meta, &operation)?;
         }
         if let Some(run) = new_run(&operation) {
             // After the run was allocated, the table page with its entries may have been evicted from memory and lost.

@@ -78,6 +78,7 @@ mod maintain;
 mod metadata;
 mod owner;
 mod placement;
+mod punch;
 mod read;
 mod rebuild;
 mod recover;

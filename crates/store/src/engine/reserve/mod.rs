@@ -13,7 +13,7 @@ mod room;
 
 pub(crate) use claim::{Claim, aside};
 pub(crate) use extend::table_bytes;
-pub(crate) use nodes::{DRAINS_MAX, KEPT, map_is_full};
+pub(crate) use nodes::{DRAINS_MAX, KEPT};
 use room::Search;
 pub(crate) use room::punch;
 

@@ -19,8 +19,10 @@
 
 use super::{is_full, unless_full};
 use crate::buffer::{Content, DISCARD_CHANGES, Held};
+use crate::engine::metadata::NODES_PER_OPERATION;
 use crate::engine::writeback::BATCH_MAX;
 use crate::engine::{Engine, Head, Meta};
+use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::tree::{Forest, nodes_needed};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -59,16 +61,12 @@ impl Drop for Changes<'_> {
     }
 }
 
-/// The error of a change for which no node is free: damage of the table of nodes, if free nodes cannot be used because
-/// of it, otherwise a full file system.
-pub(crate) fn map_is_full(meta: &Meta) -> Error {
-    let full = || {
-        Error::new(
-            ErrorKind::NoSpace,
-            "the file system of the datastore, or its quota, is full: the map cannot grow",
-        )
-    };
-    meta.map.damage().unwrap_or_else(full)
+/// The error of a change for which too few nodes are free. If the file system is not `full`, the cause is damage of the
+/// table of nodes, because of which free nodes are not used.
+fn no_free_nodes(meta: &Meta, full: bool) -> Error {
+    let text = "the file system of the datastore, or its quota, is full: the map cannot grow";
+    let damage = if full { None } else { meta.map.damage() };
+    damage.unwrap_or_else(|| Error::new(ErrorKind::NoSpace, text))
 }
 
 fn nodes_more(used: u64) -> u64 {
@@ -290,6 +288,7 @@ impl Engine {
             if self.is_covered() {
                 return Ok(true);
             }
+            let full = extended.as_ref().is_err_and(is_full);
             unless_full(extended).inspect_err(|_| give_back())?;
             if goes_in_without()? {
                 return Ok(false);
@@ -321,7 +320,7 @@ impl Engine {
                         return Ok(false);
                     }
                 }
-                return Err(map_is_full(&self.meta.lock()));
+                return Err(no_free_nodes(&self.meta.lock(), full));
             }
             if self.options.threads {
                 crate::sync::thread::sleep(LOOK_AGAIN);
@@ -401,7 +400,16 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes sure that enough nodes are free for the next operation. False if the file system is full. Called under the
+    /// Makes sure that enough nodes are free for an operation. Called under the metadata lock.
+    pub(crate) fn ensure_nodes_of(&self, meta: &mut Meta, operation: &Operation) -> Result<()> {
+        let full = !self.ensure_nodes(meta, NODES_PER_OPERATION)?;
+        if meta.map.counts().free < NODES_PER_OPERATION && meta.nodes_of(operation)? > meta.map.counts().free {
+            return Err(no_free_nodes(meta, full));
+        }
+        Ok(())
+    }
+
+    /// Reserves nodes until enough are free for the next operation. False if the file system is full. Called under the
     /// metadata lock, for operations that are not counted: replay, and cases that should not occur.
     pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<bool> {
         let counts = meta.map.counts();
@@ -416,6 +424,6 @@ impl Engine {
             Err(error) if is_full(&error) => return Ok(false),
             Err(error) => return Err(error),
         }
-        Ok(meta.map.counts().free >= nodes)
+        Ok(true)
     }
 }
