@@ -24,6 +24,7 @@ use crate::agent::Agent;
 use crate::busy::while_busy;
 use crate::definition::{self, Definition};
 use crate::durable;
+use crate::machines::FOLDER;
 use crate::media;
 use crate::nvram;
 use crate::qemu::command::{self, Memory, RunFolder};
@@ -182,25 +183,17 @@ impl Machine {
     /// can replace the run folders by links, so that a QEMU of root would write to any file, or root would end any
     /// process.
     fn check_owner(&self) -> Result<()> {
-        if !rustix::process::geteuid().is_root() {
-            return Ok(());
-        }
-        // The folder of the machine, that of all machines, and that of the datastore. The owner of each of these
-        // folders can replace what the folder contains.
-        for folder in self.folder.ancestors().take(3).filter(|folder| !folder.as_os_str().is_empty()) {
-            let looking = || format!("looking for the owner of '{}'", folder.display());
-            let (link, found) = (fs::symlink_metadata(folder).during(looking)?, fs::metadata(folder).during(looking)?);
-            if let Some(user) = [link.uid(), found.uid()].into_iter().find(|user| *user != 0) {
-                let text = format!(
-                    "machine '{}' cannot be changed by root, because '{}' belongs to user {user}: run the command as \
-                     this user, for example with `sudo -u '#{user}'`",
-                    self.name(),
-                    folder.display()
-                );
-                return Err(Error::new(ErrorKind::Invalid, text));
-            }
-        }
-        Ok(())
+        // The folder of the machine, that in which the machine is created or deleted, that of all machines, and that of
+        // the datastore. A machine can have the name of the folder of all machines.
+        let between = self.folder.ancestors().skip(1).position(|folder| folder.ends_with(FOLDER)).unwrap_or(0);
+        let Some((folder, user)) = of_another_user(self.folder.ancestors().take(between + 3))? else { return Ok(()) };
+        let text = format!(
+            "machine '{}' cannot be changed by root, because '{}' belongs to user {user}: run the command as this user, \
+             for example with `sudo -u '#{user}'`",
+            self.name(),
+            folder.display()
+        );
+        Err(Error::new(ErrorKind::Invalid, text))
     }
 
     /// The machine's name, which is the name of its folder.
@@ -318,6 +311,22 @@ impl Machine {
     pub fn memory(&self) -> Result<MemoryRecord> {
         read_record(&self.run().0)
     }
+}
+
+/// If this process is root, the first of these folders that belongs to another user, and this user. The owner of a
+/// folder can replace what the folder contains.
+pub(crate) fn of_another_user<'a>(folders: impl Iterator<Item = &'a Path>) -> Result<Option<(&'a Path, u32)>> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok(None);
+    }
+    for folder in folders.filter(|folder| !folder.as_os_str().is_empty()) {
+        let looking = || format!("looking for the owner of '{}'", folder.display());
+        let (link, found) = (fs::symlink_metadata(folder).during(looking)?, fs::metadata(folder).during(looking)?);
+        if let Some(user) = [link.uid(), found.uid()].into_iter().find(|user| *user != 0) {
+            return Ok(Some((folder, user)));
+        }
+    }
+    Ok(None)
 }
 
 /// Removes the run folder of a process that the link does not name, and ends the process.

@@ -267,3 +267,18 @@ fn root_changes_no_machine_of_another_user() {
     lchown(&folder, Some(USER), None).unwrap();
     refused(&folder);
 }
+
+#[test]
+fn root_changes_no_machine_that_another_user_can_replace_by_the_datastore() {
+    use std::os::unix::fs::chown;
+    let top = tempfile::tempdir().unwrap();
+    for name in ["machines", ".new-1/web", ".old-1/machines"] {
+        let folder = top.path().join(FOLDER).join(name);
+        fs::create_dir_all(&folder).unwrap();
+        let machine = Machine::at(folder);
+        drop(machine.change().unwrap());
+        chown(top.path(), Some(1234), None).unwrap();
+        assert!(machine.change().is_err(), "{name}");
+        chown(top.path(), Some(0), None).unwrap();
+    }
+}
