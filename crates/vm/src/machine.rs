@@ -188,8 +188,8 @@ impl Machine {
         let between = self.folder.ancestors().skip(1).position(|folder| folder.ends_with(FOLDER)).unwrap_or(0);
         let Some((folder, user)) = of_another_user(self.folder.ancestors().take(between + 3))? else { return Ok(()) };
         let text = format!(
-            "machine '{}' cannot be changed by root, because '{}' belongs to user {user}: run the command as this user, \
-             for example with `sudo -u '#{user}'`",
+            "machine '{}' cannot be changed by root, because '{}' belongs to user {user}: run the command as this \
+             user, for example with `sudo -u '#{user}'`",
             self.name(),
             folder.display()
         );

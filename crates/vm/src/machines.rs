@@ -13,6 +13,7 @@
 //! 2. `intent.toml` is durable before the first disk is created. If the command is killed, [`Machines::recover`]
 //!    deletes the disks of every machine whose folder is still in the folder `.new-*` or `.old-*`.
 //! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
+//! 4. Root removes nothing in a datastore of another user: the next command of that user does.
 
 mod intent;
 mod making;
@@ -26,7 +27,7 @@ use crate::disks::Disks;
 use crate::durable;
 use crate::identity::new_uuid;
 use crate::instant::freeze;
-use crate::machine::{Machine, MachineState};
+use crate::machine::{Machine, MachineState, of_another_user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
@@ -97,6 +98,11 @@ impl Machines {
     /// counts as used.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
+    }
+
+    /// Whether this process is root and the machines, or their datastore, belong to another user.
+    pub(crate) fn are_of_another_user(&self) -> Result<bool> {
+        Ok(of_another_user(self.folder.ancestors().take(2))?.is_some())
     }
 
     fn folders(&self) -> Result<Vec<String>> {
@@ -179,8 +185,12 @@ impl Machines {
     }
 
     /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
-    /// folder that cannot be removed is logged and left for the next command.
+    /// folder that cannot be removed is logged and left for the next command. Root leaves all folders in a datastore of
+    /// another user to the next command of that user.
     pub fn recover(&self) -> Result<usize> {
+        if self.are_of_another_user()? {
+            return Ok(0);
+        }
         let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
         if !self.folders()?.iter().any(unfinished) {
             return Ok(0);

@@ -6,7 +6,7 @@ use super::checkpoint::LOGGED_ROUND;
 use crate::journal::Operation;
 use crate::sync::MutexGuard;
 use crate::sync::time::Instant;
-use crate::{Result, is_lost};
+use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;

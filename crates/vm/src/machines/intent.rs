@@ -1,6 +1,7 @@
 //! The intent of a command that creates or deletes machines: what has to be removed if the command does not complete.
 //! It is the file `intent.toml` of a folder in which machines are created or deleted.
 
+use crate::definition::check_name;
 use crate::durable;
 use backend::clock;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -74,7 +75,7 @@ impl Intent {
     }
 
     /// Reads the intent of a folder; `None` if the command was killed before it wrote the intent, and so before it
-    /// created anything else.
+    /// created anything else. `Corrupt` if a name in it is not valid.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };
@@ -82,6 +83,13 @@ impl Intent {
         let intent: Self = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
         if intent.version != VERSION {
             return Err(corrupt(format!("it has version {}, this program supports {VERSION}", intent.version)));
+        }
+        for machine in &intent.machines {
+            // Another name could lead to a folder elsewhere, which would be removed.
+            check_name(&machine.name).map_err(|error| corrupt(error.to_string()))?;
+            if let Some(disk) = machine.disks.iter().find(|disk| !is_disk_name(&disk.name)) {
+                return Err(corrupt(format!("'{}' cannot name a disk", disk.name.escape_debug())));
+            }
         }
         Ok(Some(intent))
     }
@@ -91,4 +99,9 @@ impl Intent {
         crate::machine::remove_if_there(&folder.join(INTENT))?;
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
     }
+}
+
+/// Whether a name can be that of a disk; datastores may allow fewer names.
+fn is_disk_name(name: &str) -> bool {
+    !name.is_empty() && !name.contains(['/', '\0'])
 }

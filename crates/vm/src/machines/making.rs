@@ -6,7 +6,7 @@ use crate::busy::while_busy;
 use crate::definition::Definition;
 use crate::disks::{Disks, Facts};
 use crate::durable;
-use crate::machine::{DEFINITION, Machine};
+use crate::machine::{DEFINITION, Machine, of_another_user};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -131,8 +131,13 @@ impl Drop for Making {
     }
 }
 
-/// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones.
+/// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. Root
+/// removes nothing in a datastore of another user, who could have replaced a folder by a link: the next command of that
+/// user does.
 pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
+    if of_another_user(folder.ancestors().take(3))?.is_some() {
+        return Ok(());
+    }
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
     let mut claims = Vec::new();
     for machine in &left {

@@ -282,3 +282,55 @@ fn root_changes_no_machine_that_another_user_can_replace_by_the_datastore() {
         chown(top.path(), Some(0), None).unwrap();
     }
 }
+
+#[test]
+fn an_interrupted_deletion_with_an_invalid_name_removes_nothing() {
+    let top = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(top.path());
+    let elsewhere = top.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    disks.add("data", None);
+    let disk = |name: &str| OwnDisk { name: name.into(), origin: None };
+    let outside = Intended { name: elsewhere.to_str().unwrap().into(), disks: vec![disk("data")] };
+    let above = Intended { name: "../../elsewhere".into(), disks: Vec::new() };
+    let of_folder = Intended { name: "web".into(), disks: vec![disk("a/b")] };
+    for intended in [outside, above, of_folder] {
+        let (within, lock) = machines.begin(OLD, &Intent::new(vec![intended], Vec::new())).unwrap();
+        drop(lock);
+        released(&within);
+        let error = Intent::read(&within).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert!(error.to_string().contains(within.join("intent.toml").to_str().unwrap()), "{error}");
+        machines.recover().unwrap();
+        assert!(elsewhere.is_dir() && within.is_dir());
+        assert_eq!(disks.names(), ["data"]);
+    }
+}
+
+#[test]
+fn root_removes_nothing_that_commands_left_in_a_datastore_of_another_user() {
+    use std::os::unix::fs::chown;
+    let top = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(top.path());
+    let own = |folder: &Path, user| chown(folder, Some(user), None).unwrap();
+    // A command of root that fails.
+    let making = make(&machines, &["db"]).unwrap();
+    let failed = making.machine("db").folder().to_owned();
+    own(top.path(), 1234);
+    drop(making);
+    released(failed.parent().unwrap());
+    assert!(failed.is_dir());
+    own(top.path(), 0);
+    let making = make(&machines, &["web"]).unwrap();
+    let left = making.machine("web").folder().to_owned();
+    killed(making);
+    for owned in [top.path(), machines.folder()] {
+        own(owned, 1234);
+        assert_eq!(machines.recover().unwrap(), 0, "{}", owned.display());
+        assert!(left.is_dir() && failed.is_dir());
+        assert_eq!(disks.names(), ["db-disk", "web-disk"]);
+        own(owned, 0);
+    }
+    assert_eq!(machines.recover().unwrap(), 2);
+    assert!(!left.exists() && !failed.exists() && disks.names().is_empty());
+}
