@@ -12,7 +12,8 @@
 //! 1. Every command begins with [`Host::recover`], which completes or undoes the work of killed commands.
 //! 2. Images and memory files are removed only while no other command runs: a running command may be about to refer to
 //!    one of them.
-//! 3. Memory files contain the memory of guests. Only the user who created their folder can read it, and a folder that
+//! 3. Root removes no files in a datastore of another user: the next command of that user does.
+//! 4. Memory files contain the memory of guests. Only the user who created their folder can read it, and a folder that
 //!    another user created is refused. The folder is removed when its last file is removed, so that none remains after
 //!    the datastore was deleted.
 
@@ -180,8 +181,12 @@ impl Host {
         Ok(())
     }
 
-    /// Removes files that no machine needs, unless another command is running.
+    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, who could
+    /// have root remove other files, root leaves this to the next command of that user.
     fn sweep(&self) -> Result<()> {
+        if self.machines.are_of_another_user()? {
+            return Ok(());
+        }
         let lock = lock_file(&self.machines.folder().join(WORKING))?;
         if lock.try_lock().is_ok() {
             self.images.sweep(&self.machines)?;

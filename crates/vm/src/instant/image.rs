@@ -160,6 +160,11 @@ impl Images {
         Ok(self.memory.join(new_uuid()?.to_string()))
     }
 
+    /// The path of the memory file of an image.
+    fn memory_of(&self, id: &str) -> PathBuf {
+        self.memory.join(format!("image-{id}"))
+    }
+
     /// The image with that name.
     pub fn get(&self, id: &str) -> Result<Image> {
         let image = self.read(id, RECORD)?;
@@ -201,7 +206,7 @@ impl Images {
         let snapshots = snapshots
             .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
             .collect();
-        let memory = self.memory.join(format!("image-{id}"));
+        let memory = self.memory_of(&id);
         let record = Record { version: VERSION, created: clock::seconds(), agent, memory, snapshots, machine };
         private::create_folder(&folder).during(|| format!("making '{}'", folder.display()))?;
         durable::write_toml(&folder.join(BEGUN), &record)?;
@@ -281,7 +286,11 @@ impl Images {
     /// Removes an image. If disks of clones are still based on its disk snapshots, returns false and keeps the record
     /// that names these snapshots.
     fn remove(&self, image: &Image, disks: &dyn Disks) -> Result<bool> {
-        remove_if_there(&image.record.memory)?;
+        // The record could name any file. A memory file in another folder, such as one that a former command chose,
+        // stays.
+        if image.record.memory == self.memory_of(&image.id) {
+            remove_if_there(&image.record.memory)?;
+        }
         remove_if_there(&image.state())?;
         let mut needed = false;
         for Snapshot { disk, snapshot } in &image.record.snapshots {

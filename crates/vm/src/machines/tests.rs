@@ -7,6 +7,7 @@ use crate::disks::{Facts, SnapshotFacts};
 use crate::host::{Host, Places};
 use crate::import::Content;
 use crate::import::run::How;
+use crate::instant::image::Images;
 use parking_lot::Mutex;
 use work::Progress;
 
@@ -333,4 +334,42 @@ fn root_removes_nothing_that_commands_left_in_a_datastore_of_another_user() {
     }
     assert_eq!(machines.recover().unwrap(), 2);
     assert!(!left.exists() && !failed.exists() && disks.names().is_empty());
+}
+
+#[test]
+fn the_removal_of_an_image_removes_no_file_elsewhere() {
+    let top = tempfile::tempdir().unwrap();
+    let images = Images::open(top.path().join("images"), top.path().join("memory")).unwrap();
+    let definition = Definition::new("web", 1, 64 << 20).unwrap();
+    let elsewhere = top.path().join("elsewhere");
+    let own = images.begin(definition.clone(), None).unwrap();
+    let mut other = images.begin(definition, None).unwrap();
+    let file = std::mem::replace(&mut other.record.memory, elsewhere.clone());
+    for path in [&own.record.memory, &elsewhere, &file] {
+        fs::write(path, "memory").unwrap();
+    }
+    images.abandon(&other, &Names::default());
+    assert!(elsewhere.exists() && file.exists() && own.record.memory.exists());
+    images.abandon(&own, &Names::default());
+    assert!(!own.record.memory.exists());
+    assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
+}
+
+#[test]
+fn root_removes_no_image_in_a_datastore_of_another_user() {
+    use std::os::unix::fs::chown;
+    let top = tempfile::tempdir().unwrap();
+    let path = top.path().to_path_buf();
+    let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    let image = host.images().begin(Definition::new("web", 1, 64 << 20).unwrap(), None).unwrap();
+    fs::write(&image.record.memory, "memory").unwrap();
+    for owned in [path.clone(), path.join(FOLDER)] {
+        chown(&owned, Some(1234), None).unwrap();
+        host.recover().unwrap();
+        assert!(image.record.memory.exists(), "{}", owned.display());
+        chown(&owned, Some(0), None).unwrap();
+    }
+    host.recover().unwrap();
+    assert!(!image.record.memory.exists());
 }
