@@ -181,8 +181,8 @@ impl Host {
         Ok(())
     }
 
-    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, who could
-    /// have root remove other files, root leaves this to the next command of that user.
+    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, who
+    /// could have root remove other files, root leaves this to the next command of that user.
     fn sweep(&self) -> Result<()> {
         if self.machines.are_of_another_user()? {
             return Ok(());

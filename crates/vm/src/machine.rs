@@ -182,7 +182,7 @@ impl Machine {
     /// Fails if this process is root and the machine belongs to another user. This user decides what QEMU opens, and
     /// can replace the run folders by links, so that a QEMU of root would write to any file, or root would end any
     /// process.
-    fn check_owner(&self) -> Result<()> {
+    pub(crate) fn check_owner(&self) -> Result<()> {
         // The folder of the machine, that in which the machine is created or deleted, that of all machines, and that of
         // the datastore. A machine can have the name of the folder of all machines.
         let between = self.folder.ancestors().skip(1).position(|folder| folder.ends_with(FOLDER)).unwrap_or(0);

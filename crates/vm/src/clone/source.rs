@@ -50,6 +50,8 @@ impl Source {
             let record = snapshots::get(&machine, name)?;
             return Ok(Point { definition: record.machine, disks: record.disks, new: false });
         }
+        // Checked before the clones are begun: root could not remove what was begun in a datastore of another user.
+        machine.check_owner()?;
         let definition = machine.definition()?;
         let name = format!("{PREFIX}{}", new_uuid()?);
         let disks = definition.disks.iter().map(|disk| Snapshot { disk: disk.name.clone(), name: name.clone() });

@@ -373,3 +373,18 @@ fn root_removes_no_image_in_a_datastore_of_another_user() {
     host.recover().unwrap();
     assert!(!image.record.memory.exists());
 }
+
+#[test]
+fn root_begins_no_clone_of_a_machine_of_another_user() {
+    let top = tempfile::tempdir().unwrap();
+    let path = top.path().to_path_buf();
+    let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    let making = make(host.machines(), &["web"]).unwrap();
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let source = clone::Source { machine: "web".into(), snapshot: None };
+    assert!(source.point(&host).is_ok());
+    std::os::unix::fs::chown(&path, Some(1234), None).unwrap();
+    assert!(source.point(&host).is_err());
+}
