@@ -230,7 +230,7 @@ fn a_head_that_is_written_before_a_merge_into_the_image_below_is_undone_again_ke
             drop(Disk::open(Folder::plain(again.directory()), &options(3)));
             let undone = !again.is_off();
             let again = again.crash();
-            if has_text(&again) && !is_merging(&again) {
+            if has_text(&again) && !is_merging(&again) && record_has(&again, NAMES[3]) {
                 written += 1;
                 head_keeps_its_new_cid(&again, &format!("cut {cut}, then {second}"));
             }
