@@ -1,5 +1,5 @@
-//! Background maintenance: write-back, commits by time, checkpoints, dropping deleted trees, and when to return space to
-//! the file system.
+//! Background maintenance: write-back, commits by time, checkpoints, dropping deleted trees, and when space is returned
+//! to the file system.
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
