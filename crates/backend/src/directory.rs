@@ -2,6 +2,7 @@
 
 use crate::searched::SearchedFolder;
 use crate::{File, IoMode, Queue, QueueKind};
+use error::{Error, ErrorKind};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -197,6 +198,19 @@ impl dyn Directory + '_ {
     /// As [`LocalFolder::is_at`]; a directory without a local part is not moved.
     pub fn is_at(&self, path: &Path) -> io::Result<bool> {
         self.local().map_or(Ok(true), |local| local.is_at(path))
+    }
+
+    /// Fails with `Stopped` if the directory is a folder that is no longer at `path`, which may lead to another folder
+    /// by now. Called before files are found by the path. `what` names the folder in the error.
+    pub fn check_not_moved(&self, path: &Path, what: &str) -> error::Result<()> {
+        if self.is_at(path).map_err(|error| Error::io(format!("looking for {what}"), error))? {
+            return Ok(());
+        }
+        let text = format!(
+            "{what} was moved while it was open; move it back, or stop the server that has it open and start the \
+             server at the new path"
+        );
+        Err(Error::new(ErrorKind::Stopped, text))
     }
 
     /// As [`LocalFolder::searched`]; a directory without a local part has no permissions.

@@ -31,7 +31,7 @@ pub fn create_folder(path: &Path) -> io::Result<()> {
     Place::of_root(path)?.map_or_else(|| create_folder_of_caller(path), |place| place.create_folder())
 }
 
-/// Creates a folder that belongs to the user of this process, whoever owns the folder above it.
+/// Creates a folder that belongs to the user of this process, also in a folder of another user.
 pub fn create_folder_of_caller(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(path)
 }

@@ -212,18 +212,11 @@ impl Location {
         }
     }
 
-    /// Fails if the folder of an open datastore is no longer at its path, which may lead to another datastore by now.
-    /// Called before an operation that uses the path.
+    /// Fails if the folder of an open datastore is no longer at its path. Called before an operation that uses the
+    /// path.
     pub(crate) fn check_not_moved(&self, directory: &dyn Directory) -> Result<()> {
         let Folder(path) = &self.0 else { return Ok(()) };
-        if directory.is_at(path).during(|| format!("looking for the folder of the open datastore at '{self}'"))? {
-            return Ok(());
-        }
-        let text = format!(
-            "the folder of the datastore '{self}' was moved while it was open; move it back, or stop the server and \
-             start it at the new path"
-        );
-        Err(Error::new(ErrorKind::Stopped, text))
+        directory.check_not_moved(path, &format!("the folder of the datastore '{self}'"))
     }
 
     /// Connects to the directory. `queues` applies only to a folder, because another medium has its own queues.

@@ -19,7 +19,7 @@
 use super::extents;
 use super::file_system::FileSystem;
 #[cfg(target_os = "linux")]
-use crate::owner::Owner;
+use crate::owner::{Owner, open_in};
 use crate::private;
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -181,20 +181,14 @@ fn is_there(folder: &OwnedFd, step: usize) -> bool {
 }
 
 #[cfg(target_os = "linux")]
-fn make(folder: &OwnedFd, step: usize) -> rustix::io::Result<()> {
-    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let open = |more| rustix::fs::openat(folder, name(step), flags | more, Mode::RUSR | Mode::WUSR);
-    let file = match open(OFlags::CREATE | OFlags::EXCL) {
-        Err(rustix::io::Errno::EXIST) => open(OFlags::empty())?,
-        created => {
-            let file = created?;
-            Owner::of(folder).into_iter().for_each(|owner| owner.receives(&file));
-            file
-        }
-    };
+fn make(folder: &OwnedFd, step: usize) -> io::Result<()> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW;
+    let file = open_in(folder.as_fd(), Owner::of(folder), name(step).as_str(), flags)?;
     let value = [0; ATTRIBUTE];
-    (0..ATTRIBUTES)
-        .try_for_each(|number| rustix::fs::fsetxattr(&file, attribute(number), &value, rustix::fs::XattrFlags::empty()))
+    for number in 0..ATTRIBUTES {
+        rustix::fs::fsetxattr(&file, attribute(number), &value, rustix::fs::XattrFlags::empty())?;
+    }
+    Ok(())
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -203,8 +197,8 @@ fn is_there(_folder: &OwnedFd, _step: usize) -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn make(_folder: &OwnedFd, _step: usize) -> rustix::io::Result<()> {
-    Err(rustix::io::Errno::NOTSUP)
+fn make(_folder: &OwnedFd, _step: usize) -> io::Result<()> {
+    Err(rustix::io::Errno::NOTSUP.into())
 }
 
 impl Steps {
@@ -221,7 +215,7 @@ impl Steps {
             if let Err(error) = make(&self.folder, step) {
                 // Removes the step, of which a part may have been made.
                 let _ = rustix::fs::unlinkat(&self.folder, name(step), AtFlags::empty());
-                state.refusal = error.raw_os_error();
+                state.refusal = error.raw_os_error().unwrap_or(state.refusal);
                 return;
             }
             state.missing[step] = false;

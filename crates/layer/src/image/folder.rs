@@ -109,25 +109,12 @@ impl Folder {
         if !self.permits_file(&literal) {
             return Err(not_permitted(reference, literal.parent()));
         }
-        self.check_not_moved(own)?;
+        self.directory.check_not_moved(own, &format!("the folder '{}'", own.display()))?;
         let real = path.canonicalize().during(|| format!("looking for '{}'", path.display()))?;
         if !self.permits_file(&real) {
             return Err(not_permitted(reference, real.parent()));
         }
         self.place(&real)
-    }
-
-    /// Fails if the path no longer leads to the open folder, because files are found by this path.
-    fn check_not_moved(&self, own: &Path) -> Result<()> {
-        let folder = own.display();
-        if self.directory.is_at(own).during(|| format!("looking for the open folder '{folder}'"))? {
-            return Ok(());
-        }
-        let text = format!(
-            "the folder '{folder}' was moved while it was open; move it back, or stop the server that has it open and \
-             start the server at the new path"
-        );
-        Err(Error::new(ErrorKind::Stopped, text))
     }
 
     /// The file with this canonical path.
