@@ -23,6 +23,7 @@ use crate::catalog::{Catalog, Object, ObjectState};
 use crate::sync::MutexGuard;
 use crate::tree::{self, Freed, MappedCounter, NodeId};
 use crate::{Error, ErrorKind, Result, is_lost};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
 /// The number of nodes that are visited between two calls of `go_on`.
@@ -80,6 +81,8 @@ pub struct Accounts<'a> {
     mapped: MappedCounter,
     /// The deleted trees, once they are counted.
     deleted: Option<Deleted>,
+    /// What dropping single trees would free, for the trees that were counted.
+    single: FxHashMap<NodeId, Freed>,
     _counting: MutexGuard<'a, ()>,
 }
 
@@ -101,7 +104,8 @@ impl Engine {
             }
         }
         let view = self.view_sealed()?;
-        Ok(Accounts { view, go_on, mapped: MappedCounter::default(), deleted: None, _counting: counting })
+        let (mapped, single) = Default::default();
+        Ok(Accounts { view, go_on, mapped, deleted: None, single, _counting: counting })
     }
 
     /// Makes a view in which all snapshots are sealed, because an unsealed snapshot has content but no tree yet. If
@@ -218,11 +222,20 @@ impl Accounts<'_> {
 
     /// What dropping these trees would free, in addition to what dropping the deleted trees will free.
     fn freed(&mut self, roots: &[NodeId]) -> Result<Freed> {
+        if let [root] = roots
+            && let Some(known) = self.single.get(root)
+        {
+            return Ok(*known);
+        }
         let Deleted { roots: deleted, freed: anyway } = self.count_deleted()?;
         let freed = self.drop_all(&[roots, &deleted].concat())?;
         // If reference counts are damaged, the difference may be negative. A check reports the damage.
         let (data, nodes) = (freed.data.saturating_sub(anyway.data), freed.nodes.saturating_sub(anyway.nodes));
-        Ok(Freed { data, nodes })
+        let freed = Freed { data, nodes };
+        if let [root] = roots {
+            self.single.insert(*root, freed);
+        }
+        Ok(freed)
     }
 
     /// What dropping these trees would free.

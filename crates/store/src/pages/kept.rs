@@ -78,30 +78,33 @@ impl Kept {
         if readers.is_empty() {
             return;
         }
+        let mut page = Block([0; BLOCK_SIZE]);
         for key in keys {
-            readers.iter().for_each(|pages| pages.keep(file, key));
+            let mut lacking = readers.iter().filter(|pages| pages.lacks(key)).peekable();
+            if lacking.peek().is_some() {
+                let read = file.read_at(&mut page.0, key.offset());
+                lacking.for_each(|pages| pages.keep(key, &page, &read));
+            }
         }
     }
 }
 
 impl KeptPages {
-    fn keep(&self, file: &dyn File, key: PageKey) {
-        {
-            let state = self.state.lock();
-            if state.failure.is_some() || state.images.contains_key(&key) {
-                return;
-            }
-        }
-        let mut page = Box::new(Block([0; BLOCK_SIZE]));
-        let read = file.read_at(&mut page.0, key.offset());
+    fn lacks(&self, key: PageKey) -> bool {
+        let state = self.state.lock();
+        state.failure.is_none() && !state.images.contains_key(&key)
+    }
+
+    /// Stores the content of a page, or the error of its read.
+    fn keep(&self, key: PageKey, page: &Block, read: &std::io::Result<()>) {
         let mut state = self.state.lock();
         let image = match read {
             Err(error) => Image::Unreadable(error.to_string()),
             Ok(()) if state.in_memory < MEMORY_MAX => {
                 state.in_memory += 1;
-                Image::Memory(page)
+                Image::Memory(Box::new(Block(page.0)))
             }
-            Ok(()) => match self.overflow(&mut state, &page) {
+            Ok(()) => match self.overflow(&mut state, page) {
                 Ok(number) => Image::Overflow(number),
                 Err(error) => {
                     tracing::warn!(%error, "a check or count of space will fail: a page cannot be copied for it");

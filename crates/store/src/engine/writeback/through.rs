@@ -78,17 +78,12 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
-        let losses = self.losses();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         for _ in 0..3 {
-            match self.try_through(head, logical..logical + blocks, data, checksums) {
-                Ok(Outcome::Done) => return Ok(true),
-                Ok(Outcome::Buffer) => return Ok(false),
-                Ok(Outcome::Announce(runs)) => self.announce_ahead(&runs)?,
-                // The table page of the new blocks was lost meanwhile. The write enters the buffer, and its write-back
-                // allocates blocks of another region.
-                Err(error) if is_lost(&error) && self.losses() > losses => return Ok(false),
-                Err(error) => return Err(error),
+            match self.try_through(head, logical..logical + blocks, data, checksums)? {
+                Outcome::Done => return Ok(true),
+                Outcome::Buffer => return Ok(false),
+                Outcome::Announce(runs) => self.announce_ahead(&runs)?,
             }
         }
         Ok(false)
@@ -117,9 +112,10 @@ impl Engine {
         data: &SharedSlice,
         checksums: &Checksums,
     ) -> Result<Outcome> {
-        let (parts, _grant, _changes) = {
+        let (parts, losses, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
+            let losses = meta.data.losses();
             let root = meta.catalog.get(head.id)?.root;
             let own = meta.places(root, range.clone())?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
@@ -173,7 +169,7 @@ impl Engine {
                 meta.forget_logged(part.run);
             }
             self.update_headroom(meta);
-            (parts, grant, changes)
+            (parts, losses, grant, changes)
         };
         for part in &parts {
             let from = (part.logical - range.start) as usize * BLOCK_SIZE;
@@ -217,12 +213,19 @@ impl Engine {
         }
         self.update_headroom(&meta);
         let full = self.is_commit_due(&meta);
+        let lost = meta.data.losses() > losses;
         drop(meta);
         self.log.clocks.acknowledge();
         if full {
             self.request(|work| work.commit = true);
         }
-        short.map_or(Ok(Outcome::Done), Err)
+        match short {
+            None => Ok(Outcome::Done),
+            // The table page of the new blocks was lost meanwhile. The write enters the buffer, and its write-back
+            // allocates blocks of another region.
+            Some(error) if lost && is_lost(&error) => Ok(Outcome::Buffer),
+            Some(error) => Err(error),
+        }
     }
 
     /// Announces durably that blocks may have any content from now on, and gives permits for them.
