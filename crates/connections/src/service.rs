@@ -137,6 +137,12 @@ struct Register {
     failures: [Failures; 3],
 }
 
+impl Register {
+    fn class(&self, connection: &Connection) -> Class {
+        self.places.get(&connection.number).map_or(Class::Unauthenticated, |place| place.class)
+    }
+}
+
 struct Place {
     connection: Arc<Connection>,
     class: Class,
@@ -381,15 +387,14 @@ impl Shared {
     }
 
     pub(crate) fn class(&self, connection: &Connection) -> Class {
-        let class = |place: &Place| place.class;
-        self.register.lock().places.get(&connection.number).map_or(Class::Unauthenticated, class)
+        self.register.lock().class(connection)
     }
 
     /// Counts a failed negotiation. Logs the counted failures, unless failures of this class were logged within the
     /// last [`REFUSAL_LOG_INTERVAL`].
     pub(crate) fn log_failure(&self, connection: &Connection, error: &Error) {
-        let class = self.class(connection);
         let mut register = self.register.lock();
+        let class = register.class(connection);
         let failures = &mut register.failures[class as usize];
         failures.count(format!("{}: {error}", connection.peer));
         let due = failures.due(Instant::now());
