@@ -13,33 +13,34 @@ pub fn is_answer(error: &clap::Error) -> bool {
     matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
 }
 
+/// The words before `--` that are neither options nor values of the options in [`WITH_VALUE`].
+fn words(arguments: impl IntoIterator<Item = OsString>) -> impl Iterator<Item = OsString> {
+    let mut arguments = arguments.into_iter().skip(1).take_while(|word| word != "--");
+    std::iter::from_fn(move || {
+        loop {
+            let word = arguments.next()?;
+            if WITH_VALUE.iter().any(|option| word == *option) {
+                arguments.next();
+            } else if !word.as_encoded_bytes().starts_with(b"-") {
+                return Some(word);
+            }
+        }
+    })
+}
+
 /// Whether the arguments are those of `vm exec`, even if they cannot be parsed.
 pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
-    let mut verbs = Vec::new();
-    let mut arguments = arguments.into_iter().skip(1).take_while(|word| word != "--");
-    while let Some(word) = arguments.next() {
-        if WITH_VALUE.iter().any(|option| word == *option) {
-            arguments.next();
-        } else if !word.as_encoded_bytes().starts_with(b"-") {
-            verbs.push(word);
-        }
-    }
-    verbs.first().is_some_and(|word| word == "vm") && verbs.get(1).is_some_and(|word| word == "exec")
+    words(arguments).take(2).eq(["vm", "exec"])
 }
 
 /// The program and the subcommands in the arguments, such as `lamina disk create`.
 fn verb(arguments: impl IntoIterator<Item = OsString>) -> String {
     let mut command = Cli::command();
     let mut verb = String::from("lamina");
-    let mut arguments = arguments.into_iter().skip(1);
-    while let Some(word) = arguments.next() {
-        if WITH_VALUE.iter().any(|option| word == *option) {
-            arguments.next();
-        } else if !word.as_encoded_bytes().starts_with(b"-") {
-            let Some(found) = command.find_subcommand(&word).cloned() else { break };
-            verb = format!("{verb} {}", found.get_name());
-            command = found;
-        }
+    for word in words(arguments) {
+        let Some(found) = command.find_subcommand(&word).cloned() else { break };
+        verb = format!("{verb} {}", found.get_name());
+        command = found;
     }
     verb
 }
