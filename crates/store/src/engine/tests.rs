@@ -40,6 +40,17 @@ fn made() -> (SimulatedDisk, Arc<Engine>) {
     (disk, engine)
 }
 
+/// As [`made`], with space for `backed` blocks in the file system, and a checkpoint of the disk with its first block.
+fn with_a_block(backed: u64) -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = made();
+    drop(engine.claim_blocks(backed).unwrap());
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    (disk, engine)
+}
+
 /// Parameters of a thin disk.
 fn new_disk(name: &str, blocks: u64) -> NewDisk {
     let capacity = blocks * BLOCK_SIZE as u64;

@@ -249,19 +249,26 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     assert!(pages.peek(key).is_some());
 }
 
+fn summaries() -> Vec<PageKey> {
+    (0..200).map(|number| PageKey::new(PageFile::DataSummary, number)).collect()
+}
+
+/// Changes all pages of [`summaries`], and writes them as a checkpoint does.
+fn write_all(pages: &mut Pages, files: &[Arc<dyn File>; PageFile::COUNT], kept: &Kept, value: u64) {
+    summaries().iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
+    let captured = pages.capture().all();
+    kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
+    write_home(files, &captured);
+}
+
 #[test]
 fn kept_pages_have_the_content_of_the_time_at_which_a_reader_began() {
     let disk = plain_disk();
     let files = page_files();
     let kept = Kept::new(disk.directory());
     let mut pages = Pages::new(files.clone(), 1000 * BLOCK_SIZE);
-    let keys: Vec<PageKey> = (0..200).map(|number| PageKey::new(PageFile::DataSummary, number)).collect();
-    let put = |pages: &mut Pages, value: u64| {
-        keys.iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
-        let captured = pages.capture().all();
-        kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
-        write_home(&files, &captured);
-    };
+    let keys = summaries();
+    let put = |pages: &mut Pages, value: u64| write_all(pages, &files, &kept, value);
     put(&mut pages, 1000);
     for round in [2000, 4000] {
         let keeping = kept.begin();
@@ -288,13 +295,8 @@ fn readers_that_began_after_different_checkpoints_have_their_own_copies() {
     let files = page_files();
     let kept = Kept::new(disk.directory());
     let mut pages = Pages::new(files.clone(), 1000 * BLOCK_SIZE);
-    let keys: Vec<PageKey> = (0..200).map(|number| PageKey::new(PageFile::DataSummary, number)).collect();
-    let put = |pages: &mut Pages, value: u64| {
-        keys.iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
-        let captured = pages.capture().all();
-        kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
-        write_home(&files, &captured);
-    };
+    let keys = summaries();
+    let put = |pages: &mut Pages, value: u64| write_all(pages, &files, &kept, value);
     let is = |keeping: &Keeping, value: u64| {
         let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(keeping.pages()));
         keys.iter().for_each(|key| assert_eq!(word(view.get(*key).unwrap()), value + key.number()));

@@ -355,13 +355,18 @@ fn the_removal_of_an_image_removes_no_file_elsewhere() {
     assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
 }
 
+fn host_in(top: &tempfile::TempDir) -> (PathBuf, Host) {
+    let path = top.path().to_path_buf();
+    let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    (path, host)
+}
+
 #[test]
 fn root_removes_no_image_in_a_datastore_of_another_user() {
     use std::os::unix::fs::chown;
     let top = tempfile::tempdir().unwrap();
-    let path = top.path().to_path_buf();
-    let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
-    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    let (path, host) = host_in(&top);
     let image = host.images().begin(Definition::new("web", 1, 64 << 20).unwrap(), None).unwrap();
     fs::write(&image.record.memory, "memory").unwrap();
     for owned in [path.clone(), path.join(FOLDER)] {
@@ -377,9 +382,7 @@ fn root_removes_no_image_in_a_datastore_of_another_user() {
 #[test]
 fn root_begins_no_clone_of_a_machine_of_another_user() {
     let top = tempfile::tempdir().unwrap();
-    let path = top.path().to_path_buf();
-    let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
-    let host = Host::open(&places, Arc::new(Names::default())).unwrap();
+    let (path, host) = host_in(&top);
     let making = make(host.machines(), &["web"]).unwrap();
     making.finish("web").unwrap();
     making.settle().unwrap();

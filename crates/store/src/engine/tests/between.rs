@@ -180,12 +180,7 @@ fn blocks_of_a_write_discarded_during_write_back_are_not_claimed_by_another() {
 
 /// A store in which two pages of the table describe the next reservation, and the second page cannot be read.
 fn partly_readable() -> (SimulatedDisk, Arc<Engine>, impl Fn()) {
-    let (disk, engine) = made();
-    drop(engine.claim_blocks(256).unwrap());
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(256);
     engine.meta.lock().pages.drop_clean();
     let mend = lose_page(&disk, "data.table", 1);
     engine.meta.look(|meta| meta.entry(0)).unwrap();
@@ -225,12 +220,7 @@ fn is_metadata_unlocked(engine: &Arc<Engine>) -> bool {
 
 #[test]
 fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserved_elsewhere() {
-    let (disk, engine) = made();
-    drop(engine.claim_blocks(256).unwrap());
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(256);
     let backed = engine.counts().data.backed;
     let file = engine.files.locate(Run { start: 0, blocks: 1 }).unwrap().0;
     let allocated = file.allocated().unwrap();
@@ -260,12 +250,7 @@ fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserve
 /// A store with free blocks. During the next write to its files, the table page of the blocks that are allocated next
 /// becomes corrupt.
 fn with_a_page_that_becomes_corrupt() -> (SimulatedDisk, Arc<Engine>) {
-    let (disk, engine) = made();
-    drop(engine.claim_blocks(3000).unwrap());
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(3000);
     let (other, medium) = (Arc::clone(&engine), disk.clone());
     before_next(&disk, Request::Write, move || {
         other.meta.lock().pages.drop_clean();

@@ -514,12 +514,7 @@ fn blocks_freed_while_their_region_is_unreadable_are_not_allocated_before_that_i
 
 #[test]
 fn a_table_page_lost_while_blocks_are_written_does_not_stop_the_store() {
-    let (disk, engine) = made();
-    drop(engine.claim_blocks(3000).unwrap());
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(3000);
     write(&engine, 100, 2);
     // The new block is allocated and not in the map yet.
     let (other, medium) = (Arc::clone(&engine), disk.clone());

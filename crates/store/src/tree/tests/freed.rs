@@ -94,12 +94,16 @@ fn what_dropping_trees_would_free_is_what_dropping_them_frees() {
     drop_sets(1000, 75_000, 6, 3);
 }
 
-#[test]
-fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothing() {
-    let mut random = Random(3);
+fn scattered(seed: u64) -> (Memory, NodeId) {
     let mut store = Memory::new();
     let mut root = create(&mut store).unwrap();
-    scatter(&mut store, &mut random, &mut root, 3000, 100_000);
+    scatter(&mut store, &mut Random(seed), &mut root, 3000, 100_000);
+    (store, root)
+}
+
+#[test]
+fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothing() {
+    let (mut store, root) = scattered(3);
     let copies = [root, share(&mut store, root), share(&mut store, root)];
     assert_eq!(freed(&mut store, &copies[..2], &mut ask()).unwrap(), Freed::default());
     let all = used(&store);
@@ -109,10 +113,7 @@ fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothi
 
 #[test]
 fn a_count_ends_when_it_is_asked_to() {
-    let mut random = Random(4);
-    let mut store = Memory::new();
-    let mut root = create(&mut store).unwrap();
-    scatter(&mut store, &mut random, &mut root, 3000, 100_000);
+    let (mut store, root) = scattered(4);
     let mut visited = 0;
     let stopped = freed(&mut store, &[root], &mut || {
         visited += 1;
