@@ -118,6 +118,7 @@ impl Engine {
     fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
         self.check_running()?;
         self.make_journal_room()?;
+        self.reserve_records_ahead(0)?;
         let limit = self.change_cost();
         let grant = self.admit(limit)?;
         let outcome = self.enqueue_change(limit, plan)?;

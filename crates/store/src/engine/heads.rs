@@ -39,6 +39,7 @@ impl Engine {
         let mut room = self.claim_blocks(0)?;
         loop {
             self.make_journal_room()?;
+            self.reserve_records_ahead(2 * wanted.len() as u64)?;
             // The cost of two records for each snapshot, and of the operation that seals it.
             let grant = self.admit(Cost {
                 bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
@@ -168,6 +169,7 @@ impl Engine {
             // Closed layers belong to snapshots, which the change may keep.
             heads.iter().try_for_each(|head| self.settle(head))?;
             self.make_journal_room()?;
+            self.reserve_records_ahead(0)?;
             let lacking = self.with_catalog(lacks)?;
             let room = self.claim_blocks(lacking).map_err(|error| {
                 error.context("the disk is thick, and needs its whole size again because its blocks become shared")

@@ -26,6 +26,11 @@ const EXTENSION_LEAST: u64 = 16;
 
 /// Catalog pages for which space is reserved beyond those in use.
 const CATALOG_AHEAD: u64 = 64;
+/// If the reserved space does not suffice for this many new records, more is reserved before the next change of the
+/// catalog.
+const RECORDS_SOON: u64 = 256;
+/// New records for which space is reserved then.
+const RECORDS_AHEAD: u64 = 512;
 
 /// The highest cost of recording one reservation.
 const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
@@ -36,6 +41,18 @@ pub(crate) struct Needs {
     files: [(PageFile, u64); 5],
     /// Images of a checkpoint.
     images: u64,
+}
+
+impl Needs {
+    /// Without the catalog pages that are only reserved ahead.
+    fn now(mut self) -> Self {
+        for (file, bytes) in &mut self.files {
+            if *file == PageFile::Catalog {
+                *bytes -= (CATALOG_AHEAD - 1) * BLOCK_SIZE as u64;
+            }
+        }
+        self
+    }
 }
 
 impl Engine {
@@ -216,9 +233,26 @@ impl Engine {
     }
 
     /// Reserves space for the tables, the summaries, and the catalog with `records` new records, so that no checkpoint
-    /// finds the file system full.
+    /// finds the file system full. Usually [`Engine::reserve_records_ahead`] has reserved it, so that the medium is not
+    /// accessed under the metadata lock.
     pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
-        self.reserve_needs(&needs(meta, records, 0))
+        self.reserve_needs(&needs(meta, records, 0).now())
+    }
+
+    /// Reserves space for `records` new records and for further ones, if too little is reserved. If the file system is
+    /// full, changes of the catalog use the space that was reserved before. Must be called without the metadata lock.
+    pub(crate) fn reserve_records_ahead(&self, records: u64) -> Result<()> {
+        let (soon, ahead) = {
+            let meta = self.meta.lock();
+            (needs(&meta, records + RECORDS_SOON, 0).now(), needs(&meta, records + RECORDS_AHEAD, 0))
+        };
+        let lacks = |needs: &Needs| -> u64 {
+            needs.files.iter().map(|(file, bytes)| bytes.saturating_sub(self.reserves.metadata(*file))).sum()
+        };
+        if soon.images <= self.log.admission.capacity() && lacks(&soon) == 0 {
+            return Ok(());
+        }
+        unless_full(self.check_room(lacks(&ahead), "metadata").and_then(|()| self.reserve_needs(&ahead)))
     }
 
     /// Reserves space for the tables at their present size, before any change is made. Must be called without locks.

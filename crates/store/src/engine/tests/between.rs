@@ -3,7 +3,7 @@
 //! is recorded in part.
 
 use super::*;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::IoMode;
 use backend::simulated::Request;
 
@@ -245,6 +245,29 @@ fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserve
     assert!(engine.reserves.headroom() >= 400);
     let taken = (engine.counts().data.backed - backed) * BLOCK_SIZE as u64;
     assert_eq!(file.allocated().unwrap() - allocated, taken, "space without a record was returned");
+}
+
+#[test]
+fn space_for_records_is_reserved_without_the_metadata_lock() {
+    let (disk, engine) = made();
+    let (other, locked, requests) =
+        (Arc::clone(&engine), Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (seen, counted) = (Arc::clone(&locked), Arc::clone(&requests));
+    disk.set_pace(Arc::new(move |request| {
+        if request == Request::Space {
+            counted.fetch_add(1, Ordering::SeqCst);
+            if !is_metadata_unlocked(&other) {
+                seen.store(true, Ordering::SeqCst);
+            }
+        }
+    }));
+    // So many records that the space that a new datastore has for them does not suffice.
+    for number in 0..600 {
+        take(&engine, 1, &format!("s{number}"));
+    }
+    assert!(!locked.load(Ordering::SeqCst), "space was reserved under the metadata lock");
+    assert!(requests.load(Ordering::SeqCst) > 0);
+    is_whole(&engine);
 }
 
 /// A store with free blocks. During the next write to its files, the table page of the blocks that are allocated next

@@ -78,6 +78,21 @@ fn reservations_that_exceed_free_space_are_refused_without_allocation() {
 }
 
 #[test]
+fn records_use_the_space_reserved_for_them_on_a_full_file_system() {
+    let (disk, engine) = made();
+    fill_up(&disk);
+    // Eight records fill a page of the catalog.
+    for number in 0..40 {
+        engine.create_disk(new_disk(&format!("new{number}"), 16)).unwrap();
+        engine.rename_disk(1, &format!("name{number}")).unwrap();
+    }
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!(engine.with_catalog(|catalog| catalog.disks().count()), 41);
+    is_whole(&engine);
+}
+
+#[test]
 fn space_whose_punch_failed_stays_usable_and_is_punched_later() {
     let (disk, engine) = discarded();
     let before = disk.operations();
