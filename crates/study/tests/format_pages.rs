@@ -448,6 +448,39 @@ fn every_magic_number_is_on_a_page() {
     assert!(found > 15 && complaints.is_empty(), "{found} magic numbers\n{}", complaints.join("\n"));
 }
 
+/// The arrows of the state diagram name functions of the store, or types that do the step.
+#[test]
+fn the_functions_that_the_state_diagram_names_exist() {
+    let page = read("docs/format/native.md");
+    let diagram = page.split("```mermaid\n").nth(1).unwrap().split("```").next().unwrap();
+    let mut code = String::new();
+    let mut folders = vec![root().join("crates/store/src")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true if path.ends_with("tests") => {}
+                true => folders.push(path),
+                false => code += &std::fs::read_to_string(&path).unwrap(),
+            }
+        }
+    }
+    let mut missing = Vec::new();
+    let mut arrows = 0;
+    for line in diagram.lines().filter(|line| line.contains("-->")) {
+        let (_, label) = line.split_once(": ").unwrap_or_else(|| panic!("an arrow without a label: {line}"));
+        arrows += 1;
+        for step in label.split(" (").next().unwrap().split(", ").filter(|step| *step != "crash") {
+            let name = step.strip_prefix("then ").unwrap_or(step).rsplit("::").next().unwrap();
+            let forms = [format!("fn {name}("), format!("fn {name}<"), format!("struct {name} ")];
+            if !forms.iter().any(|form| code.contains(form.as_str())) {
+                missing.push(name.to_owned());
+            }
+        }
+    }
+    assert!(arrows > 20 && missing.is_empty(), "{arrows} arrows; the store has no {missing:?}");
+}
+
 #[test]
 fn a_member_that_is_not_on_the_page_is_reported() {
     let source = "pub struct A {\n    /// x\n    #[serde(default, rename = \"disk\")]\n    pub disks: Vec<u8>,\n    pub(super) \
