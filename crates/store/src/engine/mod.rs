@@ -32,7 +32,8 @@
 //!
 //! # Parts and flows
 //!
-//! The engine consists of parts. Each owns its state, keeps its fields private, and acquires no lock of another part:
+//! The engine consists of parts. Each owns its state and acquires no lock of another part. Other code cannot access the
+//! fields of a part, except those of `Meta`, which the metadata lock protects, and counters:
 //!
 //! | part | owns |
 //! |---|---|
