@@ -194,7 +194,8 @@ pub struct Settings {
     /// Runs of each cell [default: 5, quick 3]; chains and grains make N runs of 2 N - 1 rounds of short slices
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
-    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together; in
+    /// Seconds of each run [default: 2.5, quick 1]; in chains, grains and speed --baseline-only, of all slices of a cell
+    /// together; in
     /// scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of all [default: 3600, quick
     /// 60]
     #[arg(long, global = true)]
@@ -208,6 +209,10 @@ pub struct Settings {
     /// speed: only the other servers, without lamina
     #[arg(long, global = true)]
     pub peers_only: bool,
+    /// speed: only lamina and the baseline, in many short slices that alternate; a share is the median of the ratios of
+    /// the rounds
+    #[arg(long, global = true, requires = "baseline", conflicts_with = "peers_only")]
+    pub baseline_only: bool,
     /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
     /// migrate (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
@@ -254,6 +259,8 @@ pub struct Plan {
     pub disk_size: u64,
     /// Whether to measure without lamina.
     pub peers_only: bool,
+    /// Whether to measure only lamina and the baseline.
+    pub baseline_only: bool,
     /// Parts of the names of the cells to measure; empty for all.
     pub cells: Vec<String>,
     /// Whether to measure nothing and to merge the results of earlier runs.
@@ -303,6 +310,7 @@ impl Settings {
             modes: self.mode.map_or_else(|| vec![Mode::Buffered, Mode::Direct], |m| vec![m]),
             disk_size,
             peers_only: self.peers_only,
+            baseline_only: self.baseline_only,
             cells: self.cell.clone(),
             merge: self.merge,
             depths,

@@ -136,8 +136,14 @@ fn measure_cell(
     depth: u32,
 ) -> Result<Vec<Vec<f64>>> {
     let plan = &setting.plan;
-    let slice =
-        Slice { pattern: Pattern::RandomRead, block: BLOCK as u32, depth, size, seconds: slices::seconds(plan) };
+    let slice = Slice {
+        pattern: Pattern::RandomRead,
+        block: BLOCK as u32,
+        depth,
+        flush_each: false,
+        size,
+        seconds: slices::seconds(plan),
+    };
     let connect = |(disk, _): &(String, String)| {
         let endpoint = datastore.endpoint(disk);
         Client::connect(&endpoint.socket, &endpoint.export)

@@ -191,6 +191,7 @@ fn slice(setting: &Setting, cell: &Cell) -> Slice {
         pattern: cell.pattern,
         block: cell.block,
         depth: if cell.pattern.random() { 16 } else { 4 },
+        flush_each: false,
         size: setting.plan.disk_size,
         seconds: slices::seconds(&setting.plan),
     }

@@ -23,6 +23,8 @@ pub(super) struct Slice {
     pub(super) pattern: Pattern,
     pub(super) block: u32,
     pub(super) depth: u32,
+    /// Whether a flush follows each write. A write and its flush count as one request.
+    pub(super) flush_each: bool,
     /// Capacity of the disk in bytes.
     pub(super) size: u64,
     /// Counted seconds.
@@ -46,11 +48,14 @@ impl Slice {
         let from = began + Duration::from_secs_f64(self.seconds * RAMP);
         let to = from + Duration::from_secs_f64(self.seconds);
         let mut counted = 0u64;
-        let requests = self.offsets(seed).map(|offset| self.request(offset));
+        let requests = self
+            .offsets(seed)
+            .flat_map(|offset| std::iter::once(self.request(offset)).chain(self.flush_each.then_some(Request::Flush)));
         client.run(self.depth as usize, requests.take_while(|_| Instant::now() < to), |timing| {
             counted += u64::from(timing.answered >= from && timing.answered < to);
         })?;
-        Ok(counted as f64 / self.seconds)
+        let each = if self.flush_each { 2.0 } else { 1.0 };
+        Ok(counted as f64 / self.seconds / each)
     }
 
     /// Writes or reads this many bytes, with no block used twice. Returns the requests per second without and with a
@@ -107,7 +112,7 @@ mod tests {
 
     #[test]
     fn offsets_are_whole_blocks_and_wrap_at_the_end_of_the_disk() {
-        let slice = |pattern| Slice { pattern, block: 4096, depth: 1, size: 64 << 10, seconds: 1.0 };
+        let slice = |pattern| Slice { pattern, block: 4096, depth: 1, flush_each: false, size: 64 << 10, seconds: 1.0 };
         let found: Vec<u64> = slice(Pattern::Read).offsets(7).take(17).collect();
         assert_eq!(found[0], found[16]);
         assert!(found.windows(2).all(|pair| pair[1] == (pair[0] + 4096) % (64 << 10)));

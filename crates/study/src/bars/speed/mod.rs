@@ -8,6 +8,8 @@
 //! storage (in particular a virtual disk) may have caches. For direct servers, the data is then dropped from the page
 //! cache. Depth 4 for sequential requests corresponds to a guest's read-ahead.
 
+mod baseline;
+
 use super::{BLOCK, Setting, no_cell, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -66,6 +68,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         return Err(no_cell(plan, &CELLS.map(|cell| cell.name)));
     }
     say("filling the disks");
+    if plan.baseline_only {
+        return baseline::measure(setting, &cells);
+    }
     let images = Images::make(&setting.scratch, plan.disk_size, plan.seed)?;
     let ours = if plan.peers_only { None } else { Some(import(setting, &setting.lamina, "speed", &images)?) };
     let baseline =
@@ -107,6 +112,19 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 
 const DISK: &str = "disk";
 
+/// Writes back dirty pages, and brings what the server reads into the state of the page cache that the cell needs.
+fn prepare(setting: &Setting, mode: Mode, cell: &Cell, server: &Server) -> Result<()> {
+    process::go_on()?;
+    setting.scratch.settle()?;
+    if mode == Mode::Buffered || !cell.pattern.writes() {
+        scratch::warm(&server.data)?;
+    }
+    if mode == Mode::Direct {
+        scratch::drop_cached(&server.data)?;
+    }
+    Ok(())
+}
+
 /// Creates a datastore with one disk of the same content.
 fn import(setting: &Setting, program: &Path, name: &str, images: &Images) -> Result<Datastore> {
     let datastore = Datastore::init(program, &setting.scratch, name)?;
@@ -124,14 +142,7 @@ fn measure_cell(setting: &Setting, mode: Mode, cell: &Cell, servers: &[Server]) 
         for turn in 0..servers.len() {
             let side = (turn + run) % servers.len();
             let server = &servers[side];
-            process::go_on()?;
-            setting.scratch.settle()?;
-            if mode == Mode::Buffered || !cell.pattern.writes() {
-                scratch::warm(&server.data)?;
-            }
-            if mode == Mode::Direct {
-                scratch::drop_cached(&server.data)?;
-            }
+            prepare(setting, mode, cell, server)?;
             let job = Job {
                 pattern: cell.pattern,
                 block: cell.block,
