@@ -5,8 +5,8 @@ use crate::space::{DatastoreSpace, DiskSpace, SnapshotSpace, SpaceUse, TotalSpac
 use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::{Object, ObjectState};
-use store::engine::{Accounts, ObjectSpace};
-use work::Progress;
+use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace};
+use work::{Progress, Throttle};
 
 fn bytes(blocks: u64) -> u64 {
     blocks * BLOCK_SIZE as u64
@@ -21,6 +21,12 @@ fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
         exclusive: Some(bytes(space.exclusive)),
         reserved: bytes(space.reserved),
     }
+}
+
+/// Limits a count to the rate of `progress`, so that its reads of metadata do not delay requests of clients.
+fn paced(progress: &dyn Progress) -> impl Fn() -> bool {
+    let throttle = Throttle::new(progress);
+    move || throttle.wait(bytes(NODES_PER_QUESTION)) && !throttle.progress().cancelled()
 }
 
 impl Native {
@@ -62,7 +68,7 @@ impl Native {
             };
             set.extend(self.engine.with_catalog(hidden));
         }
-        let go_on = || !progress.cancelled();
+        let go_on = paced(progress);
         let mut accounts = self.engine.accounts(&set, &go_on)?;
         let freed = accounts.would_free(&set)?;
         free.data += bytes(freed.data);
@@ -76,7 +82,7 @@ impl Native {
     /// The space of one disk, or of all disks by name with their sums.
     pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
-        let go_on = || !progress.cancelled();
+        let go_on = paced(progress);
         let mut accounts = self.engine.accounts(&[], &go_on)?;
         let disks: Vec<Object> = match &only {
             Some(disk) => vec![accounts.catalog().whole(disk.id)?.clone()],

@@ -26,8 +26,8 @@ use crate::{Error, ErrorKind, Result, is_lost};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
-/// The number of nodes that are visited between two calls of `go_on`.
-const NODES_PER_QUESTION: u32 = 64;
+/// The number of nodes that a count visits between two calls of `go_on`.
+pub const NODES_PER_QUESTION: u64 = 64;
 /// The most views that are made for a count. A view is made again if it contains snapshots that are not sealed.
 const VIEWS_MAX: usize = 4;
 
@@ -257,7 +257,7 @@ impl Accounts<'_> {
 
 /// A function for each visited node, which fails after `go_on` has returned false.
 fn questions(go_on: &dyn Fn() -> bool) -> impl FnMut() -> Result<()> {
-    let mut visited = 0u32;
+    let mut visited = 0u64;
     move || {
         visited = visited.wrapping_add(1);
         if visited % NODES_PER_QUESTION != 1 || go_on() {

@@ -91,7 +91,7 @@ mod verify;
 mod write;
 mod writeback;
 
-pub use accounting::{Accounts, ObjectSpace, WouldFree};
+pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, WouldFree};
 pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
