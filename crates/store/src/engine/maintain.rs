@@ -278,15 +278,17 @@ impl Engine {
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
             // When the datastore is idle, or after the time limit, buffered data is flushed too.
-            if undurable && (since > interval || idle > IDLE / 2) {
+            let committed = if undurable && (since > interval || idle > IDLE / 2) {
                 if !quiet {
                     self.files.write_out();
                 }
-                self.flush()?
+                self.flush()
             } else {
-                self.commit_pending(!quiet)?
+                self.commit_pending(!quiet)
+            };
+            if steps.note(committed).is_some() {
+                watch.last_commit = Instant::now();
             }
-            watch.last_commit = Instant::now();
         }
         self.meta.lock().release_freed();
         if watch.read_again.elapsed() > READ_AGAIN {
@@ -342,6 +344,7 @@ impl Engine {
         for number in map {
             let _ = self.meta.look(|meta| meta.map.load_again(&mut meta.pages, number));
         }
+        self.reserves.lock_punching().try_again();
         self.update_headroom(&self.meta.lock());
     }
 

@@ -6,6 +6,7 @@
 
 use super::Engine;
 use super::log::Cost;
+use super::reserve::Unpunched;
 use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
@@ -16,8 +17,8 @@ impl Engine {
     /// Punches up to `most` blocks in free runs of at least `least` blocks, and leaves `keep` free blocks backed.
     /// Returns the number of punched blocks.
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
-        let mut failed = self.reserves.lock_punching();
-        self.punch_failed(&mut failed)?;
+        let mut unpunched = self.reserves.lock_punching();
+        self.punch_failed(&mut unpunched)?;
         let mut refused = false;
         let _fetch = self.meta.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
         let runs = {
@@ -82,7 +83,7 @@ impl Engine {
             })
         });
         let given = runs[..punched].iter().map(|run| run.blocks).sum();
-        failed.extend(&runs[punched..]);
+        unpunched.failed.extend(&runs[punched..]);
         // The runs count as not backed even if punching failed. Nothing is written to them before their space is
         // reserved again.
         let mut meta = self.meta.lock();
@@ -99,54 +100,63 @@ impl Engine {
         Ok(())
     }
 
-    /// Retries to punch runs that could not be punched. True if none remains.
+    /// Retries to punch all runs that could not be punched. True if none remains.
     pub(super) fn return_rest(&self) -> bool {
-        let mut failed = self.reserves.lock_punching();
-        if let Err(error) = self.punch_failed(&mut failed) {
+        let mut unpunched = self.reserves.lock_punching();
+        unpunched.try_again();
+        if let Err(error) = self.punch_failed(&mut unpunched) {
             tracing::warn!(%error, "unused space is returned to the file system when the datastore is opened next");
         }
-        failed.is_empty()
+        unpunched.failed.is_empty() && unpunched.unreadable.is_empty()
     }
 
     /// Punches runs that could not be punched before, except blocks that were reserved again since.
-    fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
+    fn punch_failed(&self, unpunched: &mut Unpunched) -> Result<()> {
+        let Unpunched { failed, unreadable } = unpunched;
         failed.append(&mut self.reserves.take_unreturned());
         if failed.is_empty() {
             return Ok(());
         }
         self.commit_changes()?;
+        // Entries that are not in memory are read before reservations have to wait.
+        let mut read = Ok(());
+        failed.retain(|run| match self.unbacked(*run) {
+            Err(error) if is_lost(&error) => {
+                unreadable.push(*run);
+                false
+            }
+            Err(error) => {
+                read = Err(error);
+                true
+            }
+            Ok(_) => true,
+        });
+        read?;
         // No space is reserved while this lock is held, so blocks that are not backed hold no data.
         let _extending = self.reserves.lock_extending();
-        let mut unknown = Vec::new();
-        let done = self.punch_unbacked(failed, &mut unknown);
-        failed.append(&mut unknown);
-        done
-    }
-
-    /// Punches the blocks of `failed` that are not backed, and removes what it has punched. Runs whose table entries
-    /// are lost are moved to `unknown`, so that they do not keep the other runs from being punched.
-    fn punch_unbacked(&self, failed: &mut Vec<Run>, unknown: &mut Vec<Run>) -> Result<()> {
-        'runs: while let Some(run) = failed.last().copied() {
-            let mut left: Vec<Run> = Vec::new();
-            for block in run.start..run.start + run.blocks {
-                // A block past the last data table entry is not backed.
-                let is_backed = |meta: &mut super::Meta| Ok(block < meta.data.blocks() && meta.entry(block)?.backed);
-                match self.meta.look(is_backed) {
-                    Ok(true) => continue,
-                    Err(error) if is_lost(&error) => {
-                        unknown.extend(failed.pop());
-                        continue 'runs;
-                    }
-                    other => other.map(drop)?,
-                }
-                match left.last_mut() {
-                    Some(last) if last.start + last.blocks == block => last.blocks += 1,
-                    _ => left.push(Run { start: block, blocks: 1 }),
-                }
+        while let Some(run) = failed.last().copied() {
+            match self.unbacked(run) {
+                Err(error) if is_lost(&error) => unreadable.push(run),
+                parts => parts?.into_iter().try_for_each(|part| self.punch_run(part))?,
             }
-            left.into_iter().try_for_each(|run| self.punch_run(run))?;
             failed.pop();
         }
         Ok(())
+    }
+
+    /// The parts of a run that are not backed.
+    fn unbacked(&self, run: Run) -> Result<Vec<Run>> {
+        let mut parts: Vec<Run> = Vec::new();
+        for block in run.start..run.start + run.blocks {
+            // A block past the last data table entry is not backed.
+            if self.meta.look(|meta| Ok(block < meta.data.blocks() && meta.entry(block)?.backed))? {
+                continue;
+            }
+            match parts.last_mut() {
+                Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                _ => parts.push(Run { start: block, blocks: 1 }),
+            }
+        }
+        Ok(parts)
     }
 }

@@ -35,12 +35,28 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
     outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
 }
 
+/// Runs that are to be punched again.
+#[derive(Default)]
+pub struct Unpunched {
+    /// Runs that could not be punched.
+    pub failed: Vec<Run>,
+    /// Runs whose table entries could not be read. They are kept apart, so that the medium is not asked for a lost page
+    /// again in each round of maintenance.
+    pub unreadable: Vec<Run>,
+}
+
+impl Unpunched {
+    /// Lets the next round read the entries of the unreadable runs again.
+    pub fn try_again(&mut self) {
+        self.failed.append(&mut self.unreadable);
+    }
+}
+
 /// The counters and locks of reserves, described at the head of the file.
 #[derive(Default)]
 pub struct Reserves {
-    /// Locked from the change that marks space as not backed until its hole is punched. Contains the runs that could
-    /// not be punched.
-    punching: Mutex<Vec<Run>>,
+    /// Locked from the change that marks space as not backed until its hole is punched.
+    punching: Mutex<Unpunched>,
     /// The search for unclaimed space that the opening after a crash began, until it is complete.
     search: Mutex<Option<Search>>,
     /// Held by a reservation of space in the file system: one at a time.
@@ -65,8 +81,8 @@ pub struct Reserves {
 }
 
 impl Reserves {
-    /// Prevents punching until the guard is dropped. The guard contains the runs that could not be punched.
-    pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
+    /// Prevents punching until the guard is dropped.
+    pub fn lock_punching(&self) -> MutexGuard<'_, Unpunched> {
         self.punching.lock()
     }
 

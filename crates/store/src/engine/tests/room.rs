@@ -37,14 +37,14 @@ fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
     engine.flush().unwrap();
 }
 
-fn allocated(disk: &SimulatedDisk) -> u64 {
+pub(super) fn allocated(disk: &SimulatedDisk) -> u64 {
     let directory = disk.directory();
     let data: Arc<dyn File> = directory.open("data.0000", IoMode::Buffered).unwrap();
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
 /// A store in which many blocks of disk 1 were discarded, durably.
-fn discarded() -> (SimulatedDisk, Arc<Engine>) {
+pub(super) fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();

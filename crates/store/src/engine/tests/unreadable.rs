@@ -2,12 +2,14 @@
 //! that fails once loses nothing.
 
 use super::between::{before_next, lose_page};
+use super::room::{allocated, discarded};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
 use crate::space::{REGION_BLOCKS, TABLE_ENTRIES};
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Blocks written to disk 1, each the second one, so that its map has several leaves.
@@ -326,12 +328,64 @@ fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
     assert!(engine.log.clocks.is_durable(engine.acknowledged()));
 }
 
+#[test]
+fn a_flush_that_fails_does_not_keep_maintenance_from_dropping_deleted_disks() {
+    let disk = formatted();
+    let engine =
+        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
+    add_disk(&engine, "gone", BLOCKS, Provisioning::Thin);
+    for block in 0..500 {
+        try_write(&engine, 2, block, 1).unwrap();
+    }
+    engine.close().unwrap();
+    drop(engine);
+    let engine =
+        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    engine.delete_disk(2, &[]).unwrap();
+    let used = engine.counts().data.used;
+    write(&engine, 0, 1);
+    // The write cannot enter the map.
+    disk.fail_requests(Fault::Reserve, 0, u64::MAX);
+    let mut watch = Watch::new();
+    let _ = engine.maintain(&mut watch);
+    engine.check_running().unwrap();
+    assert!(engine.counts().data.used < used);
+}
+
 /// Removes all pages from memory, as if none were dirty, and makes a page of the data table unreadable.
 fn lose_entries(disk: &SimulatedDisk, engine: &Engine, page: u64) -> impl Fn() + use<> {
     let mut meta = engine.meta.lock();
     drop(meta.pages.capture());
     meta.pages.drop_clean();
     lose_page(disk, "data.table", page)
+}
+
+#[test]
+fn the_lost_entries_of_space_that_could_not_be_punched_are_not_read_in_each_round() {
+    let (disk, engine) = discarded();
+    disk.fail_requests(Fault::Punch, 0, u64::MAX);
+    assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
+    disk.mend();
+    engine.checkpoint().unwrap();
+    let mend = lose_entries(&disk, &engine, 0);
+    let reads = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&reads);
+    disk.set_pace(Arc::new(move |request| {
+        counted.fetch_add(u64::from(request == Request::Read), Ordering::SeqCst);
+    }));
+    let round = || {
+        reads.store(0, Ordering::SeqCst);
+        engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
+        reads.load(Ordering::SeqCst)
+    };
+    assert!(round() > 0);
+    assert_eq!((round(), round()), (0, 0));
+    mend();
+    engine.load_unreadable();
+    round();
+    assert_eq!(allocated(&disk), engine.counts().data.backed);
+    is_whole(&engine);
 }
 
 #[test]
