@@ -49,8 +49,8 @@ pub struct WouldFree {
     pub held: u64,
     /// Number of images that are merged into others.
     pub images_merged: u64,
-    /// Number of snapshots in VMware's formats of which only the name is removed, because other states of their disks
-    /// need their images.
+    /// Number of images of snapshots in VMware's formats that stay, because other states of their disks need them. Of
+    /// these snapshots only the name is removed.
     pub images_kept: u64,
     /// Why the figures are an estimate; `None` if they are exact.
     pub estimate: Option<String>,

@@ -16,6 +16,7 @@
 //! reopen     opening a disk again after an I/O failure, in the same process
 //! owner      the locks of the process that has the disk open
 //! revert     returning the head to the state of a snapshot
+//! merged     what merges and removed snapshot names do to the images and snapshots of a record
 //! merge      removing snapshots and levels: an image is merged into its neighbour while the disk is in use
 //! preview    what a deletion would free, without deleting
 //! clones     linked clones: disks that begin with the content of another disk's snapshot
@@ -52,6 +53,7 @@ mod line;
 mod maintain;
 mod medium;
 mod merge;
+mod merged;
 mod owner;
 mod preview;
 mod record;

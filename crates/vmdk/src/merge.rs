@@ -22,7 +22,7 @@
 
 use crate::disk::{Claim, Disk};
 use crate::line::Line;
-use crate::record::{MergeSide, Merging, ParentNow, Pending, Record, Settlement};
+use crate::record::{FileRecord, MergeSide, Merging, Node, ParentNow, Pending, Record, Settlement};
 use crate::{Error, ErrorKind, Result};
 use layer::image::{Image, parent_hint};
 use layer::{Content, Extent, Layer};
@@ -224,13 +224,17 @@ impl Disk {
     fn drop_name(&self, name: &str) -> Result<()> {
         let record = self.record();
         let mut after = record.clone();
-        after.snapshots.retain(|snapshot| snapshot.name != name);
-        let gone = after.take_unneeded();
+        let gone = after.drop_snapshot(name);
         self.refuse_open(&gone.iter().map(|node| node.id).collect::<Vec<_>>())?;
-        let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
+        let gone = self.own_files(&record, &gone);
         after.pending = Some(Pending { gone, ..Pending::new("delete snapshot") });
         self.commit(after)?;
         self.finish_pending()
+    }
+
+    /// The files of those images that are the disk's own.
+    fn own_files(&self, record: &Record, nodes: &[Node]) -> Vec<FileRecord> {
+        nodes.iter().filter(|node| node.is_own()).flat_map(|node| self.files(record, node)).collect()
     }
 
     fn refuse_open(&self, nodes: &[u32]) -> Result<()> {
@@ -276,7 +280,7 @@ impl Disk {
         // A lack of space is detected here, before the announcement: after it, the snapshot's state cannot be restored.
         let room = self.take_room(&line, sources, writable.as_deref().unwrap_or(&below.image));
         let mut announced = record.clone();
-        announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
+        announced.drop_overwritten(sources, target);
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
         // The space for the record after the merge is reserved before the announcement, too.
@@ -385,8 +389,6 @@ impl Disk {
             true => self.parent_content_of(record, into)?,
             false => self.content_of(record, from)?,
         };
-        let mut after = record.clone();
-        let taken = after.children(newest);
         let place = self.place(record, record.node(target)?)?;
         let mut settle = Vec::new();
         if record.head != newest {
@@ -394,28 +396,13 @@ impl Disk {
             // children record its CID, so the target gets this CID.
             settle.push(Settlement { node: target, content, parent: None, text: None });
         }
-        for child in &taken {
-            let folder = self.folder(record, record.node(*child)?.folder.as_deref())?;
+        for child in record.children(newest) {
+            let folder = self.folder(record, record.node(child)?.folder.as_deref())?;
             let parent = ParentNow::Of { content, hint: parent_hint(&folder, &place) };
-            settle.push(Settlement { node: *child, content: None, parent: Some(parent), text: None });
+            settle.push(Settlement { node: child, content: None, parent: Some(parent), text: None });
         }
-        let mut gone = Vec::new();
-        for source in sources {
-            let node = record.node(*source)?;
-            if node.is_own() {
-                gone.extend(self.files(record, node));
-            }
-        }
-        for node in after.nodes.iter_mut().filter(|node| node.parent == Some(newest)) {
-            node.parent = Some(target);
-        }
-        after.nodes.retain(|node| !sources.contains(&node.id));
-        for snapshot in after.snapshots.iter_mut().filter(|snapshot| snapshot.node == newest) {
-            snapshot.node = target;
-        }
-        if after.head == newest {
-            after.head = target;
-        }
+        let mut after = record.clone();
+        let gone = self.own_files(record, &after.merge_down(sources, target));
         let settle = self.with_texts(record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge down") });
         Ok(after)
@@ -477,19 +464,8 @@ impl Disk {
         // keeps the new CID.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
-        let gone = if lower.is_own() { self.files(record, lower) } else { Vec::new() };
-        let below = lower.parent;
         let mut after = record.clone();
-        after.nodes.retain(|node| node.id != source);
-        if let Some(node) = after.nodes.iter_mut().find(|node| node.id == target) {
-            node.parent = below;
-        }
-        after.snapshots.retain(|snapshot| snapshot.node != source);
-        // The nodes of images that are not needed any more are removed, too, such as those of a foreign base below the
-        // merged image.
-        let more = after.take_unneeded();
-        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(record, node));
-        let gone = gone.into_iter().chain(more).collect();
+        let gone = self.own_files(record, &after.merge_up(target, source));
         let settle = self.with_texts(record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge up") });
         Ok(after)

@@ -1,7 +1,8 @@
 //! What deleting a disk, or snapshots of it, would free in the file system. Nothing is changed.
 //!
-//! 1. A deletion is carried out on a copy of the record. This yields the images that stay, and for each of them the
-//!    images that are merged into it. The directions are those that [`Disk::delete_snapshot`] would choose.
+//! 1. A deletion is carried out on a copy of the record, by the functions that also make the records which
+//!    [`Disk::delete_snapshot`] commits (`merged`), and in the directions that it would choose. This yields the images
+//!    that stay, and for each of them the images that are merged into it.
 //! 2. Removing a file frees exactly the bytes that the file system has allocated to it. The bytes that a merge adds are
 //!    an estimate: the space that the copied ranges need in the image that stays, without tables and without rounding
 //!    by the file system.
@@ -16,7 +17,7 @@ use crate::stored::RECORD_NAME;
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
 use layer::image::Place;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How often a count is repeated because the disk changed meanwhile.
 const ATTEMPTS: usize = 4;
@@ -30,8 +31,8 @@ pub struct Preview {
     pub copied: u64,
     /// Number of images that are merged into others.
     pub merged: usize,
-    /// Number of snapshots of which only the name is removed, because the head or other snapshots need their images.
-    pub kept: usize,
+    /// Number of images of the deleted snapshots that stay, because the head or other snapshots need them.
+    pub images_kept: usize,
 }
 
 impl Disk {
@@ -93,12 +94,20 @@ struct Removals<'a> {
     merged: BTreeMap<u32, Vec<u32>>,
     /// Images of which the files are removed.
     gone: Vec<Node>,
-    kept: usize,
+    /// Images of snapshots of which only the name was removed. A later removal may merge or remove them.
+    nameless: BTreeSet<u32>,
 }
 
 impl<'a> Removals<'a> {
     fn new(disk: &'a Disk, record: Record) -> Self {
-        Self { disk, before: record.clone(), record, merged: BTreeMap::new(), gone: Vec::new(), kept: 0 }
+        Self {
+            disk,
+            before: record.clone(),
+            record,
+            merged: BTreeMap::new(),
+            gone: Vec::new(),
+            nameless: BTreeSet::new(),
+        }
     }
 
     fn preview(mut self, names: &[String], direction: Option<Direction>) -> Result<Preview> {
@@ -106,11 +115,11 @@ impl<'a> Removals<'a> {
             let node = self.record.snapshot(name)?.node;
             self.disk.refuse_clones(name, node)?;
             match self.disk.removal(&self.record, name, direction)? {
-                Some(removal) => self.merge(removal)?,
+                Some(removal) => self.merge(removal),
                 None => {
-                    self.record.snapshots.retain(|snapshot| snapshot.name != *name);
-                    self.remove_unneeded();
-                    self.kept += usize::from(self.record.node(node).is_ok());
+                    let gone = self.record.drop_snapshot(name);
+                    self.remove(gone);
+                    self.nameless.insert(node);
                 }
             }
             self.merge_redundant()?;
@@ -127,44 +136,30 @@ impl<'a> Removals<'a> {
             passed.push(lower);
             let Some(upper) = self.record.children(lower).first().copied() else { continue };
             if let Some(direction) = self.disk.direction(&self.record, lower, upper, None)? {
-                self.merge(Removal { lower, upper, direction })?;
+                self.merge(Removal { lower, upper, direction });
             }
         }
     }
 
-    fn merge(&mut self, Removal { lower, upper, direction }: Removal) -> Result<()> {
-        let record = &mut self.record;
-        record.snapshots.retain(|snapshot| snapshot.node != lower);
-        let (source, target) = match direction {
-            Direction::Down => {
-                record.nodes.iter_mut().filter(|node| node.parent == Some(upper)).for_each(|node| {
-                    node.parent = Some(lower);
-                });
-                record.snapshots.iter_mut().filter(|snapshot| snapshot.node == upper).for_each(|snapshot| {
-                    snapshot.node = lower;
-                });
-                if record.head == upper {
-                    record.head = lower;
-                }
-                (upper, lower)
-            }
-            Direction::Up => {
-                let parent = record.node(lower)?.parent;
-                record.nodes.iter_mut().filter(|node| node.id == upper).for_each(|node| node.parent = parent);
-                (lower, upper)
-            }
+    fn merge(&mut self, Removal { lower, upper, direction }: Removal) {
+        let (source, target, gone) = match direction {
+            Direction::Down => (upper, lower, self.record.merge_down(&[upper], lower)),
+            Direction::Up => (lower, upper, self.record.merge_up(upper, lower)),
         };
-        self.gone.extend(record.nodes.iter().position(|node| node.id == source).map(|at| record.nodes.remove(at)));
+        // The lower image is not kept any more, but one that was kept for the children of the upper image still is.
+        let is_kept = self.nameless.remove(&upper);
+        self.nameless.remove(&lower);
+        self.nameless.extend(is_kept.then_some(target));
         let more = self.merged.remove(&source).unwrap_or_default();
         let into = self.merged.entry(target).or_default();
         into.push(source);
         into.extend(more);
-        self.remove_unneeded();
-        Ok(())
+        self.remove(gone);
     }
 
-    fn remove_unneeded(&mut self) {
-        for node in self.record.take_unneeded() {
+    /// Notes images of which the files are removed: nothing that was merged into them stays.
+    fn remove(&mut self, gone: Vec<Node>) {
+        for node in gone {
             self.merged.remove(&node.id);
             self.gone.push(node);
         }
@@ -183,6 +178,7 @@ impl<'a> Removals<'a> {
             }
         }
         let merged = self.merged.values().map(Vec::len).sum();
-        Ok(Preview { removed, copied, merged, kept: self.kept })
+        let images_kept = self.nameless.iter().filter(|id| self.record.node(**id).is_ok()).count();
+        Ok(Preview { removed, copied, merged, images_kept })
     }
 }

@@ -489,20 +489,6 @@ impl Record {
         lines.flatten().collect()
     }
 
-    /// Removes and returns the images that are not needed: without a snapshot, without children, and not the head.
-    pub(crate) fn take_unneeded(&mut self) -> Vec<Node> {
-        let mut taken = Vec::new();
-        loop {
-            let needless = self.nodes.iter().position(|node| {
-                node.id != self.head && self.snapshot_of(node.id).is_none() && self.children(node.id).is_empty()
-            });
-            match needless {
-                Some(index) => taken.push(self.nodes.remove(index)),
-                None => return taken,
-            }
-        }
-    }
-
     /// The content of the record's file.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let failed = |error: serde_json::Error| {

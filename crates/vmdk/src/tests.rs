@@ -110,6 +110,34 @@ fn queries_of_a_record_follow_the_image_tree() {
 }
 
 #[test]
+fn a_merge_moves_children_snapshots_and_head_and_removes_what_nothing_needs() {
+    let ids = |nodes: &[Node]| nodes.iter().map(|node| (node.id, node.parent)).collect::<Vec<_>>();
+    let names = |record: &Record| {
+        record.snapshots.iter().map(|snapshot| (snapshot.name.clone(), snapshot.node)).collect::<Vec<_>>()
+    };
+    let pairs =
+        |pairs: &[(&str, u32)]| pairs.iter().map(|(name, node)| ((*name).to_owned(), *node)).collect::<Vec<_>>();
+    // Down: the head, and the image with the snapshots b and b2, into the base.
+    let mut down = record();
+    assert_eq!(ids(&down.merge_down(&[3, 2], 1)), [(3, Some(2)), (2, Some(1))]);
+    assert_eq!((down.head, ids(&down.nodes)), (1, vec![(1, None), (4, Some(1)), (5, Some(4))]));
+    assert_eq!(names(&down), pairs(&[("c", 5)]));
+    // Down below a head, which then has the base as its parent.
+    let mut below = record();
+    assert_eq!(ids(&below.merge_down(&[2], 1)), [(2, Some(1))]);
+    assert_eq!((below.head, ids(&below.nodes)[1]), (3, (3, Some(1))));
+    assert_eq!(names(&below), pairs(&[("b", 1), ("b2", 1), ("c", 5)]));
+    // Up: the image of b and b2 into the head. Its branch keeps the base.
+    let mut up = record();
+    assert_eq!(ids(&up.merge_up(3, 2)), [(2, Some(1))]);
+    assert_eq!((up.head, ids(&up.nodes)[1]), (3, (3, Some(1))));
+    assert_eq!(names(&up), pairs(&[("a", 1), ("c", 5)]));
+    let mut whole = record();
+    assert_eq!(ids(&whole.drop_snapshot("c")), [(5, Some(4)), (4, Some(1))]);
+    assert!(whole.drop_snapshot("b").is_empty(), "b2 needs the image");
+}
+
+#[test]
 fn inconsistent_records_are_refused() {
     type Change = fn(&mut Record);
     let changes: [(&str, Change); 12] = [

@@ -38,7 +38,7 @@ impl Foreign {
         let preview = entry.disk.preview_delete_snapshots(names, direction.map(Into::into))?;
         free.images += preview.removed.saturating_sub(preview.copied);
         free.images_merged += preview.merged as u64;
-        free.images_kept += preview.kept as u64;
+        free.images_kept += preview.images_kept as u64;
         if preview.merged > 0 {
             free.estimate = Some(MERGE_ESTIMATE.to_owned());
         }
