@@ -1,8 +1,20 @@
-//! Retries of operations that return `Busy` for a short time.
+//! How long to wait until a disk, a device or a drive is released, and retries of operations that return `Busy` until
+//! then.
 
 use error::{ErrorKind, Result};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// How long a disk may remain open after the process that used it was ended: the server has not closed the connection
+/// of the process yet.
+pub(crate) const DISK_OF_ENDED_PROCESS: Duration = Duration::from_secs(20);
+/// How long clients of a disk that a machine needs may take to disconnect. A disk that another client really uses is
+/// refused after this time, so it is short.
+pub(crate) const DISK_OF_CLIENTS: Duration = Duration::from_secs(3);
+/// How long a guest may take to release a device.
+pub(crate) const DEVICE: Duration = Duration::from_secs(30);
+/// How long a guest that has locked a drive may take to release it.
+pub(crate) const LOCKED_DRIVE: Duration = Duration::from_secs(10);
 
 /// Pause between attempts.
 const INTERVAL: Duration = Duration::from_millis(5);

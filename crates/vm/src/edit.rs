@@ -7,7 +7,7 @@
 //! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
-use crate::busy::while_busy;
+use crate::busy::{DISK_OF_CLIENTS, while_busy};
 use crate::definition::{BootDevice, Definition, Link, Vnc};
 use crate::host::Host;
 use crate::identity::Mac;
@@ -18,10 +18,6 @@ use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-/// How long to wait until clients of a disk that is added have disconnected.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What to change; `None` and empty lists leave a property unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -180,7 +176,7 @@ impl Task<'_> {
 
     /// Waits until no client uses a disk: the server may not have seen yet that a client has disconnected.
     fn wait_unused(&self, disk: &str) -> Result<()> {
-        while_busy(RELEASE_PATIENCE, || match self.host.disks().all()?.get(disk).map_or(0, |facts| facts.clients) {
+        while_busy(DISK_OF_CLIENTS, || match self.host.disks().all()?.get(disk).map_or(0, |facts| facts.clients) {
             0 => Ok(()),
             clients => {
                 let text =

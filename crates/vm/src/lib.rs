@@ -11,7 +11,7 @@
 //! machine      one machine: its folder, its process
 //! machines     all machines: created completely or not at all
 //! lifecycle    starting and stopping
-//! busy         retries of operations that return `Busy` for a short time
+//! busy         waiting until disks, devices and drives are released
 //! durable      atomic replacement of files
 //! quiet        snapshots of a machine's disks at one point, with the guest's file systems frozen
 //! screen       the screen and keyboard of a running machine

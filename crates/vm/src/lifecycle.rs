@@ -1,5 +1,6 @@
 //! Starting and stopping machines.
 
+use crate::busy::DISK_OF_CLIENTS;
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
@@ -12,8 +13,6 @@ use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the last client of a disk may take to close it.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the guest's agent may take to answer. After this time the guest's power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
 /// How long the guest's agent may take to answer before the guest's clock is left unchanged.
@@ -100,7 +99,7 @@ fn go(successor: &mut Successor, paused: bool) -> Result<()> {
 /// Waits until no client uses the disks of a machine, because two clients that write to one disk destroy its content.
 fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
     let definition = machine.definition()?;
-    let deadline = Instant::now() + RELEASE_PATIENCE;
+    let deadline = Instant::now() + DISK_OF_CLIENTS;
     loop {
         let all = disks.all()?;
         let mut used = None;

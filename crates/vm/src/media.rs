@@ -4,6 +4,7 @@
 //! 2. The definition names every image of the process: it is changed before an image is inserted, and after one is
 //!    ejected. If the command is killed in between, repeating it completes it.
 
+use crate::busy;
 use crate::definition::{Cdrom, Definition};
 use crate::plug::has_node;
 use crate::qemu::boot::{cdrom_device, cdrom_node, image};
@@ -13,10 +14,7 @@ use serde_json::json;
 use std::fs::File;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
-
-/// How long a guest that has locked a drive may take to release it.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
+use std::time::Instant;
 
 /// The absolute path of an image that can be read.
 pub fn readable(path: &Path) -> Result<PathBuf> {
@@ -72,7 +70,7 @@ pub(crate) fn eject(monitor: &mut Client, cdrom: &Cdrom, force: bool) -> Result<
         return Ok(());
     }
     monitor.execute("blockdev-open-tray", json!({ "id": id, "force": force }))?;
-    let deadline = Instant::now() + RELEASE_PATIENCE;
+    let deadline = Instant::now() + busy::LOCKED_DRIVE;
     loop {
         match monitor.execute("blockdev-remove-medium", json!({ "id": id })) {
             Ok(_) => break,
@@ -82,8 +80,9 @@ pub(crate) fn eject(monitor: &mut Client, cdrom: &Cdrom, force: bool) -> Result<
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() || monitor.wait_event(&["DEVICE_TRAY_MOVED"], left)?.is_none() {
             let text = format!(
-                "the guest has locked the drive and has not released it within {RELEASE_PATIENCE:?}: unmount the image in \
-                 the guest, or eject it with --force"
+                "the guest has locked the drive and has not released it within {:?}: unmount the image in the guest, \
+                 or eject it with --force",
+                busy::LOCKED_DRIVE
             );
             return Err(Error::new(ErrorKind::Busy, text));
         }

@@ -13,6 +13,7 @@
 //! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Its disk is closed only after
 //!    that.
 
+use crate::busy;
 use crate::definition::{Chipset, Disk, Network};
 use crate::qemu::{command, drives, network};
 use crate::qmp::Client;
@@ -21,8 +22,6 @@ use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long a guest may take to release a device.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
 /// Interval at which the request to release a device is repeated: a guest that is booting ignores requests.
 const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -78,7 +77,7 @@ pub fn remove_network(monitor: &mut Client, network: &Network) -> Result<()> {
 
 /// Requests the guest to release a device, and waits until it has.
 fn remove_device(monitor: &mut Client, device: &str) -> Result<()> {
-    let deadline = Instant::now() + RELEASE_PATIENCE;
+    let deadline = Instant::now() + busy::DEVICE;
     while has_device(monitor, device)? {
         match monitor.execute("device_del", json!({ "id": device })) {
             // The guest has not yet answered an earlier request.
@@ -95,8 +94,9 @@ fn remove_device(monitor: &mut Client, device: &str) -> Result<()> {
         }
         if Instant::now() >= deadline {
             let text = format!(
-                "the guest has not released '{device}' within {RELEASE_PATIENCE:?}: it may still be starting, or uses the \
-                 device (a mounted file system); repeat the command"
+                "the guest has not released '{device}' within {:?}: it may still be starting, or uses the device (a \
+                 mounted file system); repeat the command",
+                busy::DEVICE
             );
             return Err(Error::new(ErrorKind::Busy, text));
         }

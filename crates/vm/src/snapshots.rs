@@ -15,7 +15,7 @@
 //!    from a memory image, from which the guest continues (see `instant::running`).
 //! 3. A revert that was interrupted is repeated, which gives the same result.
 
-use crate::busy::while_busy;
+use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::definition::Definition;
 use crate::disks::Disks;
 use crate::durable;
@@ -45,8 +45,6 @@ const OLD: &str = ".old-";
 pub(crate) const VERSION: u32 = 1;
 /// Longest name of a snapshot.
 pub(crate) const NAME_MAX: usize = 63;
-/// How long a disk may remain open after the process that used it has ended.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -423,7 +421,7 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     change.sweep()?;
     for snapshot in &record.disks {
         // The process that had the disk open was just ended, and its connection may not be closed yet.
-        while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
+        while_busy(DISK_OF_ENDED_PROCESS, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
     nvram::restore(&folder(machine).join(&record.name), machine.folder())?;
     // The machine may have been renamed since the snapshot was taken.

@@ -2,7 +2,7 @@
 
 use super::intent::{Intended, Intent, OwnDisk, Snapshot};
 use super::{Machines, NEW};
-use crate::busy::while_busy;
+use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::definition::Definition;
 use crate::disks::{Disks, Facts};
 use crate::durable;
@@ -13,10 +13,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
-
-/// How long a disk may stay open after the process that used it was ended.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Machines that are being created. Dropping this value removes the unfinished machines, with the disks that were
 /// created for them.
@@ -184,7 +180,7 @@ fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
 
 /// Deletes a disk that an ending process may still have open.
 fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
-    match while_busy(RELEASE_PATIENCE, || disks.delete(disk, promote)) {
+    match while_busy(DISK_OF_ENDED_PROCESS, || disks.delete(disk, promote)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         outcome => outcome,
     }
