@@ -235,6 +235,19 @@ fn bad_sizes_are_usage_errors() {
 }
 
 #[test]
+fn a_server_with_too_little_memory_is_refused() {
+    for (option, sizes, least) in [
+        ("--write-buffer", ["0", "1", "1048575"], "the least is 1 MiB"),
+        ("--metadata-cache", ["0", "1", "255K"], "the least is 256 KiB"),
+    ] {
+        for size in sizes {
+            let words = format!("invalid value '{size}' for '{option} <SIZE>': {least}");
+            run(&format!("serve /nowhere {option} {size}")).fails(2, &words);
+        }
+    }
+}
+
+#[test]
 fn bad_names_are_usage_errors() {
     for name in ["a/b", "vm@", "@a", "a@b@c", "../x", "a@b/c"] {
         for command in ["disk show", "disk delete", "disk detach", "snapshot list", "snapshot show", "snapshot diff"] {

@@ -3,6 +3,8 @@
 //! Parsing is exact, without floating point: `1.5T` is exactly 1.5 * 2^40 bytes, and a fraction that is not a whole
 //! number of bytes is refused.
 
+use error::text::size;
+
 /// The units, each 1024 times the one before it.
 const UNITS: [char; 7] = ['B', 'K', 'M', 'G', 'T', 'P', 'E'];
 
@@ -47,9 +49,16 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     u64::try_from(bytes).map_err(|_| too_large())
 }
 
-/// As [`parse_size`], for sizes of memory.
-pub fn parse_memory(text: &str) -> Result<usize, String> {
-    usize::try_from(parse_size(text)?).map_err(|_| format!("'{text}' is more than this machine can address"))
+/// A parser as [`parse_size`] for sizes of memory, which are at least `least` bytes.
+pub fn memory(least: usize) -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let bytes = usize::try_from(parse_size(text)?);
+        let bytes = bytes.map_err(|_| format!("'{text}' is more than this machine can address"))?;
+        match bytes >= least {
+            true => Ok(bytes),
+            false => Err(format!("the least is {}", size(least as u64))),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -108,6 +117,16 @@ mod tests {
         ] {
             assert!(parse_size(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn memory_below_the_least_is_refused() {
+        let parse = memory(1 << 20);
+        assert_eq!((parse("1M"), parse("2M")), (Ok(1 << 20), Ok(2 << 20)));
+        for text in ["0", "1", "1048575"] {
+            assert_eq!(parse(text), Err("the least is 1 MiB".to_owned()), "{text}");
+        }
+        assert!(parse("1X").unwrap_err().contains("is not a size"));
     }
 
     #[test]

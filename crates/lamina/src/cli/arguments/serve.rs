@@ -1,7 +1,7 @@
 //! Arguments of `lamina serve` and `lamina export`.
 
 use crate::cli::address::location;
-use crate::cli::size::parse_memory;
+use crate::cli::size::memory;
 use clap::{Args, Subcommand, ValueEnum};
 use disk::Location;
 use export::nbd::limits::CONNECTIONS_DEFAULT;
@@ -11,6 +11,10 @@ use std::time::Duration;
 
 /// Largest limit of connections per class that can be set.
 const CONNECTIONS_MAX: i64 = 16_384;
+/// The smallest metadata cache: with less, the pages of one change and of the reads beside it evict each other.
+const METADATA_CACHE_MIN: usize = 256 << 10;
+/// The smallest write buffer: with less, every write waits until the one before it is written back.
+const WRITE_BUFFER_MIN: usize = 1 << 20;
 
 /// Show exports.
 #[derive(Debug, Subcommand)]
@@ -126,11 +130,11 @@ pub struct ServeArguments {
     /// How overlapping I/O is submitted.
     #[arg(long, value_enum, value_name = "ENGINE", default_value = "auto")]
     pub queue: QueueArgument,
-    /// Memory limit of the metadata cache.
-    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
+    /// Memory limit of the metadata cache, 256K at the least.
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = memory(METADATA_CACHE_MIN))]
     pub metadata_cache: usize,
-    /// Memory limit of the write buffer.
-    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
+    /// Memory limit of the write buffer, 1M at the least.
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = memory(WRITE_BUFFER_MIN))]
     pub write_buffer: usize,
     /// How long a disk counts as in use after a client's connection ended without a disconnect request. During this
     /// time the client may reconnect, for example after a restart of the server.
