@@ -13,7 +13,8 @@
 //! 2. `intent.toml` is durable before the first disk is created. If the command is killed, [`Machines::recover`]
 //!    deletes the disks of every machine whose folder is still in the folder `.new-*` or `.old-*`.
 //! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
-//! 4. Root removes nothing in a datastore of another user: the next command of that user does.
+//! 4. In a datastore of another user, root removes only the empty folder of its own command. The next command of that
+//!    user removes the rest.
 
 mod intent;
 mod making;
@@ -177,11 +178,11 @@ impl Machines {
         change.sweep()?;
         let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
         let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
-        let (folder, _lock) = self.begin(OLD, &intent)?;
+        let (folder, lock) = self.begin(OLD, &intent)?;
         fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
         durable::sync(&folder)?;
         durable::sync(&self.folder)?;
-        making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
+        making::take_away((&folder, &lock), &intent, &*self.disks, making::Whose::Named { promote })
     }
 
     /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
@@ -212,7 +213,7 @@ impl Machines {
         }
         // Requests of the killed command may still be running.
         self.disks.settle()?;
-        for (folder, deleting, _lock) in &left {
+        for (folder, deleting, lock) in &left {
             tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
@@ -220,7 +221,7 @@ impl Machines {
                         true => making::Whose::Named { promote: true },
                         false => making::Whose::MadeSince(intent.begun),
                     };
-                    making::take_away(folder, &intent, &*self.disks, whose)
+                    making::take_away((folder, lock), &intent, &*self.disks, whose)
                 }
                 Ok(None) => fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display())),
                 Err(error) => Err(error),

@@ -5,8 +5,9 @@ use crate::definition::check_name;
 use crate::durable;
 use backend::clock;
 use error::{Error, ErrorKind, IoContext, Result};
+use rustix::fs::{AtFlags, Dir, unlinkat};
 use serde::{Deserialize, Serialize};
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 
 /// Name of the file.
@@ -98,6 +99,23 @@ impl Intent {
     pub fn remove(folder: &Path) -> Result<()> {
         crate::machine::remove_if_there(&folder.join(INTENT))?;
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
+    }
+
+    /// Removes the intent and the folder, if the folder contains nothing else: for root in a datastore of another user,
+    /// who could have replaced the folder by a link. `opened` is the folder.
+    pub fn remove_if_last(folder: &Path, opened: &File) -> Result<()> {
+        let removing = || format!("removing '{}'", folder.display());
+        for entry in Dir::read_from(opened).map_err(std::io::Error::from).during(removing)? {
+            let entry = entry.map_err(std::io::Error::from).during(removing)?;
+            if ![".", "..", INTENT].iter().any(|name| entry.file_name().to_bytes() == name.as_bytes()) {
+                return Ok(());
+            }
+        }
+        unlinkat(opened, INTENT, AtFlags::empty()).map_err(std::io::Error::from).during(removing)?;
+        // The path can only lead to an empty folder here, or the removal fails. The next command of the user removes
+        // what stays.
+        let _ = fs::remove_dir(folder);
+        Ok(())
     }
 }
 

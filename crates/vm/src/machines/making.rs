@@ -24,7 +24,7 @@ pub struct Making {
     /// Disks that exist and were created by this process.
     made: Mutex<BTreeSet<String>>,
     open: bool,
-    _lock: File,
+    lock: File,
 }
 
 /// Which disks of an intent may be deleted.
@@ -67,7 +67,7 @@ impl Machines {
             intent,
             made: Mutex::default(),
             open: true,
-            _lock: lock,
+            lock,
         };
         let mut files = Vec::with_capacity(definitions.len());
         for definition in definitions {
@@ -113,26 +113,35 @@ impl Making {
     pub fn settle(mut self) -> Result<()> {
         durable::sync(&self.machines)?;
         self.open = false;
-        take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
+        self.take_away()
+    }
+
+    fn take_away(&self) -> Result<()> {
+        take_away((&self.folder, &self.lock), &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
     }
 }
 
 impl Drop for Making {
     fn drop(&mut self) {
         if self.open
-            && let Err(error) = take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
+            && let Err(error) = self.take_away()
         {
             tracing::error!("removing '{}' failed and is repeated by the next command: {error}", self.folder.display());
         }
     }
 }
 
-/// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. Root
-/// removes nothing in a datastore of another user, who could have replaced a folder by a link: the next command of that
-/// user does.
-pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
+/// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. The folder
+/// is given by its path and open. Root removes no more than the folder, if nothing is left in it, in a datastore of
+/// another user, who could have replaced a folder by a link: the next command of that user does.
+pub(super) fn take_away(
+    (folder, opened): (&Path, &File),
+    intent: &Intent,
+    disks: &dyn Disks,
+    whose: Whose<'_>,
+) -> Result<()> {
     if of_another_user(folder.ancestors().take(3))?.is_some() {
-        return Ok(());
+        return if intent.snapshots.is_empty() { Intent::remove_if_last(folder, opened) } else { Ok(()) };
     }
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
     let mut claims = Vec::new();

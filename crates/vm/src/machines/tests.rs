@@ -108,9 +108,14 @@ fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
 
 /// Leaves the state after a kill: nothing is removed, but the locks are released.
 fn killed(making: Making) {
-    let folder = making.machine("any").folder().parent().unwrap().to_owned();
+    let folder = folder_of(&making);
     making.leave();
     released(&folder);
+}
+
+/// The folder in which machines are created.
+fn folder_of(making: &Making) -> PathBuf {
+    making.machine("any").folder().parent().unwrap().to_owned()
 }
 
 /// Waits until the locks in `folder` are released. Another test may be starting a program: between fork and exec, the
@@ -334,6 +339,47 @@ fn root_removes_nothing_that_commands_left_in_a_datastore_of_another_user() {
     }
     assert_eq!(machines.recover().unwrap(), 2);
     assert!(!left.exists() && !failed.exists() && disks.names().is_empty());
+}
+
+#[test]
+fn root_leaves_no_empty_folder_of_a_creation_in_a_datastore_of_another_user() {
+    use std::os::unix::fs::{chown, symlink};
+    let top = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(top.path());
+    let begin = |name: &str| {
+        let own = |_: &Definition| vec![OwnDisk { name: format!("{name}-disk"), origin: None }];
+        machines.make(&[Definition::new(name, 1, 64 << 20).unwrap()], own, Vec::new()).unwrap()
+    };
+    for folder in [top.path(), machines.folder()] {
+        chown(folder, Some(1234), None).unwrap();
+    }
+    let making = begin("web");
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let there = || {
+        let mut names = durable::names(machines.folder()).unwrap();
+        names.sort();
+        names
+    };
+    assert_eq!(there(), [LOCK, "web"]);
+    // What is not finished stays with its intent, so that the next command of the user removes the disk.
+    disks.add("db-disk", None);
+    let making = begin("db");
+    let failed = folder_of(&making);
+    drop(making);
+    assert!(Intent::read(&failed).unwrap().is_some() && failed.join("db").is_dir());
+    fs::remove_dir_all(&failed).unwrap();
+    // The user has put a link to another folder in place of the folder.
+    let elsewhere = top.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    fs::write(elsewhere.join("intent.toml"), "").unwrap();
+    let making = begin("app");
+    making.finish("app").unwrap();
+    let folder = folder_of(&making);
+    fs::rename(&folder, top.path().join("moved")).unwrap();
+    symlink(&elsewhere, &folder).unwrap();
+    making.settle().unwrap();
+    assert!(elsewhere.join("intent.toml").exists() && folder.is_symlink());
 }
 
 #[test]
