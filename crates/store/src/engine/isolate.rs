@@ -208,9 +208,10 @@ impl Engine {
         Ok(())
     }
 
-    /// How many times a region of the data files was excluded from allocation because its table was lost.
+    /// How many times a region was excluded from allocation because its table was lost.
     pub(super) fn losses(&self) -> u64 {
-        self.meta.lock().data.losses()
+        let meta = self.meta.lock();
+        meta.data.losses() + meta.map.losses()
     }
 
     /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
@@ -240,8 +241,8 @@ impl Engine {
                 return Some(PAUSE);
             }
         }
-        // A region of the data files was lost since the last such retry, so the change may have failed because it used
-        // blocks of this region. The next attempt uses another region.
+        // A region was lost since the last such retry, so the change may have failed because it used blocks of this
+        // region. The next attempt uses another region.
         let losses = self.losses();
         if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
             return Some(Duration::ZERO);

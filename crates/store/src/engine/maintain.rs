@@ -3,6 +3,7 @@
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
+use super::read_again::ReadAgain;
 use crate::journal::Operation;
 use crate::sync::MutexGuard;
 use crate::sync::time::Instant;
@@ -48,8 +49,6 @@ const SLACK_SHARE: u64 = 32;
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
 /// How long punching pauses after a failure, because the file system may always refuse it.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);
-/// How often the tables of unreadable regions, and the trees of unreadable deleted objects, are read again.
-const READ_AGAIN: Duration = Duration::from_secs(60);
 /// Free backed blocks that are not punched even when the datastore is idle (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
@@ -64,8 +63,8 @@ pub(super) struct Watch {
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
-    /// When [`Engine::load_unreadable`] was called last.
-    read_again: Instant,
+    /// When [`Engine::load_unreadable`] is called next.
+    read_again: ReadAgain,
 }
 
 impl Watch {
@@ -79,7 +78,7 @@ impl Watch {
             passes: Passes::default(),
             rest: now,
             punch_after: now,
-            read_again: now,
+            read_again: ReadAgain::new(),
         }
     }
 }
@@ -291,9 +290,10 @@ impl Engine {
             }
         }
         self.meta.lock().release_freed();
-        if watch.read_again.elapsed() > READ_AGAIN {
-            watch.read_again = Instant::now();
-            self.load_unreadable();
+        if watch.read_again.is_due(Instant::now(), self.losses()) {
+            let began = Instant::now();
+            let unread = self.load_unreadable();
+            watch.read_again.end(Instant::now(), began.elapsed(), unread);
         }
         if !quiet && Instant::now() < watch.rest {
             return steps.0;
@@ -316,8 +316,9 @@ impl Engine {
     }
 
     /// Reads the tables of unreadable regions and the trees of deleted objects again, so that a failure of the medium
-    /// that has ended does not keep their blocks unused.
-    pub(super) fn load_unreadable(&self) {
+    /// that has ended does not keep their blocks unused. Returns how many of them still cannot be read, with the runs
+    /// whose entries the next round reads again.
+    pub(super) fn load_unreadable(&self) -> usize {
         let (left, data, map) = {
             let meta = self.meta.lock();
             (meta.catalog.left().collect::<Vec<u64>>(), meta.data.unreadable(), meta.map.unreadable())
@@ -344,8 +345,13 @@ impl Engine {
         for number in map {
             let _ = self.meta.look(|meta| meta.map.load_again(&mut meta.pages, number));
         }
-        self.reserves.lock_punching().try_again();
-        self.update_headroom(&self.meta.lock());
+        let mut unpunched = self.reserves.lock_punching();
+        let runs = unpunched.unreadable.len();
+        unpunched.try_again();
+        drop(unpunched);
+        let meta = self.meta.lock();
+        self.update_headroom(&meta);
+        runs + meta.catalog.left().count() + meta.data.unreadable().len() + meta.map.unreadable().len()
     }
 
     /// Drops parts of deleted trees. True while parts are left.

@@ -81,6 +81,7 @@ mod owner;
 mod placement;
 mod punch;
 mod read;
+mod read_again;
 mod rebuild;
 mod recover;
 mod replay;

@@ -15,6 +15,12 @@ pub(super) const GOOD_RUN: u64 = 16;
 /// search for any free block reaches them.
 const GROWN_MAX: usize = 256;
 
+/// Whether a search has excluded a region because the medium could not read its table. A search excludes at most one
+/// such region, and fails at the next one: otherwise one search during a short failure of the whole medium would take
+/// all regions out of use. Damaged regions are passed over without limit, because no later read of them succeeds.
+#[derive(Default)]
+pub struct UnreadRegion(bool);
+
 impl Space {
     /// Sets or clears `used` bits in those bitmaps that are in memory, and updates the free count.
     pub(super) fn mark(&mut self, run: Run, used: bool) {
@@ -103,17 +109,27 @@ impl Space {
     }
 
     /// Loads a region to allocate from it. False if the region is damaged or unreadable and has to be skipped.
-    pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
+    pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64, unread: &mut UnreadRegion) -> Result<bool> {
         if self.regions[number as usize].is_lost() {
             return Ok(false);
         }
         match self.load(pages, number) {
-            Err(error) if is_lost(&error) => {
-                self.lose(number, &error);
-                Ok(false)
-            }
+            Err(error) if is_lost(&error) => self.pass_over(number, error, unread),
             other => other.map(|()| true),
         }
+    }
+
+    /// Excludes a region from allocation, so that a search continues without it. Fails with `error` instead if the
+    /// search has excluded an unreadable region before.
+    fn pass_over(&mut self, number: u64, error: Error, unread: &mut UnreadRegion) -> Result<bool> {
+        if error.kind() == ErrorKind::Io {
+            if unread.0 {
+                return Err(error);
+            }
+            unread.0 = true;
+        }
+        self.lose(number, &error);
+        Ok(false)
     }
 
     /// Excludes a region from allocation, because a part of its table is lost. Bitmaps in memory stay and are updated,
@@ -135,39 +151,47 @@ impl Space {
     /// Fails if the table entry of a block in a run cannot be read, and excludes the region from allocation if the page
     /// is lost. The bitmaps of the region may be in memory although the page is not.
     pub fn check_entries(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
-        for page in run.start / TABLE_ENTRIES..(run.start + run.blocks).div_ceil(TABLE_ENTRIES) {
-            if let Err(error) = pages.get(PageKey::new(self.table, page)) {
-                if is_lost(&error) {
-                    self.lose(page / REGION_PAGES, &error);
-                }
-                return Err(error);
+        self.read_entries(pages, run).map_err(|(region, error)| {
+            if is_lost(&error) {
+                self.lose(region, &error);
             }
+            error
+        })
+    }
+
+    /// Whether all table entries of a run can be read. For a search, which skips the region otherwise.
+    pub(super) fn has_entries(&mut self, pages: &mut Pages, run: Run, unread: &mut UnreadRegion) -> Result<bool> {
+        match self.read_entries(pages, run) {
+            Err((region, error)) if is_lost(&error) => self.pass_over(region, error, unread),
+            other => other.map(|()| true).map_err(|(_, error)| error),
+        }
+    }
+
+    /// Reads the table entries of a run. An error comes with the region whose entries cannot be read.
+    fn read_entries(&self, pages: &mut Pages, run: Run) -> std::result::Result<(), (u64, Error)> {
+        for page in run.start / TABLE_ENTRIES..(run.start + run.blocks).div_ceil(TABLE_ENTRIES) {
+            pages.get(PageKey::new(self.table, page)).map_err(|error| (page / REGION_PAGES, error))?;
         }
         Ok(())
     }
 
-    /// Whether all table entries of a run can be read. For a search, which skips the region otherwise.
-    pub(super) fn has_entries(&mut self, pages: &mut Pages, run: Run) -> Result<bool> {
-        match self.check_entries(pages, run) {
-            Err(error) if is_lost(&error) => Ok(false),
-            other => other.map(|()| true),
-        }
-    }
-
     /// Reads the table entries of the next blocks that allocations of single blocks will return. If an entry of a
-    /// region is lost, excludes the region from allocation and continues with the next one.
+    /// region is lost, excludes the region from allocation and continues with the next one ([`UnreadRegion`]).
     pub fn check_next(&mut self, pages: &mut Pages, blocks: u64) -> Result<()> {
-        let count = self.regions();
+        let (count, mut unread) = (self.regions(), UnreadRegion::default());
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
         let mut left = blocks;
         for step in 0..=count {
             let number = if count == 0 { return Ok(()) } else { (start + step) % count };
             let left_before = left;
-            while left > 0 && self.regions[number as usize].estimate() > 0 && self.load_whole(pages, number)? {
+            while left > 0
+                && self.regions[number as usize].estimate() > 0
+                && self.load_whole(pages, number, &mut unread)?
+            {
                 let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
                 let Some((first, found)) = bitmaps.find_free(from, 1, left) else { break };
                 let run = Run { start: number * REGION_BLOCKS + first, blocks: found };
-                left = if self.has_entries(pages, run)? { left - found } else { left_before };
+                left = if self.has_entries(pages, run, &mut unread)? { left - found } else { left_before };
                 from = first + found;
             }
             if left == 0 {
@@ -229,23 +253,24 @@ impl Space {
     }
 
     /// Allocates a contiguous run of up to `want` free backed blocks. `None` if none are free. The run stays marked as
-    /// used until [`Space::adopt`] or [`Space::release`].
+    /// used until [`Space::adopt`] or [`Space::release`]. Fails if the tables of two regions cannot be read
+    /// ([`UnreadRegion`]).
     pub fn allocate(&mut self, pages: &mut Pages, want: u64) -> Result<Option<Run>> {
-        let good = want.min(GOOD_RUN);
+        let (good, mut unread) = (want.min(GOOD_RUN), UnreadRegion::default());
         if self.fragmented && good > 1 {
             while let Some(start) = self.grown.pop_front() {
-                if let Some(run) = self.take_grown(pages, start, good, want)? {
+                if let Some(run) = self.take_grown(pages, start, good, want, &mut unread)? {
                     return Ok(Some(run));
                 }
             }
         } else {
-            if let Some(run) = self.search(pages, good, want)? {
+            if let Some(run) = self.search(pages, good, want, &mut unread)? {
                 return Ok(Some(run));
             }
             self.fragmented = good > 1;
             self.grown.clear();
         }
-        if good > 1 { self.search(pages, 1, want) } else { Ok(None) }
+        if good > 1 { self.search(pages, 1, want, &mut unread) } else { Ok(None) }
     }
 
     /// The run of `grown` that the next allocation of `want` blocks returns; `None` if that allocation uses none.
@@ -264,9 +289,16 @@ impl Space {
     }
 
     /// Allocates at `start`, if at least `least` blocks are still free there.
-    fn take_grown(&mut self, pages: &mut Pages, start: u64, least: u64, want: u64) -> Result<Option<Run>> {
+    fn take_grown(
+        &mut self,
+        pages: &mut Pages,
+        start: u64,
+        least: u64,
+        want: u64,
+        unread: &mut UnreadRegion,
+    ) -> Result<Option<Run>> {
         let Some(run) = self.grown_run(start, least, want) else { return Ok(None) };
-        if !self.has_entries(pages, run)? {
+        if !self.has_entries(pages, run, unread)? {
             return Ok(None);
         }
         self.mark(run, true);
@@ -277,7 +309,7 @@ impl Space {
         Ok(Some(run))
     }
 
-    fn search(&mut self, pages: &mut Pages, least: u64, want: u64) -> Result<Option<Run>> {
+    fn search(&mut self, pages: &mut Pages, least: u64, want: u64, unread: &mut UnreadRegion) -> Result<Option<Run>> {
         let count = self.regions();
         if count == 0 || self.counts.free == 0 {
             return Ok(None);
@@ -287,13 +319,13 @@ impl Space {
         for step in 0..=count {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];
-            if region.estimate() >= least && self.load_whole(pages, number)? {
+            if region.estimate() >= least && self.load_whole(pages, number, unread)? {
                 let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
                 if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
                     let run = Run { start: number * REGION_BLOCKS + first, blocks };
                     // The table may have been lost after the bitmaps were loaded. A change that uses the run would then
                     // fail half-way.
-                    if self.has_entries(pages, run)? {
+                    if self.has_entries(pages, run, unread)? {
                         self.mark(run, true);
                         self.cursor = run.start + run.blocks;
                         if self.cursor >= self.blocks() {

@@ -1,9 +1,9 @@
 //! Backed blocks: those for which the file system has allocated space. Finds blocks to reserve and blocks to return.
 
 use super::region::{self, REGION_BLOCKS};
-use super::{Run, Space, SpaceKind};
-use crate::Result;
+use super::{Run, Space, SpaceKind, UnreadRegion};
 use crate::pages::Pages;
+use crate::{Result, is_lost};
 
 /// The shortest run of unbacked blocks in existing regions that is reserved again, in blocks (1 MiB).
 const EXTENSION_RUN: u64 = 256;
@@ -33,8 +33,9 @@ impl Space {
         }
     }
 
-    /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end.
-    pub fn plan_extension(&mut self, pages: &mut Pages, want: u64) -> Result<Run> {
+    /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end. After
+    /// two unreadable regions, it searches no further; `unread` belongs to all repetitions of the lookup.
+    pub fn plan_extension(&mut self, pages: &mut Pages, want: u64, unread: &mut UnreadRegion) -> Result<Run> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         let count = self.regions();
         for step in 0..count {
@@ -42,15 +43,24 @@ impl Space {
             if u64::from(self.regions[number as usize].backed) + EXTENSION_RUN.min(want) > REGION_BLOCKS {
                 continue;
             }
-            if !self.load_whole(pages, number)? {
-                continue;
+            match self.load_whole(pages, number, unread) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                // A new region needs no read.
+                Err(error) if is_lost(&error) => break,
+                Err(error) => return Err(error),
             }
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             if let Some((first, blocks)) = bitmaps.find_unbacked(EXTENSION_RUN.min(want), want) {
                 let run = Run { start: number * REGION_BLOCKS + first, blocks };
-                if self.has_entries(pages, run)? {
-                    self.extension_hint = number;
-                    return Ok(run);
+                match self.has_entries(pages, run, unread) {
+                    Ok(true) => {
+                        self.extension_hint = number;
+                        return Ok(run);
+                    }
+                    Ok(false) => {}
+                    Err(error) if is_lost(&error) => break,
+                    Err(error) => return Err(error),
                 }
             }
         }
@@ -101,13 +111,13 @@ impl Space {
     /// allocated. The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches
     /// the runs and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
-        let mut runs = Vec::new();
+        let (mut runs, mut unread) = (Vec::new(), UnreadRegion::default());
         let mut taken = 0;
         while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
             let loaded = candidate.estimate() >= least
-                && match self.load_whole(pages, number) {
+                && match self.load_whole(pages, number, &mut unread) {
                     Ok(loaded) => loaded,
                     // The runs found before are enough for now. The next search begins at this region and returns the
                     // error.
@@ -129,10 +139,16 @@ impl Space {
                 from = first + blocks;
                 taken += blocks;
             }
-            let mut whole = true;
+            let mut whole = Ok(true);
             for run in &found {
-                whole = whole && self.has_entries(pages, *run)?;
+                if matches!(whole, Ok(true)) {
+                    whole = self.has_entries(pages, *run, &mut unread);
+                }
             }
+            let whole = match whole {
+                Err(_) if !runs.is_empty() => break,
+                whole => whole?,
+            };
             if !whole {
                 taken -= found.iter().map(|run| run.blocks).sum::<u64>();
                 *region += 1;

@@ -19,6 +19,7 @@ mod region;
 mod survey;
 mod table;
 
+pub use allocation::UnreadRegion;
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
@@ -363,7 +364,8 @@ impl Space {
         // The bitmaps must be loaded before the table entries become free: until release they mark the blocks as used.
         // A region that has lost a part of its table is not used for allocation.
         for (number, _, _) in region::parts(run) {
-            self.load_whole(pages, number)?;
+            // A run has few regions, and each of them is needed, so all unreadable ones are excluded.
+            self.load_whole(pages, number, &mut UnreadRegion::default())?;
         }
         self.change(pages, run, |block, entry| {
             if entry.references == 0 {

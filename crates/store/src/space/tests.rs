@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use super::{BlockEntry, REGION_BLOCKS, REGION_PAGES, Run, Space, SpaceCounts, SpaceKind};
+use super::{BlockEntry, REGION_BLOCKS, REGION_PAGES, Run, Space, SpaceCounts, SpaceKind, UnreadRegion};
 use crate::ErrorKind;
 use crate::pages::{PageFile, Pages};
-use crate::testbed::{Random, page_files, reopened};
-use backend::File;
+use crate::testbed::{Random, page_files, plain_disk, reopened};
+use backend::simulated::Fault;
+use backend::{File, IoMode};
 use std::sync::Arc;
 
 const CACHE: usize = 256 * 4096;
@@ -79,7 +80,7 @@ impl World {
             }
             SpaceKind::Data => {
                 let want = 1 + self.random.scaled(3 * REGION_BLOCKS);
-                let run = self.space.plan_extension(&mut self.pages, want).unwrap();
+                let run = self.space.plan_extension(&mut self.pages, want, &mut UnreadRegion::default()).unwrap();
                 assert!(run.blocks >= 1 && run.blocks <= want);
                 let end = (run.start + run.blocks) as usize;
                 self.blocks.resize(self.blocks.len().max(end), Block::default());
@@ -405,7 +406,8 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     let refused =
         space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
-    assert!(space.plan_extension(&mut world.pages, 300).unwrap().start >= 2 * REGION_BLOCKS);
+    let planned = space.plan_extension(&mut world.pages, 300, &mut UnreadRegion::default()).unwrap();
+    assert!(planned.start >= 2 * REGION_BLOCKS);
     // The references that a check counts in the trees are restored, with the counts of the region.
     for block in 10..40 {
         space.repair_references(&mut world.pages, block, 1).unwrap();
@@ -416,6 +418,35 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     assert_eq!((counts.used, counts.backed), (REGION_BLOCKS + 30, 2 * REGION_BLOCKS - lost));
     assert_eq!(counts.free, counts.backed - counts.used);
     space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new()).unwrap();
+}
+
+#[test]
+fn a_search_excludes_at_most_one_region_that_the_medium_cannot_read() {
+    let (disk, mut files) = (plain_disk(), page_files());
+    let name = PageFile::DataTable.name();
+    files[PageFile::DataTable as usize] = disk.directory().create(name, IoMode::Buffered).unwrap();
+    let mut pages = Pages::new(files.clone(), CACHE);
+    let mut space = Space::open(SpaceKind::Data, 0, 0, &mut pages).unwrap();
+    for region in 0..4 {
+        let run = Run { start: region * REGION_BLOCKS, blocks: REGION_BLOCKS / 2 };
+        space.set_backed(&mut pages, run, true).unwrap();
+    }
+    space.store_summaries(&mut pages).unwrap();
+    reopened(&files, &mut pages, CACHE);
+    let mut space = Space::open(SpaceKind::Data, 4, 0, &mut pages).unwrap();
+    let free = space.counts().free;
+    disk.fail_requests(Fault::Read, 0, u64::MAX);
+    assert_eq!(space.allocate(&mut pages, 64).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(space.unreadable(), [0]);
+    // A reservation chooses a new region then, whose table needs no read.
+    let planned = space.plan_extension(&mut pages, 300, &mut UnreadRegion::default()).unwrap();
+    assert_eq!((planned.start, space.unreadable()), (4 * REGION_BLOCKS, vec![0, 1]));
+    disk.mend();
+    for number in space.unreadable() {
+        space.load_again(&mut pages, number).unwrap();
+    }
+    assert_eq!((space.unreadable(), space.counts().free), (Vec::new(), free));
+    assert!(space.allocate(&mut pages, 64).unwrap().is_some());
 }
 
 /// A space in which all blocks were used. Then every fourth block of the first region is freed, and after that 1024

@@ -6,7 +6,7 @@ use super::room::{allocated, discarded};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
-use crate::space::{REGION_BLOCKS, TABLE_ENTRIES};
+use crate::space::{REGION_BLOCKS, TABLE_ENTRIES, UnreadRegion};
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -314,6 +314,22 @@ fn an_unreadable_table_page_does_not_prevent_allocation() {
 }
 
 #[test]
+fn a_region_is_used_again_soon_after_a_short_failure() {
+    let disk = grown();
+    let mend = lose_page(&disk, "data.table", 20);
+    let engine = open(&disk).unwrap();
+    drop(engine.claim_blocks(3000).unwrap());
+    assert_eq!(engine.meta.lock().data.unreadable(), [0]);
+    mend();
+    let (mut watch, began) = (Watch::new(), Instant::now());
+    while !engine.meta.lock().data.unreadable().is_empty() {
+        assert!(began.elapsed() < Duration::from_secs(10), "the region stays unused");
+        std::thread::sleep(Duration::from_millis(50));
+        engine.maintain(&mut watch).unwrap();
+    }
+}
+
+#[test]
 fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
     let disk = formatted();
     let engine =
@@ -592,7 +608,7 @@ fn a_region_is_not_used_again_while_the_freeing_of_its_blocks_is_being_appended(
     engine.settle(&engine.head(1)).unwrap();
     mend();
     let other = Arc::clone(&engine);
-    before_next(&disk, Request::Write, move || other.load_unreadable());
+    before_next(&disk, Request::Write, move || drop(other.load_unreadable()));
     engine.commit_changes().unwrap();
     assert_eq!(engine.meta.lock().data.unreadable(), [0]);
     engine.load_unreadable();
@@ -610,7 +626,8 @@ fn a_lookup_passes_over_lost_pages_without_a_read_under_the_lock() {
         }
         let engine = open(&disk).unwrap();
         let before = engine.meta.lock().pages.statistics().locked;
-        let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300)).unwrap();
+        let mut unread = UnreadRegion::default();
+        let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300, &mut unread)).unwrap();
         assert!(run.start >= REGION_BLOCKS, "{run:?}");
         assert_eq!(engine.meta.lock().pages.statistics().locked, before, "corrupt: {corrupt}");
         // A lookup that needs the page fails with the error of reading the page.

@@ -148,7 +148,8 @@ impl Engine {
                         Err(error) => {
                             parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                             self.update_headroom(meta);
-                            return Err(error);
+                            // The write enters the buffer, and its write-back allocates blocks of another region.
+                            return if is_lost(&error) { Ok(Outcome::Buffer) } else { Err(error) };
                         }
                     };
                     parts.push(Part { logical: at, run, new: true });
