@@ -168,10 +168,24 @@ pub trait LocalFolder: Send + Sync {
     /// Whether a path leads to this folder; false after the folder was moved.
     fn is_at(&self, path: &Path) -> io::Result<bool>;
 
+    /// Creates a folder in this folder, with access for its owner only.
+    fn create_folder(&self, name: &str) -> io::Result<()> {
+        Err(has_no_folders(name))
+    }
+
+    /// Removes an empty folder in this folder.
+    fn remove_folder(&self, name: &str) -> io::Result<()> {
+        Err(has_no_folders(name))
+    }
+
     /// A handle for a search for files with wrong permissions or owners; `None` if the folder has no permissions.
     fn searched(&self) -> io::Result<Option<SearchedFolder>> {
         Ok(None)
     }
+}
+
+fn has_no_folders(name: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, format!("'{name}' cannot be a folder here"))
 }
 
 /// The operations of [`LocalFolder`] for any directory. A directory without a local part contains no files of other
@@ -211,6 +225,16 @@ impl dyn Directory + '_ {
              server at the new path"
         );
         Err(Error::new(ErrorKind::Stopped, text))
+    }
+
+    /// As [`LocalFolder::create_folder`]; `Unsupported` without a local part.
+    pub fn create_folder(&self, name: &str) -> io::Result<()> {
+        self.local().map_or_else(|| Err(has_no_folders(name)), |local| local.create_folder(name))
+    }
+
+    /// As [`LocalFolder::remove_folder`]; `Unsupported` without a local part.
+    pub fn remove_folder(&self, name: &str) -> io::Result<()> {
+        self.local().map_or_else(|| Err(has_no_folders(name)), |local| local.remove_folder(name))
     }
 
     /// As [`LocalFolder::searched`]; a directory without a local part has no permissions.

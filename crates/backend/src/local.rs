@@ -29,7 +29,7 @@ pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
 use crate::file::flush_failed;
-use crate::owner::{Owner, open_in};
+use crate::owner::{Owner, create_folder_in, open_in};
 use crate::portable::{PortableQueue, Workers};
 use crate::searched::SearchedFolder;
 use crate::validate::check_name;
@@ -393,6 +393,18 @@ impl LocalFolder for LocalDirectory {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+
+    fn create_folder(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        create_folder_in(self.folder.as_fd(), self.owner(), name)
+            .map_err(|error| named(error, "create folder", &self.path.join(name)))
+    }
+
+    fn remove_folder(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        retry(|| rustix::fs::unlinkat(&self.folder, name, rustix::fs::AtFlags::REMOVEDIR))
+            .map_err(|error| named(error, "remove folder", &self.path.join(name)))
     }
 
     fn searched(&self) -> io::Result<Option<SearchedFolder>> {

@@ -88,19 +88,24 @@ impl<'a> Place<'a> {
 
     /// Creates a folder.
     pub(crate) fn create_folder(&self) -> io::Result<()> {
-        let create = || rustix::fs::mkdirat(&self.folder, self.name, Mode::RWXU);
-        let Some(owner) = self.owner else { return Ok(create()?) };
-        Ok(match owner.acts(create) {
-            // The owner has no permission to write to the folder, or has no number in this user namespace.
-            Err(Errno::ACCESS | Errno::PERM | Errno::OVERFLOW) => create(),
-            created => created,
-        }?)
+        create_folder_in(self.folder.as_fd(), self.owner, self.name)
     }
 
     /// Opens or creates a file, as the flags say.
     pub(crate) fn open(&self, flags: OFlags) -> io::Result<fs::File> {
         open_in(self.folder.as_fd(), self.owner, self.name, flags).map(fs::File::from)
     }
+}
+
+/// Creates a folder in a folder, with access for its owner only. With `owner`, it belongs to the owner.
+pub(crate) fn create_folder_in(folder: BorrowedFd<'_>, owner: Option<Owner>, name: impl Arg + Copy) -> io::Result<()> {
+    let create = || rustix::fs::mkdirat(folder, name, Mode::RWXU);
+    let Some(owner) = owner else { return Ok(create()?) };
+    Ok(match owner.acts(create) {
+        // The owner has no permission to write to the folder, or has no number in this user namespace.
+        Err(Errno::ACCESS | Errno::PERM | Errno::OVERFLOW) => create(),
+        created => created,
+    }?)
 }
 
 /// Opens a file in a folder, or creates it with access for its owner only, as the flags say. With `owner`, a file that

@@ -25,7 +25,7 @@ const HANDLE: OFlags = OFlags::PATH;
 #[cfg(not(target_os = "linux"))]
 const HANDLE: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK);
 
-/// An open folder for [`crate::private::exposed`] and [`crate::owner::misowned`].
+/// An open folder for [`crate::private::exposed`] and [`crate::owner::misowned`], and for checks of its owner.
 pub struct SearchedFolder {
     handle: OwnedFd,
     stat: Stat,
@@ -42,6 +42,19 @@ impl SearchedFolder {
         let handle = rustix::fs::openat(folder, ".", FOLDER, Mode::empty())?;
         let stat = rustix::fs::fstat(&handle)?;
         Ok(Self { handle, stat })
+    }
+
+    /// If this process is root and the folder belongs to another user, this user, who can replace what the folder
+    /// contains.
+    pub fn other_owner(&self) -> Option<u32> {
+        (rustix::process::geteuid().is_root() && self.stat.st_uid != 0).then_some(self.stat.st_uid)
+    }
+
+    /// Whether a relative path leads to the folder `other`, and passes no symbolic link and no other file system.
+    pub fn contains(&self, path: &Path, other: &Self) -> bool {
+        let identity = |stat: &Stat| (stat.st_dev, stat.st_ino);
+        let found = self.open_below(path);
+        found.is_ok_and(|found| found.is_some_and(|(_, stat)| identity(&stat) == identity(&other.stat)))
     }
 
     /// Owner and permissions of the folder when it was opened.

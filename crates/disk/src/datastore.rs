@@ -6,7 +6,7 @@ mod uses;
 
 use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
-use crate::foreign::Foreign;
+use crate::foreign::{Foreign, ImageFolders};
 use crate::info::{CheckOptions, CheckReport, Finding, Status};
 use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
@@ -222,10 +222,11 @@ impl Datastore {
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // The records of migrations decide which incomplete disks are kept.
-        let mut doubt = migrate::recover(&native, location.and_then(Location::local_path))?;
+        let folders = ImageFolders::new(location, native.engine.directory());
+        let mut doubt = migrate::recover(&native, &folders)?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
-        let foreign = Foreign::open(&native, location, mode, Arc::clone(&switches), &doubt.folders)?;
+        let foreign = Foreign::open(&native, folders, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
         let uses = Arc::<Uses>::default();
         for record in &doubt.damaged {

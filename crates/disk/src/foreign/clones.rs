@@ -15,7 +15,7 @@ impl Foreign {
     /// cannot check them.
     pub(super) fn clones_there(&self, entry: &ForeignDisk) -> Vec<CloneReference> {
         let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
-        let own = self.path.as_deref();
+        let own = self.folders.local_path();
         let record = entry.disk.record();
         let elsewhere = |uuid: &str| {
             let clone = record.clones.iter().find(|clone| clone.uuid == uuid);

@@ -3,7 +3,7 @@
 use super::{Foreign, ForeignDisk};
 use crate::info::{CheckReport, Finding, Reclaimed};
 use error::{Error, ErrorKind, Result};
-use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
+use layer::image::{self, Image, OpenOptions, Place, Signature};
 use work::Progress;
 
 impl From<vmdk::Freed> for Reclaimed {
@@ -115,9 +115,9 @@ impl Foreign {
 
     /// Repairs the images in the folder of a disk that is not open.
     fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
-        let path = self.images()?.join(folder);
-        let home = Folder::of_disk(&path)?;
-        let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
+        let home = self.folders.home(folder)?;
+        let listing = |error| Error::io(format!("listing the folder of disk '{folder}'"), error);
+        let names = home.directory().list().map_err(listing)?;
         // The lock of the disk is free because the disk is closed, and the lock of the datastore excludes other
         // processes.
         let options = OpenOptions { held: true, ..OpenOptions::default() };

@@ -9,6 +9,7 @@
 //! reopen      resuming after an I/O error, with clients connected
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
+//! folders     finding and opening the folders of disks, and creating and removing them
 //! ```
 //!
 //! Crate `vmdk` implements a disk. This module manages the disk's folder, its name in the datastore, and its clients.
@@ -24,6 +25,7 @@ mod clones;
 mod convert;
 mod device;
 mod disks;
+mod folders;
 mod maintain;
 mod moving;
 mod reopen;
@@ -31,22 +33,20 @@ mod snapshots;
 mod space;
 
 pub use device::ChainedDevice;
+pub(crate) use folders::ImageFolders;
 pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
-use crate::location::Location;
 use crate::migrate::Overlay;
 use crate::names;
 use crate::native::Native;
 use crate::switch::{Identity, SwitchedDevice, Switches};
-use backend::{IoMode, private};
-use error::{Error, ErrorKind, IoContext, Result};
+use backend::IoMode;
+use error::{Error, ErrorKind, Result};
 use layer::image::Folder;
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::io::ErrorKind as IoKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 
@@ -106,11 +106,7 @@ impl ForeignDisk {
 
 /// All disks in VMware's formats.
 pub(crate) struct Foreign {
-    /// The datastore's location; `None` if it was opened by its directory.
-    location: Option<Location>,
-    /// The path of `DATASTORE/images`; `None` if the datastore has no local folder, and so no disks in VMware's
-    /// formats.
-    path: Option<PathBuf>,
+    folders: ImageFolders,
     options: vmdk::Options,
     switches: Arc<Switches>,
     /// The native disks, which can be overlays above images.
@@ -126,24 +122,19 @@ impl Foreign {
     /// does not prevent the opening of the others.
     pub fn open(
         native: &Arc<Native>,
-        location: Option<&Location>,
+        folders: ImageFolders,
         mode: IoMode,
         switches: Arc<Switches>,
         kept: &BTreeSet<String>,
     ) -> Result<Self> {
-        let path = location.and_then(Location::local_path).map(|path| path.join(IMAGES));
         let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
-        if let (Some(own), Some(location)) = (path.clone(), location.cloned()) {
-            let directory = Arc::clone(native.engine.directory());
-            options.folders = Some(Arc::new(move |reference: &str| {
-                location.check_not_moved(&*directory)?;
-                find_folder(&own, reference)
-            }));
+        if folders.local_path().is_some() {
+            let folders = folders.clone();
+            options.folders = Some(Arc::new(move |reference: &str| folders.find(reference)));
         }
-        let native = Arc::clone(native);
-        let (location, disks) = (location.cloned(), RwLock::default());
-        let foreign = Self { location, path, options, switches, native, disks, broken: Mutex::default() };
-        for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
+        let (native, disks) = (Arc::clone(native), RwLock::default());
+        let foreign = Self { folders, options, switches, native, disks, broken: Mutex::default() };
+        for folder in foreign.folders.names()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' reports it too");
                 foreign.broken.lock().insert(folder, error.to_string());
@@ -152,17 +143,12 @@ impl Foreign {
         Ok(foreign)
     }
 
-    /// Names of the folders in `images`.
-    fn folders(&self) -> Result<Vec<String>> {
-        self.path.as_deref().map_or_else(|| Ok(Vec::new()), folders_of)
-    }
-
     /// Opens the disk of a folder, with the native overlay above its images if it has one, or removes the folder if it
     /// is incomplete.
     pub fn open_folder(&self, folder: &str) -> Result<()> {
-        let path = self.images()?.join(folder);
-        let incomplete = path.join(INCOMPLETE).exists();
-        match vmdk::Disk::open(Folder::of_disk(&path)?, &self.options) {
+        let home = self.folders.home(folder)?;
+        let incomplete = folders::is_incomplete(&home);
+        match vmdk::Disk::open(home.clone(), &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");
                 disk.delete()?;
@@ -174,7 +160,7 @@ impl Foreign {
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
                     tracing::warn!(folder, %error, "files left by a crash could not be removed");
                 }
-                let disk = self.with_overlay(disk, &path)?;
+                let disk = self.with_overlay(disk, home)?;
                 let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));
                 names::check_existing("disk", &name)?;
                 let mut disks = self.disks.write();
@@ -193,60 +179,31 @@ impl Foreign {
     }
 
     /// Opens the disk again together with the native overlay above its images, if it has one.
-    fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
+    fn with_overlay(&self, disk: Arc<vmdk::Disk>, home: Folder) -> Result<Arc<vmdk::Disk>> {
         let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
         let options = vmdk::Options { overlay: Some(overlay.layer(&self.native)?), ..self.options.clone() };
         disk.close()?;
         // Dropping the disk releases its lock, so that it can be opened again.
         drop(disk);
-        vmdk::Disk::open(Folder::of_disk(path)?, &options)
+        vmdk::Disk::open(home, &options)
     }
 
-    /// The path of the folder `images`. Fails if the folder of the datastore was moved: images are found by path, while
-    /// the other files are opened through the handle of the datastore's folder.
+    /// The path of the folder `images`.
     fn images(&self) -> Result<&Path> {
-        match (&self.path, &self.location) {
-            (Some(path), location) => {
-                location.iter().try_for_each(|location| location.check_not_moved(&**self.native.engine.directory()))?;
-                Ok(path)
-            }
-            (None, Some(location)) => location.need_folder("disks in VMware's formats"),
-            (None, None) => {
-                let text = "disks in VMware's formats need a datastore in a local folder";
-                Err(Error::new(ErrorKind::Unsupported, text))
-            }
-        }
+        self.folders.path()
     }
 
     /// Creates the folder of a disk named `name`. With `incomplete`, recovery after a crash removes the folder until
     /// [`Foreign::complete`] is called.
     pub fn new_folder(&self, name: &str, incomplete: bool) -> Result<(String, Folder)> {
-        let images = self.images()?;
-        match private::create_folder(images) {
-            Ok(()) => sync_folder(images.parent().unwrap_or(images))?,
-            Err(error) if error.kind() == IoKind::AlreadyExists => {}
-            Err(error) => return Err(Error::io(format!("making {}", images.display()), error)),
-        }
-        let mut folder = name.to_owned();
-        let mut number = 2;
-        let path = loop {
-            let path = images.join(&folder);
-            match private::create_folder(&path) {
-                Ok(()) => break path,
-                // The folder belongs to a disk that was renamed after its creation, so another folder name is tried.
-                Err(error) if error.kind() == IoKind::AlreadyExists => folder = format!("{name}-{number}"),
-                Err(error) => return Err(Error::io(format!("making {}", path.display()), error)),
-            }
-            number += 1;
-        };
-        let made = (|| {
+        let folder = self.folders.create(name)?;
+        let made = self.folders.home(&folder).and_then(|home| {
             if incomplete {
-                private::write(&path.join(INCOMPLETE), b"").during(|| format!("marking {}", path.display()))?;
-                sync_folder(&path)?;
+                folders::mark(&home, true)?;
             }
-            sync_folder(images)?;
-            Folder::of_disk(&path)
-        })();
+            self.folders.sync()?;
+            Ok(home)
+        });
         match made {
             Ok(home) => Ok((folder, home)),
             Err(error) => {
@@ -256,60 +213,15 @@ impl Foreign {
         }
     }
 
-    /// The folders with an [`INCOMPLETE`] mark, in a datastore that is not open.
-    pub fn incomplete(datastore: &Path) -> Result<Vec<String>> {
-        let folders = folders_of(&datastore.join(IMAGES))?;
-        Ok(folders.into_iter().filter(|name| datastore.join(IMAGES).join(name).join(INCOMPLETE).exists()).collect())
-    }
-
-    /// Sets or removes the [`INCOMPLETE`] mark of a folder in a datastore that is not open. Has no effect if the folder
-    /// does not exist.
-    pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
-        let path = datastore.join(IMAGES).join(folder);
-        if !path.is_dir() {
-            return Ok(());
-        }
-        let mark = path.join(INCOMPLETE);
-        let done = match incomplete {
-            true => private::write(&mark, b""),
-            false => match fs::remove_file(&mark) {
-                Err(error) if error.kind() == IoKind::NotFound => Ok(()),
-                other => other,
-            },
-        };
-        done.during(|| format!("marking {}", path.display()))?;
-        sync_folder(&path)
-    }
-
     /// Removes the [`INCOMPLETE`] mark: the content of the folder is complete and durable.
     pub fn complete(&self, folder: &str) -> Result<()> {
-        let path = self.images()?.join(folder);
-        fs::remove_file(path.join(INCOMPLETE)).during(|| format!("completing {}", path.display()))?;
-        sync_folder(&path)
+        folders::mark(&self.folders.home(folder)?, false)
     }
 
     /// Removes the folder of a deleted disk. Files that do not belong to the disk stay, and in this case the folder
     /// stays too.
     pub fn remove_folder(&self, folder: &str) -> Result<()> {
-        let images = self.images()?;
-        let path = images.join(folder);
-        for name in [LOCK_NAME, CLOSED_NAME, INCOMPLETE] {
-            match fs::remove_file(path.join(name)) {
-                Err(error) if error.kind() != IoKind::NotFound => {
-                    return Err(Error::io(format!("removing '{name}' of {}", path.display()), error));
-                }
-                _ => {}
-            }
-        }
-        match fs::remove_dir(&path) {
-            Ok(()) => sync_folder(images),
-            Err(error) if error.kind() == IoKind::NotFound => Ok(()),
-            Err(error) if error.kind() == IoKind::DirectoryNotEmpty => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{} has files that belong to no disk; look at them, and remove the folder", path.display()),
-            )),
-            Err(error) => Err(Error::io(format!("removing {}", path.display()), error)),
-        }
+        self.folders.remove(folder, &[LOCK_NAME, CLOSED_NAME, INCOMPLETE])
     }
 
     /// The options with which disks are opened.
@@ -386,40 +298,4 @@ impl Foreign {
         }
         outcome
     }
-}
-
-/// Names of the folders in a folder, sorted.
-fn folders_of(path: &Path) -> Result<Vec<String>> {
-    let entries = match fs::read_dir(path) {
-        Err(error) if error.kind() == IoKind::NotFound => return Ok(Vec::new()),
-        other => other.during(|| format!("listing {}", path.display()))?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.during(|| format!("listing {}", path.display()))?;
-        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
-        if let Some(name) = entry.file_name().to_str().filter(|_| is_folder) {
-            names.push(name.to_owned());
-        }
-    }
-    names.sort();
-    Ok(names)
-}
-
-/// The folder to which a record refers. If the path does not exist because the datastore was moved, the folder with the
-/// same name in this datastore.
-fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
-    let path = Path::new(reference);
-    if !path.is_dir()
-        && let Some(name) = path.file_name()
-        && path.parent().is_some_and(|parent| parent.ends_with(IMAGES))
-        && images.join(name).is_dir()
-    {
-        return Folder::of_disk(&images.join(name));
-    }
-    Folder::of_disk(path)
-}
-
-fn sync_folder(path: &Path) -> Result<()> {
-    fs::File::open(path).and_then(|folder| folder.sync_all()).during(|| format!("syncing {}", path.display()))
 }

@@ -56,7 +56,11 @@ impl Foreign {
         options: &vmdk::Options,
     ) -> Result<ForeignOriginal> {
         let (folder, home) = self.new_folder(name, true)?;
-        match vmdk::Disk::adopt(home, name, what, how, options) {
+        // The record is made here, of images that the user of this process has named.
+        let folders = self.folders.clone();
+        let named: vmdk::FolderFinder = Arc::new(move |reference: &str| folders.find_named(reference));
+        let options = vmdk::Options { folders: options.folders.as_ref().map(|_| named), ..options.clone() };
+        match vmdk::Disk::adopt(home, name, what, how, &options) {
             Ok(disk) => Ok(ForeignOriginal { entry: ForeignDisk::new(folder, disk) }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {

@@ -5,12 +5,11 @@
 
 use super::intent::{Copy, DamagedIntent, Intent, Intents, Stage, peek};
 use super::run::likeness_of;
-use crate::foreign::Foreign;
+use crate::foreign::ImageFolders;
 use crate::native::Native;
 use backend::Directory;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::Arc;
 
 /// The disks of migrations for which it is not known which copy is the current disk. They are kept, but not listed.
@@ -25,16 +24,16 @@ pub(crate) struct InDoubt {
 }
 
 /// Applies the migration records of a datastore that is being opened.
-pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
+pub(crate) fn recover(native: &Native, folders: &ImageFolders) -> Result<InDoubt> {
     let intents = Intents::new(Arc::clone(native.engine.directory()));
     let mut doubt = InDoubt::default();
     let (whole, damaged) = intents.all()?;
     for record in &damaged {
         doubt.names.insert(record.hidden());
     }
-    if let (Some(path), false) = (datastore, damaged.is_empty()) {
+    if !damaged.is_empty() {
         // Any incomplete folder may be the target, and so may be the current disk.
-        doubt.folders.extend(Foreign::incomplete(path)?);
+        doubt.folders.extend(folders.incomplete()?);
     }
     doubt.damaged = damaged;
     for intent in whole {
@@ -42,12 +41,12 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
             Stage::Copying => true,
             Stage::Committed => match &intent.peer {
                 None => {
-                    complete(&intent, native, datastore)?;
-                    retire(&intent, native, datastore)?;
+                    complete(&intent, native, folders)?;
+                    retire(&intent, native, folders)?;
                     true
                 }
                 Some(peer) => {
-                    retire(&intent, native, datastore)?;
+                    retire(&intent, native, folders)?;
                     // The other datastore needs this record until it has recorded the disk as its own and has removed
                     // its own record.
                     matches!(peek(peer, &intent.id), Ok(None))
@@ -59,7 +58,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                 })?;
                 match peek(peer, &intent.id) {
                     Ok(Some(Intent { stage: Stage::Committed, .. })) => {
-                        complete(&intent, native, datastore)?;
+                        complete(&intent, native, folders)?;
                         true
                     }
                     Ok(_) => true,
@@ -92,7 +91,7 @@ pub(crate) fn problems(directory: &Arc<dyn Directory>) -> Result<Vec<String>> {
 }
 
 /// Makes the target of a migration the current disk.
-fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
+fn complete(intent: &Intent, native: &Native, folders: &ImageFolders) -> Result<()> {
     match &intent.target {
         Copy::Native { .. } => {
             let original = match &intent.source {
@@ -101,28 +100,23 @@ fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Resul
             };
             native.complete_replica(&intent.hidden(), &intent.disk, original, likeness_of(intent)?).map(|_| ())
         }
-        Copy::Images { folder } => match datastore {
-            Some(path) => Foreign::set_incomplete(path, folder, false),
-            None => Err(no_images()),
-        },
+        Copy::Images { folder } => set_incomplete(folders, folder, false),
     }
 }
 
 /// Marks the source of a migration as incomplete.
-fn retire(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
+fn retire(intent: &Intent, native: &Native, folders: &ImageFolders) -> Result<()> {
     match &intent.source {
         Some(Copy::Native { object: Some(id) }) => native.retire(*id, &format!("{}-away", intent.hidden())),
-        Some(Copy::Images { folder }) => match datastore {
-            Some(path) => Foreign::set_incomplete(path, folder, true),
-            None => Err(no_images()),
-        },
+        Some(Copy::Images { folder }) => set_incomplete(folders, folder, true),
         _ => Err(Error::new(ErrorKind::Corrupt, format!("the record of migration {} names no source", intent.id))),
     }
 }
 
-fn no_images() -> Error {
-    Error::new(
-        ErrorKind::Corrupt,
-        "the record of a migration names a folder of images, and this datastore cannot have one",
-    )
+fn set_incomplete(folders: &ImageFolders, folder: &str, incomplete: bool) -> Result<()> {
+    if folders.local_path().is_none() {
+        let text = "the record of a migration names a folder of images, and this datastore cannot have one";
+        return Err(Error::new(ErrorKind::Corrupt, text));
+    }
+    folders.set_incomplete(folder, incomplete)
 }
