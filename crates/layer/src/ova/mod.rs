@@ -9,29 +9,28 @@
 //! 4. An unfinished archive does not begin with a tar header: the first header is written last.
 
 mod archive;
+mod description;
 mod digest;
 mod envelope;
 mod manifest;
-mod ovf;
 mod section;
 #[cfg(test)]
 mod tests;
 mod writer;
-mod xml;
 
 pub use archive::Member;
+pub use description::{Disk, Hardware};
 pub use digest::Algorithm;
 pub use envelope::{Controller, Machine, Network};
-pub use ovf::{Disk, Hardware};
 pub use section::Section;
 pub use writer::{Hashed, OvaOptions, OvaWriter, PlannedDisk};
 
 use crate::{Error, ErrorKind, Result};
 use archive::Archive;
 use backend::File;
+use description::Description;
 use digest::Hasher;
 use manifest::Manifest;
-use ovf::Envelope;
 use std::io::{self, Read};
 use std::sync::Arc;
 
@@ -50,7 +49,7 @@ pub struct Ova {
     image: String,
     archive: Archive,
     descriptor: usize,
-    envelope: Envelope,
+    description: Description,
     manifest: Option<Manifest>,
     warnings: Vec<String>,
 }
@@ -97,14 +96,14 @@ impl Ova {
             hasher.update(&text);
             check_digest(image, name, algorithm, expected, &hasher.finish())?;
         }
-        let envelope = Envelope::parse(&text).map_err(context)?;
-        for disk in &envelope.disks {
+        let description = Description::read(&text, name).map_err(context)?;
+        for disk in &description.disks {
             if archive.find(&disk.file).is_none() {
                 let what = format!("{image}: disk {} is in {}, which is missing", disk.id, disk.file);
                 return Err(Error::new(ErrorKind::Corrupt, what));
             }
         }
-        Ok(Self { image: image.to_owned(), archive, descriptor, envelope, manifest, warnings })
+        Ok(Self { image: image.to_owned(), archive, descriptor, description, manifest, warnings })
     }
 
     /// The members in the order of the archive.
@@ -119,17 +118,17 @@ impl Ova {
 
     /// The disks in the order of the OVF.
     pub fn disks(&self) -> &[Disk] {
-        &self.envelope.disks
+        &self.description.disks
     }
 
     /// The virtual machine's name, if the OVF states it.
     pub fn machine(&self) -> Option<&str> {
-        self.envelope.name.as_deref()
+        self.description.name.as_deref()
     }
 
     /// Processors and memory, if the OVF states them.
     pub fn hardware(&self) -> Hardware {
-        self.envelope.hardware
+        self.description.hardware
     }
 
     /// Warnings for the user: members that no digest covers.

@@ -4,10 +4,10 @@
 //! folder with `--allow-folder`, because the XML may come from another host.
 
 use super::paths::Permitted;
-use super::xml::{self, Element};
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Boot, Bus, Chipset, Clock, Display, Firmware};
 use error::{Error, ErrorKind, Result};
+use ovf::xml::{self, Element};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

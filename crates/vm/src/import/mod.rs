@@ -5,7 +5,6 @@
 //! paths        the files that a description names
 //! dictionary   the lines of VMware's files: key = "value"
 //! vmx          a machine of ESXi or Workstation, with its list of snapshots (vmsd)
-//! xml          XML as a tree, within limits
 //! ovf          a machine in an OVF descriptor, alone or in an archive (OVA)
 //! libvirt      a domain of libvirt
 //! image        a disk alone
@@ -34,7 +33,6 @@ pub mod run;
 #[cfg(test)]
 mod tests;
 mod vmx;
-mod xml;
 
 pub use find::sources;
 

@@ -3,30 +3,13 @@
 //! A descriptor is a file next to its disks, or a member of an archive together with its disks.
 
 use super::paths::Permitted;
-use super::xml::{self, Element};
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
-use error::{Error, ErrorKind, Result};
+use ::ovf::xml::Element;
+use ::ovf::{Envelope, resource};
+use error::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
-
-/// Kinds of devices: resource types of CIM.
-mod resource {
-    pub const PROCESSOR: &str = "3";
-    pub const MEMORY: &str = "4";
-    pub const IDE: &str = "5";
-    pub const SCSI: &str = "6";
-    pub const ETHERNET: &str = "10";
-    pub const FLOPPY: &str = "14";
-    pub const CD: &str = "15";
-    pub const DVD: &str = "16";
-    pub const DISK: &str = "17";
-    /// Other storage devices: SATA and NVMe controllers.
-    pub const STORAGE: &str = "20";
-    pub const USB: &str = "23";
-    pub const GRAPHICS: &str = "24";
-    pub const SOUND: &str = "35";
-}
 
 /// Where the disks of a descriptor are.
 pub enum Files<'a> {
@@ -38,33 +21,18 @@ pub enum Files<'a> {
 
 /// Parses a descriptor.
 pub fn read(path: &Path, bytes: &[u8], files: Files<'_>) -> Result<Vec<Foreign>> {
-    let envelope = xml::parse(bytes, &path.display().to_string())?;
+    let envelope = Envelope::parse(bytes, &path.display().to_string())?;
     let reader = Reader { path, envelope: &envelope, files };
-    if envelope.name != "Envelope" {
-        return Err(reader.wrong(&envelope, "it is no OVF descriptor: it does not begin with an Envelope"));
-    }
-    let mut systems = Vec::new();
-    find_systems(&envelope, &mut systems);
+    let systems = envelope.systems();
     if systems.is_empty() {
-        return Err(reader.wrong(&envelope, "it describes no machine"));
+        return Err(envelope.wrong(envelope.root(), "it describes no machine"));
     }
     systems.into_iter().map(|system| reader.system(system)).collect()
 }
 
-/// Adds the machines in an element to `systems`, including those in nested collections.
-fn find_systems<'a>(element: &'a Element, systems: &mut Vec<&'a Element>) {
-    for child in &element.children {
-        match child.name.as_str() {
-            "VirtualSystem" => systems.push(child),
-            "VirtualSystemCollection" => find_systems(child, systems),
-            _ => {}
-        }
-    }
-}
-
 struct Reader<'a> {
     path: &'a Path,
-    envelope: &'a Element,
+    envelope: &'a Envelope,
     files: Files<'a>,
 }
 
@@ -81,8 +49,7 @@ struct Parts {
 
 impl Reader<'_> {
     fn wrong(&self, element: &Element, what: impl std::fmt::Display) -> Error {
-        let text = format!("'{}', line {}: {what}", self.path.display(), element.line);
-        Error::new(ErrorKind::Invalid, text)
+        self.envelope.wrong(element, what)
     }
 
     fn system(&self, system: &Element) -> Result<Foreign> {
@@ -98,13 +65,11 @@ impl Reader<'_> {
         };
         let mut parts = Parts::default();
         self.platform(&mut machine, system, hardware);
-        let kinds = ["Item", "StorageItem", "EthernetPortItem"];
-        let items = || hardware.children.iter().filter(|item| kinds.contains(&&*item.name));
         // A disk may be listed before its controller, so all controllers are read first.
-        for item in items() {
+        for item in ::ovf::items(hardware) {
             self.controller(&mut machine, item, &mut parts)?;
         }
-        for item in items() {
+        for item in ::ovf::items(hardware) {
             self.item(&mut machine, item, &mut parts)?;
         }
         for (_, disk) in parts.disks {
@@ -196,9 +161,8 @@ impl Reader<'_> {
                 machine.platform.cores = cores.filter(|cores: &u32| *cores > 0 && machine.cpus.is_multiple_of(*cores));
             }
             resource::MEMORY => {
-                let unit = item.text_of("AllocationUnits").map_or(Some(1 << 20), unit);
-                let memory = unit.and_then(|unit| quantity().ok()?.checked_mul(unit));
-                machine.memory = memory.ok_or_else(|| self.wrong(item, "the amount of memory cannot be read"))?;
+                machine.memory =
+                    ::ovf::memory(item).ok_or_else(|| self.wrong(item, "the amount of memory cannot be read"))?;
             }
             resource::DISK => {
                 let parent = item.text_of("Parent").unwrap_or_default().to_owned();
@@ -255,9 +219,7 @@ impl Reader<'_> {
         if kind == "file" {
             return self.file(item, id, None);
         }
-        let disks = self.envelope.all("DiskSection").flat_map(|section| section.all("Disk"));
-        let disk = disks.into_iter().find(|disk| disk.attribute("diskId") == Some(id));
-        let Some(disk) = disk else {
+        let Some(disk) = self.envelope.disks().find(|disk| disk.attribute("diskId") == Some(id)) else {
             return Err(self.wrong(item, format!("there is no disk '{}'", id.escape_debug())));
         };
         if disk.attribute("parentRef").is_some_and(|parent| !parent.is_empty()) {
@@ -265,32 +227,18 @@ impl Reader<'_> {
         }
         match disk.attribute("fileRef") {
             Some(file) => self.file(disk, file, disk.attribute("format")),
-            None => {
-                let count: Option<u64> = disk.attribute("capacity").and_then(|text| text.trim().parse().ok());
-                let unit = disk.attribute("capacityAllocationUnits").map_or(Some(1), unit);
-                let capacity = count.zip(unit).and_then(|(count, unit)| count.checked_mul(unit)).filter(|it| *it > 0);
-                Ok(Content::Empty {
-                    capacity: capacity.ok_or_else(|| self.wrong(disk, "its capacity cannot be read"))?,
-                })
-            }
+            None => Ok(Content::Empty { capacity: self.envelope.capacity(disk)? }),
         }
     }
 
     /// A file of the descriptor, found by its identifier.
     fn file(&self, from: &Element, id: &str, format: Option<&str>) -> Result<Content> {
-        let files = self.envelope.all("References").flat_map(|section| section.all("File"));
-        let file = files.into_iter().find(|file| file.attribute("id") == Some(id));
-        let Some(file) = file else {
+        let Some(file) = self.envelope.files().find(|file| file.attribute("id") == Some(id)) else {
             return Err(self.wrong(from, format!("there is no file '{}'", id.escape_debug())));
         };
-        let name = file.attribute("href").filter(|name| !name.is_empty());
-        let name = name.ok_or_else(|| self.wrong(file, "the file has no href"))?;
-        for feature in ["compression", "chunkSize"] {
-            if file.attribute(feature).is_some_and(|value| !value.is_empty() && value != "identity") {
-                let text =
-                    format!("file '{}' has a {feature}: unpack it with the tool that made it", name.escape_debug());
-                return Err(self.wrong(file, text));
-            }
+        let name = self.envelope.href(file)?;
+        if name.is_empty() {
+            return Err(self.wrong(file, "the file has no href"));
         }
         match self.files {
             Files::Archive(archive) => {
@@ -338,21 +286,4 @@ impl Reader<'_> {
 fn label(item: &Element) -> String {
     let name = item.text_of("ElementName").or(item.text_of("Caption")).or(item.text_of("Description"));
     name.map_or_else(|| format!("device {}", item.text_of("InstanceID").unwrap_or("?")), str::to_owned)
-}
-
-/// The number of bytes of an allocation unit: `byte * 2^30`, or a word such as `GigaBytes` in old descriptors.
-fn unit(text: &str) -> Option<u64> {
-    let text: String = text.chars().filter(|c| !c.is_whitespace()).collect::<String>().to_ascii_lowercase();
-    match text.as_str() {
-        "" | "byte" | "bytes" => return Some(1),
-        "kilobytes" => return Some(1 << 10),
-        "megabytes" | "mb" => return Some(1 << 20),
-        "gigabytes" => return Some(1 << 30),
-        _ => {}
-    }
-    let factor = text.strip_prefix("bytes").or_else(|| text.strip_prefix("byte"))?.strip_prefix('*')?;
-    match factor.split_once('^') {
-        Some((base, exponent)) => base.parse::<u64>().ok()?.checked_pow(exponent.parse().ok()?),
-        None => factor.parse().ok(),
-    }
 }

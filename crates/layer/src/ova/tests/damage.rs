@@ -47,11 +47,11 @@ fn descriptors_that_take_long_to_parse_are_refused_early() {
         "<Package/>".to_owned(),
     ];
     for case in cases {
-        let error = ovf::Envelope::parse(case.as_bytes()).err().unwrap();
+        let error = Description::read(case.as_bytes(), "web.ovf").err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     }
     let wide = envelope(&"<a b='c'/>".repeat(400_000));
-    ovf::Envelope::parse(wide.as_bytes()).unwrap();
+    Description::read(wide.as_bytes(), "web.ovf").unwrap();
     assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
 }
 
@@ -62,7 +62,7 @@ fn ovf_capacities_are_parsed_or_refused() {
             "<Envelope><References><File href='d.vmdk' id='f'/></References><DiskSection>\
              <Disk diskId='d' fileRef='f' {attributes}/></DiskSection></Envelope>"
         );
-        ovf::Envelope::parse(text.as_bytes()).map(|envelope| envelope.disks[0].capacity)
+        Description::read(text.as_bytes(), "web.ovf").map(|description| description.disks[0].capacity)
     };
     for (attributes, expected) in [
         ("capacity='512'", 512),
