@@ -128,6 +128,22 @@ fn check_repairs_provable_damage_and_lists_other_damage() {
 }
 
 #[test]
+fn a_superblock_copy_that_an_opening_rewrote_is_reported_after_restarts() {
+    let (store, _) = build();
+    spoil(&store, "superblock", 40, 20);
+    for _ in 0..2 {
+        let mut server = store.serve("");
+        server.stop("TERM");
+    }
+    let checked = store.run("check").ok();
+    assert!(
+        checked.contains("copy 1 of 2 of the superblock") && checked.contains("rewritten by an earlier"),
+        "{checked}"
+    );
+    assert!(!store.run("check").ok().contains("superblock"));
+}
+
+#[test]
 fn a_missing_file_is_reported_as_damage_with_a_remedy() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();

@@ -171,7 +171,12 @@ impl Engine {
     /// Checks the store; `progress` gets (done, total) and returns false to stop.
     pub fn check(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _checking = self.checking.lock();
-        if options.repair { self.check_stopped(options, progress) } else { self.check_running_store(options, progress) }
+        let report = match options.repair {
+            true => self.check_stopped(options, progress)?,
+            false => self.check_running_store(options, progress)?,
+        };
+        self.forget_found_first()?;
+        Ok(report)
     }
 
     /// Checks while requests continue.
@@ -182,7 +187,7 @@ impl Engine {
                 break;
             }
         }
-        let mut report = self.take_found_first();
+        let mut report = self.found_first.lock().clone();
         self.check_superblock(false, &mut report)?;
         let mut view = self.view()?;
         let used = view.counts.data.used;
@@ -202,7 +207,7 @@ impl Engine {
         let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
         while self.drop_all_trash()? {}
-        let mut report = self.take_found_first();
+        let mut report = self.found_first.lock().clone();
         self.check_superblock(true, &mut report)?;
         let checkpoint = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::GoOn)?;

@@ -14,6 +14,7 @@
 //! is too low would free, or overwrite in place, blocks that another tree refers to.
 
 use super::check::{Report, Root, Steps, Window};
+use super::log::Unreported;
 use super::metadata::{Effects, Meta, Sight};
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
@@ -33,6 +34,20 @@ const OWNERS_MAX: usize = 8;
 pub(super) fn damaged_superblock(copy: u64) -> String {
     let from = copy * BLOCK_SIZE as u64;
     format!("copy {} of 2 of the superblock, at byte {from} of 'superblock', is damaged", copy + 1)
+}
+
+/// The findings of earlier openings, which no check has reported.
+pub(super) fn note_unreported(unreported: &Unreported, report: &mut Report) {
+    for copy in (0..2).filter(|copy| unreported.copies >> copy & 1 == 1) {
+        report.add(damaged_superblock(copy), Some("rewritten by an earlier opening of the datastore".to_owned()));
+    }
+    if unreported.summaries > 0 {
+        let pages = match unreported.summaries {
+            1 => "1 page of summaries was damaged".to_owned(),
+            more => format!("{more} pages of summaries were damaged"),
+        };
+        report.add(pages, Some("recounted by an earlier opening of the datastore".to_owned()));
+    }
 }
 
 /// The finding for a damaged page of summaries.
@@ -178,9 +193,20 @@ fn listed(mut owners: Vec<String>) -> String {
 }
 
 impl Engine {
-    /// The findings of the opening. The first check reports them.
+    /// The findings of the opening, and those of earlier openings that no check has reported. The first check reports
+    /// them.
     pub(super) fn take_found_first(&self) -> Report {
         std::mem::take(&mut self.found_first.lock())
+    }
+
+    /// After a check that did not fail has reported the findings of openings: no later check reports them again.
+    pub(super) fn forget_found_first(&self) -> Result<()> {
+        if self.running.is_stopped() {
+            return Ok(());
+        }
+        self.take_found_first();
+        let _checkpoint = self.log.lock_checkpoints();
+        self.log.forget_unreported().map_err(|error| self.stop(error))
     }
 
     /// Examines both copies of the superblock before a checkpoint overwrites one of them.

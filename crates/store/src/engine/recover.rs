@@ -20,9 +20,11 @@ use super::checkpoint::Purpose;
 use super::files::{self, DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
 use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
-use super::log::{CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock};
+use super::log::{
+    CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock, Unreported,
+};
 use super::metadata::{Meta, Metadata};
-use super::rebuild::{damaged_page, damaged_superblock};
+use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
 use super::reserve::{KEPT, Reserves, table_bytes, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
@@ -172,6 +174,7 @@ impl Engine {
             incarnation: 0,
             checkpoint: 0,
             images: None,
+            unreported: Unreported::default(),
         };
         let file = create(SUPERBLOCK_FILE)?;
         file.reserve(0, 2 * BLOCK_SIZE as u64).during(|| "reserving the superblock".into())?;
@@ -220,10 +223,13 @@ impl Engine {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,
         };
+        note_unreported(&superblock.unreported, &mut found_first);
         if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
             // Every opening writes the superblock, beginning with the damaged copy.
             tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
             found_first.add(damaged_superblock(copy), Some("rewritten when the datastore was opened".to_owned()));
+            // The superblocks that this opening writes keep the finding until a check has reported it.
+            superblock.unreported.copies |= 1 << copy;
         }
         if !superblock.clean {
             files::show_media(&*directory)?;
@@ -295,6 +301,7 @@ impl Engine {
         for (key, error) in map.take_derived().into_iter().chain(data.take_derived()) {
             tracing::error!(%error, "a damaged page of summaries is recounted from its table");
             found_first.add(damaged_page(key, &error), Some("recounted from the table".to_owned()));
+            superblock.unreported.summaries = superblock.unreported.summaries.saturating_add(1);
         }
         journal.resume(found.end, found.incarnation + 1);
         let engine = Self::assemble(Parts {

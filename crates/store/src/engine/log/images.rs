@@ -26,7 +26,7 @@
 //! 2. The images are flushed before a superblock that names them is written.
 //! 3. Space for the images is reserved before pages become dirty that may need it.
 
-use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock};
+use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock, Unreported};
 use crate::engine::files;
 use crate::journal::Place;
 use crate::pages::{ImageIndex, PageFile, PageKey, restore_bit, restore_bit_of, sealed, verify, write_home};
@@ -215,6 +215,7 @@ impl Images {
             incarnation: 0,
             checkpoint: 0,
             images: None,
+            unreported: Unreported::default(),
         };
         if bytes.iter().all(|byte| *byte == 0) {
             return Ok(Some(superblock));

@@ -14,7 +14,7 @@ pub use admission::{Cost, Grant, PAGES_FLOOR};
 pub use clocks::Clocks;
 pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
-pub use superblock::{FORMAT_VERSION, NamedImages, Superblock};
+pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported};
 
 use crate::journal::{BatchKind, Journal, Place};
 use crate::pages::ImageIndex;
@@ -199,6 +199,16 @@ impl CommitLog {
             commit.superblock.write(&*self.superblock_file)?;
         }
         Ok(damaged)
+    }
+
+    /// Forgets what openings repaired, after a check has reported it. Must not be called during a checkpoint.
+    pub fn forget_unreported(&self) -> Result<()> {
+        let mut commit = self.lock();
+        if commit.superblock.unreported != Unreported::default() {
+            commit.superblock.unreported = Unreported::default();
+            commit.superblock.write(&*self.superblock_file)?;
+        }
+        Ok(())
     }
 
     /// The places of the pages of the last checkpoint in the images file, if the file still holds them undamaged. Must

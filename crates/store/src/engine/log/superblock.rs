@@ -23,6 +23,8 @@
 //! | 144 | 8 | number of the last checkpoint |
 //! | 152 | 8 | page images of that checkpoint that recovery has to write to their places, 0: none |
 //! | 160 | 4 | CRC32C of the head of the images file |
+//! | 164 | 1 | copies of the superblock that openings found damaged and rewrote, and no check has reported: bits 0 and 1 |
+//! | 168 | 4 | pages of summaries that openings recounted, and no check has reported |
 
 use crate::journal::Place;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
@@ -42,6 +44,15 @@ pub struct NamedImages {
     pub count: u64,
     /// CRC32C of the head of the images file.
     pub checksum: u32,
+}
+
+/// Damage that openings found and repaired, until a check has reported it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unreported {
+    /// Copies of the superblock: bits 0 and 1.
+    pub copies: u8,
+    /// Number of pages of summaries.
+    pub summaries: u32,
 }
 
 /// The superblock: what opening reads first.
@@ -67,6 +78,8 @@ pub struct Superblock {
     pub checkpoint: u64,
     /// The images of that checkpoint, until all their pages are durable at their places.
     pub images: Option<NamedImages>,
+    /// Repairs of openings that no check has reported.
+    pub unreported: Unreported,
 }
 
 impl Superblock {
@@ -104,6 +117,8 @@ impl Superblock {
             out[152..160].copy_from_slice(&images.count.to_le_bytes());
             out[160..164].copy_from_slice(&images.checksum.to_le_bytes());
         }
+        out[164] = self.unreported.copies;
+        out[168..172].copy_from_slice(&self.unreported.summaries.to_le_bytes());
         let sum = checksum(&out);
         out[12..16].copy_from_slice(&sum.to_le_bytes());
         out
@@ -132,6 +147,7 @@ impl Superblock {
         let since_2 = |value: u64| if version > VERSION_RING_IMAGES { value } else { 0 };
         let count = since_2(word(152));
         let checksum = u32::from_le_bytes(bytes[160..164].try_into().expect("four bytes"));
+        let summaries = u32::from_le_bytes(bytes[168..172].try_into().expect("four bytes"));
         let superblock = Self {
             version,
             uuid: bytes[16..32].try_into().expect("sixteen bytes"),
@@ -149,6 +165,7 @@ impl Superblock {
             incarnation: word(120),
             checkpoint: since_2(word(144)),
             images: (count > 0).then_some(NamedImages { count, checksum }),
+            unreported: Unreported { copies: bytes[164], summaries },
         };
         let sane = superblock.journal_size >= crate::engine::JOURNAL_SIZE_MIN
             && superblock.journal_size <= crate::engine::JOURNAL_SIZE_MAX
@@ -163,6 +180,7 @@ impl Superblock {
             && superblock.sequence < 1 << 62
             && superblock.checkpoint < 1 << 62
             && count < super::images::COUNT_LIMIT
+            && superblock.unreported.copies < 1 << 2
             && superblock.next_id < 1 << 62
             && superblock.data_regions < 1 << 32
             && superblock.map_regions < 1 << 32
@@ -293,9 +311,11 @@ mod tests {
             incarnation: 13,
             checkpoint: 14,
             images: Some(NamedImages { count: 3, checksum: 15 }),
+            unreported: Unreported { copies: 2, summaries: 16 },
         };
         let mut bytes = superblock.encode();
-        assert_eq!(Superblock::decode(&bytes).unwrap().unwrap().encode()[..], bytes[..]);
+        let decoded = Superblock::decode(&bytes).unwrap().unwrap();
+        assert_eq!((decoded.encode()[..] == bytes[..], decoded.unreported), (true, superblock.unreported));
         for at in 0..bytes.len() {
             bytes[at] ^= 0x10;
             assert!(matches!(Superblock::decode(&bytes), Ok(None)), "byte {at}");

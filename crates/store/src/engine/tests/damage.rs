@@ -129,6 +129,29 @@ fn a_damaged_copy_of_the_superblock_is_reported_and_rewritten() {
 }
 
 #[test]
+fn what_openings_repaired_is_reported_until_a_check_has_ended() {
+    let (disk, model) = prepared(true);
+    spoil(&disk, files::SUPERBLOCK_FILE, 1, 40..60);
+    spoil(&disk, "data.summary", 0, 0..50);
+    for _ in 0..3 {
+        let engine = open(&disk).unwrap();
+        is_model(&engine, &model);
+        let interrupted = engine.check(CheckOptions::default(), &|_, _| false);
+        assert_eq!(interrupted.err().unwrap().kind(), ErrorKind::Interrupted);
+        engine.close().unwrap();
+    }
+    let engine = open(&disk).unwrap();
+    let report = checked(&engine, false);
+    let [copy, page] = &report.findings[..] else { panic!("{}", problems(&report)) };
+    assert!(copy.problem.contains("copy 2 of 2 of the superblock") && copy.repaired.is_some(), "{copy:?}");
+    assert!(page.problem.contains("1 page of summaries") && page.repaired.is_some(), "{page:?}");
+    is_whole(&engine);
+    // A kill after the check does not bring the report back.
+    drop(engine);
+    is_whole(&open(&disk).unwrap());
+}
+
+#[test]
 fn a_damaged_summary_is_recounted_when_the_store_is_opened() {
     for name in ["data.summary", "map.summary"] {
         for closed in [true, false] {
