@@ -2,8 +2,9 @@
 //!
 //! A datastore needs three things: a lock that excludes other processes for as long as its owner writes, flushes that
 //! make writes durable, and space that stays reserved, also for overwrites. On a file system that lacks one of the
-//! first two, the creation of a datastore is refused unless the user forces it. An existing datastore is opened on
-//! every file system, because a refusal would only make its disks inaccessible.
+//! first two, or on which a lack of space stops the whole datastore, a datastore is neither created nor served unless
+//! the user forces it. Other commands open an existing datastore on every file system, so that its disks can be moved
+//! away.
 
 use crate::foreign::IMAGES;
 use crate::location::Location;
@@ -19,7 +20,7 @@ pub enum Suitability {
     Good,
     /// The file system is usable, with this restriction.
     Limited(&'static str),
-    /// A datastore on the file system may lose flushed writes, for this reason.
+    /// A datastore on the file system may lose flushed writes, or stop for lack of space, for this reason.
     Unsuitable(&'static str),
 }
 
@@ -38,14 +39,14 @@ pub fn suitability(kind: FileSystem) -> Suitability {
     match kind {
         FileSystem::Ext | FileSystem::Xfs | FileSystem::Btrfs => Good,
         FileSystem::Memory => Limited("it is kept in memory, and nothing of it survives a restart of the machine"),
-        FileSystem::Zfs => Limited(
-            "it copies on write and does not keep reserved space free: once the pool is full, overwrites and flushes \
-             fail, and the datastore stops until it is started again; keep space free by a reservation of the dataset",
-        ),
         FileSystem::Overlay => Limited(
             "it is deleted with its container, and flushes nothing if mounted with 'volatile'; use a host volume",
         ),
         FileSystem::Other(_) => Limited("lamina was not tested on it"),
+        FileSystem::Zfs => Unsuitable(
+            "it copies on write and does not keep reserved space free: once the pool is full, overwrites and flushes \
+             fail, and the datastore stops until it is started again; lamina was not tested on it",
+        ),
         FileSystem::Nfs => Unsuitable(
             "a lock there ends without notice when the server or the network is down for long, so that two owners may \
              write, and a write may fail for lack of space after it was reserved",
@@ -67,16 +68,29 @@ pub fn check_for_new(location: &Location) -> Result<()> {
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
     let kind = FileSystem::of(there).during(|| format!("asking for the file system of {}", there.display()))?;
+    refuse_unsuitable(path, kind, "use ext4, XFS or btrfs, or allow it with --any-file-system")
+}
+
+/// Refuses to serve a datastore in a local folder if the file system there is unsuitable.
+pub fn check_to_serve(location: &Location) -> Result<()> {
+    let Some(path) = location.local_path().filter(|path| path.exists()) else { return Ok(()) };
+    let kind = FileSystem::of(path).during(|| format!("asking for the file system of {}", path.display()))?;
+    refuse_unsuitable(
+        path,
+        kind,
+        "move the datastore's folder to ext4, XFS or btrfs while nothing has it open, or serve it there with \
+         --any-file-system",
+    )
+}
+
+/// The refusal of an unsuitable file system; `advice` says what to do.
+fn refuse_unsuitable(path: &Path, kind: FileSystem, advice: &str) -> Result<()> {
     match suitability(kind) {
         Suitability::Good | Suitability::Limited(_) => Ok(()),
-        Suitability::Unsuitable(why) => Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "{} is on {}: {why}; use ext4, XFS or btrfs, or allow it with --any-file-system",
-                path.display(),
-                kind.name()
-            ),
-        )),
+        Suitability::Unsuitable(why) => {
+            let text = format!("{} is on {}: {why}; {advice}", path.display(), kind.name());
+            Err(Error::new(ErrorKind::Unsupported, text))
+        }
     }
 }
 
@@ -124,17 +138,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_with_unsafe_locks_or_flushes_are_refused_and_those_without_reservation_limited() {
+    fn file_systems_with_unsafe_locks_flushes_or_reservations_are_refused_and_untested_ones_limited() {
         use FileSystem as Fs;
         for good in [Fs::Ext, Fs::Xfs, Fs::Btrfs] {
             assert_eq!(suitability(good), Suitability::Good);
         }
-        for limited in [Fs::Zfs, Fs::Memory, Fs::Overlay, Fs::Other(0x1234)] {
+        for limited in [Fs::Memory, Fs::Overlay, Fs::Other(0x1234)] {
             assert!(matches!(suitability(limited), Suitability::Limited(_)), "{limited:?}");
         }
-        for bad in [Fs::Nfs, Fs::Smb, Fs::Network, Fs::Fuse] {
+        for bad in [Fs::Zfs, Fs::Nfs, Fs::Smb, Fs::Network, Fs::Fuse] {
             assert!(matches!(suitability(bad), Suitability::Unsuitable(_)), "{bad:?}");
         }
+        // The number that ZFS returns in `statfs`.
+        let kind = Fs::of_magic(0x2fc1_2fc1);
+        let refused = refuse_unsuitable(Path::new("/tank/store"), kind, "advice").unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
+        let text = refused.to_string();
+        assert!(text.contains("/tank/store is on ZFS") && text.contains("the pool is full"), "{text}");
+        assert!(text.ends_with("; advice"), "{text}");
     }
 
     #[test]
@@ -142,6 +163,9 @@ mod tests {
         let memory = Path::new("/dev/shm");
         if memory.is_dir() {
             check_for_new(&memory.join("no/such/folder").into()).unwrap();
+            check_to_serve(&memory.into()).unwrap();
+            // The opening reports a missing folder.
+            check_to_serve(&memory.join("no/such/folder").into()).unwrap();
             let info = look_at(&memory.into());
             assert_eq!((info.name.as_str(), info.warnings.len()), ("tmpfs", 1));
         }

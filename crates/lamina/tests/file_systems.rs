@@ -97,11 +97,16 @@ fn a_program_behind_fuse_is_refused() {
     let path = mounted.join("store");
     let refused = process::run(&format!("init {}", path.display()));
     let insisted = process::run(&format!("init --any-file-system {}", path.display()));
+    let unserved = process::run(&format!("serve {}", mounted.display()));
+    let served = process::run(&format!("serve --any-file-system {}", mounted.display()));
     tool("fusermount3", &["-u", mounted.to_str().unwrap()]);
     process::wait(&mut medium);
     refused.fails(1, "is on FUSE");
     // The option has no effect here, because no folder can be created on this file system.
     assert!(insisted.code != 0 && !insisted.stderr.contains("is on FUSE"), "{insisted:?}");
+    unserved.fails(1, "is on FUSE");
+    // There is no datastore.
+    served.fails(3, "superblock");
 }
 
 #[test]

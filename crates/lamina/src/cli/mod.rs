@@ -67,7 +67,8 @@ pub enum Command {
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
-        /// Create the datastore even on a file system that may lose flushed writes, such as NFS, SMB or FUSE.
+        /// Create the datastore even on a file system on which it may lose flushed writes or stop for lack of space,
+        /// such as NFS, SMB, FUSE or ZFS.
         #[arg(long)]
         any_file_system: bool,
     },

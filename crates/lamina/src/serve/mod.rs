@@ -28,7 +28,7 @@ use backend::private;
 use connections::{Address, Limits, Listen, TlsConfig, group_id};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
-use disk::{Datastore, Location, OpenOptions};
+use disk::{Datastore, Location, OpenOptions, file_system};
 use error::{Error, ErrorKind, Result};
 use export::access::Rules;
 use export::clients::Clients;
@@ -66,6 +66,9 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
+    if !arguments.any_file_system {
+        file_system::check_to_serve(&location)?;
+    }
     let mut cancelled = || signals.pending().any(|signal| signal != SIGHUP);
     let datastore = control::open_to_serve(&location, open_options(arguments), &mut cancelled)?;
     datastore.foreground().set_target(arguments.latency_target);

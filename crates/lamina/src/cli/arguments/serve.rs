@@ -145,6 +145,10 @@ pub struct ServeArguments {
     /// down, to 8 MiB/s at the least, until 99 % of the requests stay within it. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
+    /// Serve the datastore even on a file system on which it may lose flushed writes or stop for lack of space, such as
+    /// NFS, SMB, FUSE or ZFS.
+    #[arg(long)]
+    pub any_file_system: bool,
     /// Refuse writes of NBD clients. Commands that change disks still work.
     #[arg(long)]
     pub read_only: bool,
