@@ -612,7 +612,9 @@ fn a_region_is_not_used_again_while_the_freeing_of_its_blocks_is_being_appended(
     engine.settle(&engine.head(1)).unwrap();
     mend();
     let other = Arc::clone(&engine);
-    before_next(&disk, Request::Write, move || drop(other.load_unreadable()));
+    before_next(&disk, Request::Write, move || {
+        other.load_unreadable();
+    });
     engine.commit_changes().unwrap();
     assert_eq!(engine.meta.lock().data.unreadable(), [0]);
     engine.load_unreadable();
