@@ -1,8 +1,10 @@
 //! Space: acknowledged writes always have space, failures leak none, and thick disks keep their reservations.
 
+use super::unreadable::lose_entries;
 use super::*;
-use backend::simulated::Fault;
+use backend::simulated::{Fault, Request};
 use backend::{File, IoMode};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const SIZE: u64 = 256;
 
@@ -37,14 +39,14 @@ fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
     engine.flush().unwrap();
 }
 
-pub(super) fn allocated(disk: &SimulatedDisk) -> u64 {
+fn allocated(disk: &SimulatedDisk) -> u64 {
     let directory = disk.directory();
     let data: Arc<dyn File> = directory.open("data.0000", IoMode::Buffered).unwrap();
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
 /// A store in which many blocks of disk 1 were discarded, durably.
-pub(super) fn discarded() -> (SimulatedDisk, Arc<Engine>) {
+fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();
@@ -123,6 +125,33 @@ fn space_whose_punch_failed_stays_usable_and_is_punched_later() {
         assert_eq!(allocated(&disk), counts.backed, "{counts:?}");
         is_whole(&engine);
     }
+}
+
+#[test]
+fn the_lost_entries_of_space_that_could_not_be_punched_are_not_read_in_each_round() {
+    let (disk, engine) = discarded();
+    disk.fail_requests(Fault::Punch, 0, u64::MAX);
+    assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
+    disk.mend();
+    engine.checkpoint().unwrap();
+    let mend = lose_entries(&disk, &engine, 0);
+    let reads = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&reads);
+    disk.set_pace(Arc::new(move |request| {
+        counted.fetch_add(u64::from(request == Request::Read), Ordering::SeqCst);
+    }));
+    let round = || {
+        reads.store(0, Ordering::SeqCst);
+        engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
+        reads.load(Ordering::SeqCst)
+    };
+    assert!(round() > 0);
+    assert_eq!((round(), round()), (0, 0));
+    mend();
+    engine.load_unreadable();
+    round();
+    assert_eq!(allocated(&disk), engine.counts().data.backed);
+    is_whole(&engine);
 }
 
 #[test]

@@ -2,14 +2,12 @@
 //! that fails once loses nothing.
 
 use super::between::{before_next, lose_page};
-use super::room::{allocated, discarded};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
 use crate::space::{REGION_BLOCKS, TABLE_ENTRIES, UnreadRegion};
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Blocks written to disk 1, each the second one, so that its map has several leaves.
@@ -374,38 +372,11 @@ fn a_flush_that_fails_does_not_keep_maintenance_from_dropping_deleted_disks() {
 }
 
 /// Removes all pages from memory, as if none were dirty, and makes a page of the data table unreadable.
-fn lose_entries(disk: &SimulatedDisk, engine: &Engine, page: u64) -> impl Fn() + use<> {
+pub(super) fn lose_entries(disk: &SimulatedDisk, engine: &Engine, page: u64) -> impl Fn() + use<> {
     let mut meta = engine.meta.lock();
     drop(meta.pages.capture());
     meta.pages.drop_clean();
     lose_page(disk, "data.table", page)
-}
-
-#[test]
-fn the_lost_entries_of_space_that_could_not_be_punched_are_not_read_in_each_round() {
-    let (disk, engine) = discarded();
-    disk.fail_requests(Fault::Punch, 0, u64::MAX);
-    assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
-    disk.mend();
-    engine.checkpoint().unwrap();
-    let mend = lose_entries(&disk, &engine, 0);
-    let reads = Arc::new(AtomicU64::new(0));
-    let counted = Arc::clone(&reads);
-    disk.set_pace(Arc::new(move |request| {
-        counted.fetch_add(u64::from(request == Request::Read), Ordering::SeqCst);
-    }));
-    let round = || {
-        reads.store(0, Ordering::SeqCst);
-        engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
-        reads.load(Ordering::SeqCst)
-    };
-    assert!(round() > 0);
-    assert_eq!((round(), round()), (0, 0));
-    mend();
-    engine.load_unreadable();
-    round();
-    assert_eq!(allocated(&disk), engine.counts().data.backed);
-    is_whole(&engine);
 }
 
 #[test]
