@@ -194,9 +194,8 @@ pub struct Settings {
     /// Runs of each cell [default: 5, quick 3]; chains and grains make N runs of 2 N - 1 rounds of short slices
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
-    /// Seconds of each run [default: 2.5, quick 1]; in chains, grains and speed --baseline-only, of all slices of a cell
-    /// together; in
-    /// scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of all [default: 3600, quick
+    /// Seconds of each run [default: 2.5, quick 1]; in chains, grains and speed --baseline-only, of all slices of a
+    /// cell together; in scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of all [default: 3600, quick
     /// 60]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,

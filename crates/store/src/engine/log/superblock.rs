@@ -23,7 +23,7 @@
 //! | 144 | 8 | number of the last checkpoint |
 //! | 152 | 8 | page images of that checkpoint that recovery has to write to their places, 0: none |
 //! | 160 | 4 | CRC32C of the head of the images file |
-//! | 164 | 1 | copies of the superblock that openings found damaged and rewrote, and no check has reported: bits 0 and 1 |
+//! | 164 | 1 | copies of the superblock that openings rewrote and no check has reported: bits 0 and 1 |
 //! | 168 | 4 | pages of summaries that openings recounted, and no check has reported |
 
 use crate::journal::Place;

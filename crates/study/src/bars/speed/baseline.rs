@@ -1,5 +1,5 @@
-//! lamina and the baseline alone, in slices that alternate: differences of a few percent are smaller than the differences
-//! between long runs on a machine with other activity.
+//! lamina and the baseline alone, in slices that alternate: differences of a few percent are smaller than those between
+//! long runs on a machine with other activity.
 
 use super::{BASELINE_SHARE_MIN, Cell, DISK, PROPERTY, import, prepare};
 use crate::bars::slices::{self, Slice, share};
