@@ -42,6 +42,11 @@ pub(super) fn seconds(plan: &Plan) -> f64 {
 }
 
 impl Slice {
+    /// Seconds during which requests are sent.
+    pub(super) fn duration(&self) -> f64 {
+        self.seconds * (1.0 + RAMP)
+    }
+
     /// Measures a slice; returns requests per second. The same seed gives the same requests.
     pub(super) fn run(&self, client: &mut Client, seed: u64) -> Result<f64> {
         let began = Instant::now();

@@ -85,7 +85,7 @@ fn measure_cell(setting: &Setting, mode: Mode, cell: &Cell, servers: &[Server; 2
             let rate = slice.run(&mut clients[side], plan.seed + round as u64)?;
             let used = server.service.processor_time()?.saturating_sub(before);
             rates[side].push(rate);
-            processor[side].push(used.as_secs_f64() * 1e6 / (rate * slice.seconds));
+            processor[side].push(used.as_secs_f64() * 1e6 / (rate * slice.duration()));
         }
     }
     Ok(Sides { rates, processor: processor.map(|all| median(&all)) })
