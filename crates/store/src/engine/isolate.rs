@@ -208,10 +208,9 @@ impl Engine {
         Ok(())
     }
 
-    /// How many times a region was excluded from allocation because its table was lost.
+    /// As [`Meta::losses`].
     pub(super) fn losses(&self) -> u64 {
-        let meta = self.meta.lock();
-        meta.data.losses() + meta.map.losses()
+        self.meta.lock().losses()
     }
 
     /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`

@@ -289,8 +289,12 @@ impl Engine {
                 watch.last_commit = Instant::now();
             }
         }
-        self.meta.lock().release_freed();
-        if watch.read_again.is_due(Instant::now(), self.losses()) {
+        let losses = {
+            let mut meta = self.meta.lock();
+            meta.release_freed();
+            meta.losses()
+        };
+        if watch.read_again.is_due(Instant::now(), losses) {
             let began = Instant::now();
             let unread = self.load_unreadable();
             watch.read_again.end(Instant::now(), began.elapsed(), unread);

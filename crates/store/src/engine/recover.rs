@@ -25,7 +25,7 @@ use super::log::{
 };
 use super::metadata::{Meta, Metadata};
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
-use super::reserve::{KEPT, Reserves, table_bytes, unless_full};
+use super::reserve::{CATALOG_AHEAD, KEPT, Reserves, table_bytes, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
 use super::{Counters, Engine, EngineOptions, Owner};
@@ -149,7 +149,7 @@ impl Engine {
         journal.sync().during(|| "flushing the journal".into())?;
         // Reserves room for the first changes, so that other programs cannot take it.
         let map = (PageFile::Map, MAP_RESERVE * BLOCK_SIZE as u64);
-        for (file, room) in std::iter::once(map).chain(table_bytes(1, 1, 0)) {
+        for (file, room) in std::iter::once(map).chain(table_bytes(1, 1, 0, CATALOG_AHEAD)) {
             let pages = create(file.name())?;
             pages.reserve(0, room).during(|| format!("reserving {}", file.name()))?;
             pages.sync().during(|| format!("flushing {}", file.name()))?;

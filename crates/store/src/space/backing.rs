@@ -141,8 +141,9 @@ impl Space {
             }
             let mut whole = Ok(true);
             for run in &found {
-                if matches!(whole, Ok(true)) {
-                    whole = self.has_entries(pages, *run, &mut unread);
+                whole = self.has_entries(pages, *run, &mut unread);
+                if !matches!(whole, Ok(true)) {
+                    break;
                 }
             }
             let whole = match whole {

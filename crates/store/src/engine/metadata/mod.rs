@@ -194,6 +194,11 @@ impl Meta {
         }
     }
 
+    /// How many times a region was excluded from allocation because its table was lost.
+    pub fn losses(&self) -> u64 {
+        self.data.losses() + self.map.losses()
+    }
+
     /// Makes blocks allocatable that were freed durably and to which no read refers any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;

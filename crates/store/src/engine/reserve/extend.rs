@@ -24,8 +24,10 @@ const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
-/// Catalog pages for which space is reserved beyond those in use.
-const CATALOG_AHEAD: u64 = 64;
+/// Catalog pages for which space is reserved beyond the full pages.
+pub(crate) const CATALOG_AHEAD: u64 = 64;
+/// Of these, the page that the next record needs.
+const CATALOG_NEXT: u64 = 1;
 /// If the reserved space does not suffice for this many new records, more is reserved before the next change of the
 /// catalog.
 const RECORDS_SOON: u64 = 256;
@@ -41,18 +43,6 @@ pub(crate) struct Needs {
     files: [(PageFile, u64); 5],
     /// Images of a checkpoint.
     images: u64,
-}
-
-impl Needs {
-    /// Without the catalog pages that are only reserved ahead.
-    fn now(mut self) -> Self {
-        for (file, bytes) in &mut self.files {
-            if *file == PageFile::Catalog {
-                *bytes -= (CATALOG_AHEAD - 1) * BLOCK_SIZE as u64;
-            }
-        }
-        self
-    }
 }
 
 impl Engine {
@@ -237,22 +227,23 @@ impl Engine {
     /// finds the file system full. Usually [`Engine::reserve_records_ahead`] has reserved it, so that the medium is not
     /// accessed under the metadata lock.
     pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
-        self.reserve_needs(&needs(meta, records, 0).now())
+        self.reserve_needs(&needs_now(meta, records))
     }
 
     /// Reserves space for `records` new records and for further ones, if too little is reserved. If the file system is
     /// full, changes of the catalog use the space that was reserved before. Must be called without the metadata lock.
     pub(crate) fn reserve_records_ahead(&self, records: u64) -> Result<()> {
-        let (soon, ahead) = {
-            let meta = self.meta.lock();
-            (needs(&meta, records + RECORDS_SOON, 0).now(), needs(&meta, records + RECORDS_AHEAD, 0))
-        };
         let lacks = |needs: &Needs| -> u64 {
             needs.files.iter().map(|(file, bytes)| bytes.saturating_sub(self.reserves.metadata(*file))).sum()
         };
-        if soon.images <= self.log.admission.capacity() && lacks(&soon) == 0 {
-            return Ok(());
-        }
+        let ahead = {
+            let meta = self.meta.lock();
+            let soon = needs_now(&meta, records + RECORDS_SOON);
+            if soon.images <= self.log.admission.capacity() && lacks(&soon) == 0 {
+                return Ok(());
+            }
+            needs(&meta, records + RECORDS_AHEAD, 0)
+        };
         unless_full(self.check_room(lacks(&ahead), "metadata").and_then(|()| self.reserve_needs(&ahead)))
     }
 
@@ -291,8 +282,9 @@ fn extension(meta: &Meta) -> u64 {
     (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX)
 }
 
-/// The lengths of the files that describe this many regions of map and data, and a catalog with this many slots.
-pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(PageFile, u64); 5] {
+/// The lengths of the files that describe this many regions of map and data, and a catalog with this many slots and
+/// `ahead` pages beyond those that they fill.
+pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64, ahead: u64) -> [(PageFile, u64); 5] {
     let table = |regions: u64| regions * REGION_PAGES;
     let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
     [
@@ -300,14 +292,23 @@ pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(
         (PageFile::MapSummary, summary(map_regions)),
         (PageFile::DataTable, table(data_regions)),
         (PageFile::DataSummary, summary(data_regions)),
-        (PageFile::Catalog, slots / SLOTS_PER_PAGE as u64 + CATALOG_AHEAD),
+        (PageFile::Catalog, slots / SLOTS_PER_PAGE as u64 + ahead),
     ]
     .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
 }
 
 /// The space for metadata with this many new records and a map of at least `nodes` nodes.
 pub(super) fn needs(meta: &Meta, records: u64, nodes: u64) -> Needs {
+    needs_with(meta, records, nodes, CATALOG_AHEAD)
+}
+
+/// As [`needs`], without space for later records.
+fn needs_now(meta: &Meta, records: u64) -> Needs {
+    needs_with(meta, records, 0, CATALOG_NEXT)
+}
+
+fn needs_with(meta: &Meta, records: u64, nodes: u64, ahead: u64) -> Needs {
     let map_regions = meta.map.regions().max(nodes.div_ceil(REGION_BLOCKS));
-    let files = table_bytes(map_regions, meta.data.regions(), meta.catalog.slots() + records);
+    let files = table_bytes(map_regions, meta.data.regions(), meta.catalog.slots() + records, ahead);
     Needs { files, images: meta.images_needed(records, map_regions) }
 }

@@ -12,7 +12,7 @@ mod nodes;
 mod room;
 
 pub(crate) use claim::{Claim, aside};
-pub(crate) use extend::table_bytes;
+pub(crate) use extend::{CATALOG_AHEAD, table_bytes};
 pub(crate) use nodes::{DRAINS_MAX, KEPT};
 use room::Search;
 pub(crate) use room::punch;

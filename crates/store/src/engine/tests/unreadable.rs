@@ -52,6 +52,11 @@ fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
     engine.write_blocks(&engine.head(disk), logical, slice(byte, 1))
 }
 
+/// Opens a store in which each round of maintenance commits.
+fn committing(disk: &SimulatedDisk) -> Arc<Engine> {
+    Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap()
+}
+
 #[test]
 fn an_unreadable_node_loses_only_the_writes_below_it() {
     let disk = grown();
@@ -334,8 +339,7 @@ fn a_region_is_used_again_soon_after_a_short_failure() {
 #[test]
 fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
     let disk = formatted();
-    let engine =
-        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    let engine = committing(&disk);
     add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
     drop(engine.claim_blocks(256).unwrap());
     (0..250).for_each(|block| write(&engine, block, 1));
@@ -349,8 +353,7 @@ fn the_commit_by_time_does_not_depend_on_reserving_space_ahead() {
 #[test]
 fn a_flush_that_fails_does_not_keep_maintenance_from_dropping_deleted_disks() {
     let disk = formatted();
-    let engine =
-        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    let engine = committing(&disk);
     add_disk(&engine, "vm", BLOCKS, Provisioning::Thin);
     add_disk(&engine, "gone", BLOCKS, Provisioning::Thin);
     for block in 0..500 {
@@ -358,8 +361,7 @@ fn a_flush_that_fails_does_not_keep_maintenance_from_dropping_deleted_disks() {
     }
     engine.close().unwrap();
     drop(engine);
-    let engine =
-        Engine::open(disk.directory(), EngineOptions { commit_interval: Duration::ZERO, ..options() }).unwrap();
+    let engine = committing(&disk);
     engine.delete_disk(2, &[]).unwrap();
     let used = engine.counts().data.used;
     write(&engine, 0, 1);
