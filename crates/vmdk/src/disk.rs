@@ -42,6 +42,8 @@ pub struct Options {
     pub overlay: Option<Arc<dyn Layer>>,
     /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
+    /// The most sectors of an extent of a new split disk; `None` for those of VMware's products (2047 MiB).
+    pub piece: Option<u64>,
 }
 
 impl Default for Options {
@@ -55,6 +57,7 @@ impl Default for Options {
             adopted: None,
             overlay: None,
             folders: None,
+            piece: None,
         }
     }
 }

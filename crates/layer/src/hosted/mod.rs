@@ -38,6 +38,7 @@ mod tests;
 mod write;
 
 pub use check::Check;
+pub(crate) use create::GRAIN_SECTORS;
 pub use create::{CreateOptions, create};
 
 use crate::extents::{Answer, check_range};
