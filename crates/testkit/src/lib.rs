@@ -16,6 +16,7 @@ pub mod pattern;
 pub mod process;
 pub mod protocol;
 mod random;
+pub mod split;
 mod steps;
 
 pub use random::Random;
