@@ -67,9 +67,16 @@ impl Chain {
             let start = at / SECTOR * SECTOR;
             let demand = start..(start + STEP).min(sectors_end);
             let window = start..demand.end.max((start + WINDOW).min(sectors_end));
-            let found = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS }
-                .run()
-                .map_err(|error| error.context(&self.name))?;
+            let mut walk = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS };
+            let found = match walk.run() {
+                // Damage beyond the part that is looked up in any case does not matter yet.
+                Err(_) => {
+                    (walk.window, walk.most) = (walk.demand.clone(), 0);
+                    walk.run()
+                }
+                found => found,
+            }
+            .map_err(|error| error.context(&self.name))?;
             for mapping in found.mappings {
                 if mapping.start > at {
                     break;

@@ -390,6 +390,7 @@ fn images(face: &Face) {
         format: TargetFormat::Native,
         options: options(),
         rate: 0,
+        skip_damaged: false,
     })));
     let import = ImportOptions {
         format: None,
@@ -418,7 +419,8 @@ fn images(face: &Face) {
 
 /// Requests about files and servers outside the datastore.
 fn others(face: &Face) {
-    let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
+    let salvage =
+        SalvageRequest { datastore: face.beside("nothing").into(), options: Default::default(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
     let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
     let remote = text("lamina://127.0.0.1:1/b");

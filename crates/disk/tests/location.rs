@@ -179,9 +179,9 @@ fn a_disk_is_salvaged_from_one_medium_to_another() {
     write(&datastore, "a", 9);
     datastore.close().unwrap();
     Datastore::init(&to, INIT).unwrap();
-    let extract = Extract { disk: "a".into(), snapshot: None, to: to.clone(), format: None, name: None, rate: 0 };
-    let request = SalvageRequest { datastore: from, extract: None };
-    assert_eq!(request.list().unwrap().objects.len(), 1);
+    let extract = Extract { disk: Some("a".into()), snapshot: None, to: to.clone(), format: None, name: None, rate: 0 };
+    let request = SalvageRequest { datastore: from, options: Default::default(), extract: None };
+    assert_eq!(request.list(&NoProgress).unwrap().objects.len(), 1);
     let report = request.extract(&extract, &NoProgress).unwrap();
     assert_eq!((report.target.as_str(), report.lost), ("a of memory:saved", vec![]));
     assert_eq!(byte(&Datastore::open(&to, OPTIONS).unwrap(), "a"), 9);

@@ -301,6 +301,7 @@ fn finds_fault(reply: &Reply) -> bool {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
         Reply::ImageCheck(check) => check.problems > 0,
         Reply::Image(info) => info.problem.is_some(),
+        Reply::Converted(made) => !made.lost.is_empty(),
         Reply::SalvageList(list) => {
             let doubtful = list.objects.iter().any(|object| object.lost > 0 || !object.proven);
             doubtful || list.incomplete || list.behind

@@ -147,6 +147,12 @@ pub trait Layer: Send + Sync {
         None
     }
 
+    /// After [`Layer::map`] has failed for the range that begins at `at`: the end of the range of which nothing else can
+    /// be learned, because the same table or file describes it.
+    fn damage_end(&self, at: u64) -> u64 {
+        grain_end(self, at)
+    }
+
     /// Reads `out.len()` bytes at `start` of a range that is [`Content::Encoded`].
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
         let _ = out;
@@ -247,6 +253,12 @@ pub trait Layer: Send + Sync {
 
     /// Statistics for users.
     fn usage(&self) -> Result<Usage>;
+}
+
+/// The end of the grain with byte `at`.
+pub(crate) fn grain_end(layer: &(impl Layer + ?Sized), at: u64) -> u64 {
+    let grain = layer.grain();
+    (at / grain + 1).saturating_mul(grain).min(layer.capacity())
 }
 
 /// The error for a change of an image that is open for reading.

@@ -241,7 +241,7 @@ impl Tree<'_> {
     }
 }
 
-fn read_list(place: &Place) -> Result<Vmsd> {
+pub(crate) fn read_list(place: &Place) -> Result<Vmsd> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
     let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
     if length > vmsd::TEXT_MAX as u64 {
@@ -253,7 +253,7 @@ fn read_list(place: &Place) -> Result<Vmsd> {
 }
 
 /// A valid snapshot name that this disk has not used yet: VMware permits any name, and the same name several times.
-fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
+pub(crate) fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
     const LENGTH_MAX: usize = 160;
     let refused = |c: char| c.is_control() || c.is_whitespace() || is_hidden(c) || "@/\\?#%&\"'`$*<>|;:".contains(c);
     let plain = |c: char| if refused(c) { '-' } else { c };

@@ -27,7 +27,7 @@ Exit codes:
   3    no datastore, disk or snapshot of that name
   4    in use: by clients, by clones or by another process
   5    no space
-  6    corrupt, check found problems that are not repaired, or salvage lost ranges
+  6    corrupt, check found problems that are not repaired, or salvage or convert lost ranges
   7    a machine does not run, runs or is paused, and the command needs another state
   130  interrupted";
 
@@ -76,7 +76,8 @@ pub enum Command {
     Status,
     /// Check all metadata and report problems.
     Check(CheckArguments),
-    /// Extract disks and snapshots from a datastore that cannot be opened, without writing to it.
+    /// Extract disks and snapshots from a datastore that cannot be opened, or read a damaged image, without writing to
+    /// either.
     Salvage(SalvageArguments),
     /// Create and manage disks.
     #[command(subcommand)]

@@ -181,6 +181,17 @@ impl Layer for Concatenated {
         Ok(())
     }
 
+    fn damage_end(&self, at: u64) -> u64 {
+        let Some(piece) = self.pieces(at..self.capacity).ok().and_then(|mut pieces| pieces.next()) else {
+            return self.capacity;
+        };
+        let end = match &piece.placed.part.layer {
+            Some(layer) => layer.damage_end(piece.within.start).min(piece.within.end),
+            None => piece.within.end,
+        };
+        piece.placed.start + end
+    }
+
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
         match self.parts.get(usize::from(index)).and_then(|placed| placed.part.layer.as_ref()) {
             Some(layer) => layer.file(0),

@@ -14,12 +14,15 @@ pub struct OpenOptions {
     pub parent: bool,
     /// Bytes of memory for cached parts of the mapping.
     pub cache_bytes: usize,
+    /// Whether an image that is opened for reading is opened although a part of its directory or root is lost: reading
+    /// the ranges of that part fails.
+    pub salvage: bool,
 }
 
 impl OpenOptions {
     /// Options for reading an image over a parent.
     pub fn reading(image: impl Into<String>) -> Self {
-        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
+        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES, salvage: false }
     }
 
     /// Options for writing an image over a parent.

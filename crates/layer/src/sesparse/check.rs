@@ -163,6 +163,20 @@ impl SeSparse {
         Ok(report)
     }
 
+    /// For an image that is open for reading: uses, in memory only, what bitmap and backmap prove. Proven entries and
+    /// slots are read as they must have been; reading those that are contradicted without such a proof fails. Returns
+    /// the conclusions as text.
+    pub fn prove_in_memory(&self, progress: &dyn Progress) -> Result<Vec<String>> {
+        let mut work = self.begin_work(progress, "checking")?;
+        let (mut report, evidence) = self.look(None, &mut work)?;
+        let proofs = self.prove(&evidence, &mut report)?;
+        self.apply_in_memory(&proofs)?;
+        let mut told = std::mem::take(&mut *self.mended.lock());
+        told.extend(proofs.sentences);
+        told.extend(report.doubts);
+        Ok(told)
+    }
+
     /// Compares tables, bitmap and backmap; with `repair`, makes bitmap and backmap equal to the tables.
     fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();

@@ -153,6 +153,7 @@ impl Disks for Bound {
                     ..ImageOptions::default()
                 },
                 rate: how.rate,
+                skip_damaged: false,
             })),
         };
         dispatch(&self.target, request, &Copy(progress)).map(drop)
