@@ -15,8 +15,11 @@
 //!    has, by the new rules, the permission that it uses.
 
 mod current;
+mod users;
 
 pub use current::{CurrentRules, Lost, Registered};
+pub(crate) use users::Restricted;
+pub use users::UserAccess;
 
 use connections::{CertificateName, PeerCertificate};
 use error::{Error, ErrorKind, Result};

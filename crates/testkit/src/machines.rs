@@ -38,9 +38,20 @@ pub struct Room {
 
 impl Room {
     pub fn new() -> Self {
+        Self::serving("")
+    }
+
+    /// A datastore that is served with these options.
+    pub fn serving(options: &str) -> Self {
         let store = Store::new();
-        let server = Some(store.serve(""));
+        let server = Some(store.serve(options));
         Self { store, server }
+    }
+
+    /// Kills the server, and serves the datastore again with these options.
+    pub fn serve_again(&mut self, options: &str) {
+        self.server.take().unwrap().kill();
+        self.server = Some(self.store.serve(options));
     }
 
     pub fn run(&self, arguments: &str) -> Done {

@@ -9,6 +9,7 @@
 //! autostart = true            # without it false
 //! boot_order = ["cdrom", "disk"]
 //! vnc = "unix"
+//! run_as = "qemu"
 //! qemu_arguments = ["-vga", "std"]
 //!
 //! [boot]                      # default: the firmware boots the first disk
@@ -99,8 +100,8 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `vnc`, `cdrom`
-    /// and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `boot_order`,
+    /// `vnc`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -128,6 +129,10 @@ pub struct Definition {
     /// Most memory that QEMU uses besides the memory of the guest, in bytes; `None` for no limit.
     #[serde(default, with = "memory::optional", skip_serializing_if = "Option::is_none")]
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs after it has opened its files; `None` for the default of the datastore
+    /// ([`crate::user`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_as: Option<String>,
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
@@ -274,6 +279,7 @@ impl Definition {
             autostart: false,
             arguments: Vec::new(),
             qemu_memory: None,
+            run_as: None,
             boot_order: Vec::new(),
             vnc: None,
             boot: None,
@@ -345,6 +351,7 @@ impl Definition {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
             && self.qemu_memory.is_none()
+            && self.run_as.is_none()
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()

@@ -1,5 +1,5 @@
-//! Changing a machine: its name, processors, memory, boot order, further arguments of QEMU, disks, images in CD-ROM
-//! drives, and network cards.
+//! Changing a machine: its name, processors, memory, boot order, user and further arguments of QEMU, disks, images in
+//! CD-ROM drives, and network cards.
 //!
 //! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]), and images are
 //!    inserted and ejected ([`crate::media`]). All other properties are those of a process that starts, so they are
@@ -33,6 +33,10 @@ pub struct Edit {
     pub autostart: Option<bool>,
     /// Most memory of QEMU besides the memory of the guest, in bytes; 0 for no limit.
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs.
+    pub run_as: Option<String>,
+    /// Run QEMU as the default of the datastore says.
+    pub no_run_as: bool,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
@@ -66,6 +70,8 @@ impl Edit {
         sizes
             || self.arguments.is_some()
             || self.qemu_memory.is_some()
+            || self.run_as.is_some()
+            || self.no_run_as
             || self.boot_order.is_some()
             || self.vnc.is_some()
             || self.no_vnc
@@ -92,8 +98,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports, boot order, VNC, CD-ROM drives and arguments of QEMU change \
-             only while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, ports, boot order, VNC, CD-ROM drives, and user and arguments of QEMU \
+             change only while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -108,6 +114,9 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     definition.autostart = edit.autostart.unwrap_or(definition.autostart);
     if let Some(arguments) = &edit.arguments {
         definition.arguments.clone_from(arguments);
+    }
+    if edit.run_as.is_some() || edit.no_run_as {
+        definition.run_as.clone_from(&edit.run_as);
     }
     if let Some(ports) = edit.ports {
         definition.set_ports(ports)?;

@@ -32,7 +32,7 @@ use crate::qemu::features::Features;
 use crate::qemu::network;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
-use crate::{screen, seed};
+use crate::{screen, seed, user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -398,6 +398,7 @@ impl Change {
         network::check(definition).map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
         media::check(definition)?;
         seed::write(definition, &run.seed())?;
+        let user = user::of(&self.machine, definition, start.nbd)?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;
         let private = if matches!(start.memory, Memory::Shared(_)) { 0 } else { definition.memory };
         let limit = definition.qemu_memory.map(|own| own + private);
@@ -407,6 +408,7 @@ impl Change {
             uefi: uefi.as_ref(),
             run: &run,
             nbd: start.nbd,
+            user: user.as_deref(),
             incoming: start.incoming,
         };
         let arguments = command::arguments(&machine, start.features);

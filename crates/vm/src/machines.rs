@@ -242,6 +242,19 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
 }
 
+/// The machines in a folder, and those that are being created there, which may run already.
+pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
+    let mut all = list(folder)?;
+    for name in durable::names(folder)?.into_iter().filter(|name| name.starts_with(NEW)) {
+        match list(&folder.join(name)) {
+            // Its command has finished meanwhile.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            new => all.extend(new?),
+        }
+    }
+    Ok(all)
+}
+
 /// Maps each disk to the machine that uses it, for the machines in a folder that need not exist. If a definition cannot
 /// be read, every disk that its text names counts as used: a mistake in the file must not allow the deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {

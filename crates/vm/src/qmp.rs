@@ -147,7 +147,22 @@ impl Client {
 
     /// Passes an open file to QEMU, under a name that migrations can use.
     pub fn pass(&mut self, name: &str, file: &impl AsFd) -> Result<()> {
-        let request = self.request("getfd", json!({ "fdname": name }));
+        self.execute_with("getfd", json!({ "fdname": name }), file).map(drop)
+    }
+
+    /// Passes an open file to QEMU for as long as `work` runs; `work` gets the name with which commands of QEMU that
+    /// open files by name find this one. So QEMU needs no right to open it itself.
+    pub fn lend<T>(&mut self, file: &impl AsFd, work: impl FnOnce(&mut Self, &str) -> Result<T>) -> Result<T> {
+        let set = self.execute_with("add-fd", json!({}), file)?["fdset-id"].clone();
+        let outcome = work(self, &format!("/dev/fdset/{set}"));
+        let removed = self.execute("remove-fd", json!({ "fdset-id": set }));
+        let value = outcome?;
+        removed.map(|_| value)
+    }
+
+    /// Sends a command with an open file, and waits for the reply.
+    fn execute_with(&mut self, command: &str, arguments: Value, file: &impl AsFd) -> Result<Value> {
+        let request = self.request(command, arguments);
         let line = format!("{request}\n");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -157,7 +172,7 @@ impl Client {
             .map_err(|e| self.lost(e.into()))?;
         // The file descriptor was sent with the first bytes of the line; the rest follows without it.
         self.send_bytes(&line.as_bytes()[sent..])?;
-        self.answer("getfd").map(drop)
+        self.answer(command)
     }
 
     /// Sends raw bytes, which the guest agent needs to find the beginning of a line.

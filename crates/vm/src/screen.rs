@@ -1,7 +1,7 @@
 //! The screen and keyboard of a running machine.
 //!
-//! 1. QEMU writes a screenshot into the run folder, and this process copies it to its place. So QEMU needs no right to
-//!    write elsewhere.
+//! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for it and then copies to
+//!    its place. So QEMU needs no right to create files.
 //! 2. VNC on a TCP port has a password, in a file that only the owner of the datastore can read. Until it is set, QEMU
 //!    refuses every client.
 
@@ -9,6 +9,7 @@ use crate::definition::{Display, Vnc};
 use crate::durable;
 use crate::machine::{Machine, MachineState, remove_if_there};
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
 use std::fs;
@@ -92,16 +93,23 @@ pub fn shoot(machine: &Machine, file: &Path) -> Result<()> {
     let ending = file.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
     machine.running()?;
     let picture = machine.run().0.join(format!("screen-{}", std::process::id()));
-    let mut request = json!({ "filename": picture });
-    match ending.as_str() {
-        "png" => request["format"] = json!("png"),
-        "ppm" => {}
+    let format = match ending.as_str() {
+        "png" => Some("png"),
+        "ppm" => None,
         _ => {
             let text = format!("'{}' is named neither .png nor .ppm, and its format is not known", file.display());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-    }
-    let taken = machine.monitor()?.execute("screendump", request);
+    };
+    let mut monitor = machine.monitor()?;
+    let opened = private::create(&picture).during(|| format!("writing '{}'", picture.display()))?;
+    let taken = monitor.lend(&opened, |monitor, name| {
+        let mut request = json!({ "filename": name });
+        if let Some(format) = format {
+            request["format"] = json!(format);
+        }
+        monitor.execute("screendump", request)
+    });
     let copied = taken.and_then(|_| fs::copy(&picture, file).during(|| format!("writing '{}'", file.display())));
     remove_if_there(&picture)?;
     let name = machine.name();

@@ -241,6 +241,8 @@ pub struct NewMachine {
     pub append: String,
     /// Where its screen is served by VNC.
     pub vnc: Option<Vnc>,
+    /// The user as which QEMU runs; `None` for the default of the datastore.
+    pub run_as: Option<String>,
     /// What cloud-init in the guest is told.
     pub seed: Option<Seed>,
     /// Whether to start the machine.

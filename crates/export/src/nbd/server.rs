@@ -5,7 +5,7 @@
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::{Terms, serve};
-use crate::access::{CurrentRules, Rules};
+use crate::access::{CurrentRules, Restricted, Rules, UserAccess};
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
 use backend::local::{Slice, Thread};
@@ -30,6 +30,8 @@ pub struct ServerConfig {
     pub allow_insecure_tcp: bool,
     /// Which exports clients over TCP may open, depending on their certificates; `None` if they may open all.
     pub rules: Option<Rules>,
+    /// Which exports clients over unix sockets may open, depending on their users; `None` if they may open all.
+    pub user_access: Option<Arc<dyn UserAccess>>,
     /// Open every export read-only.
     pub read_only: bool,
     /// Whether clients may resize disks.
@@ -51,6 +53,7 @@ impl Default for ServerConfig {
             tls: None,
             allow_insecure_tcp: false,
             rules: None,
+            user_access: None,
             read_only: false,
             resize: ResizePolicy::default(),
             limits: Limits::each(CONNECTIONS_DEFAULT),
@@ -79,6 +82,8 @@ struct Nbd {
     tls_required: bool,
     /// Rules for sessions over TCP; `None` if there are none.
     rules: Option<Arc<CurrentRules>>,
+    /// Rights of clients over unix sockets; `None` if they may open everything.
+    user_access: Option<Arc<dyn UserAccess>>,
 }
 
 impl Protocol for Nbd {
@@ -102,9 +107,13 @@ impl Protocol for Nbd {
         let tls_forced = connection.is_tcp() && self.tls_required;
         let rules = self.rules.clone().filter(|_| connection.is_tcp());
         let terms = Terms { tls_forced, rules, ..self.terms.clone() };
+        let exports = match &self.user_access {
+            Some(access) if !connection.is_tcp() => Restricted::of(&self.exports, access, connection.peer()),
+            _ => Arc::clone(&self.exports),
+        };
         let mut visit = self.clients.connected(Arc::clone(connection));
         // The session has logged its error already, with the export's name.
-        let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*self.exports, &terms, &mut visit);
+        let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*exports, &terms, &mut visit);
     }
 }
 
@@ -120,6 +129,7 @@ impl Server {
             exports,
             clients: Arc::clone(&config.clients),
             rules: rules.clone(),
+            user_access: config.user_access,
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,

@@ -4,6 +4,7 @@ use super::{
     ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, Link,
     MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION,
 };
+use crate::user;
 use error::text::size;
 use error::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,6 +65,7 @@ impl Definition {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         check_name(&self.name)?;
+        self.run_as.as_deref().map_or(Ok(()), user::check_name)?;
         self.check_platform()?;
         self.check_cdroms()?;
         self.check_seed()?;

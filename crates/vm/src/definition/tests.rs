@@ -15,6 +15,7 @@ fn machine() -> Definition {
         autostart: true,
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
         qemu_memory: Some(512 << 20),
+        run_as: None,
         boot_order: Vec::new(),
         vnc: None,
         seed: None,
@@ -84,6 +85,7 @@ fn foreign() -> Definition {
     machine.disks.push(Disk { name: "old".into(), slot: IDE_SLOT, bus: Bus::Ide, unit: 2 });
     machine.networks[0].model = Card::Vmxnet3;
     machine.boot = None;
+    machine.run_as = Some("nobody".into());
     machine.set_vnc(Some("[::1]:5901".parse().unwrap()));
     machine.boot_order = vec![BootDevice::Cdrom, BootDevice::Disk, BootDevice::Network];
     machine.add_cdrom(Some("/srv/x.iso".into())).unwrap();
@@ -119,6 +121,8 @@ fn hardware_that_does_not_go_together_is_refused() {
         ("chipset = \"i440fx\"", "chipset = \"i440fx\"\nsecure_boot = true"),
         ("vnc = \"[::1]:5901\"", "vnc = \"192.0.2.1:5901\""),
         ("display = \"vga\"", "display = \"none\""),
+        ("run_as = \"nobody\"", "run_as = \"-nobody\""),
+        ("run_as = \"nobody\"", "run_as = \"nobody,x\""),
         ("cores = 2", "cores = 3"),
         ("cores = 2", "cores = 0"),
         ("unit = 15", "unit = 64"),

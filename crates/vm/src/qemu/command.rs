@@ -42,6 +42,9 @@ const RANDOM_SLOT: u8 = 5;
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
 /// Obsolete system calls, other programs, other users, and changes of scheduling are denied.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+/// The same for a process that becomes another user itself. Afterwards it has no privilege to become a further one, and
+/// no program that has it can be started.
+const SANDBOX_OF_USER: &str = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,6 +115,8 @@ pub struct Machine<'a> {
     pub run: &'a RunFolder,
     /// The NBD server that exports the machine's disks.
     pub nbd: &'a Path,
+    /// The user that QEMU becomes once it has opened its files; `None` if it stays the user of this process.
+    pub user: Option<&'a str>,
     /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
@@ -182,7 +187,12 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
         }
     }
     if is_sandboxed(definition, features) {
-        add("-sandbox", SANDBOX.into());
+        add("-sandbox", if machine.user.is_some() { SANDBOX_OF_USER } else { SANDBOX }.into());
+    }
+    match machine.user {
+        Some(user) if features.run_with_user => add("-run-with", format!("user={}", value(user))),
+        Some(user) => add("-runas", user.to_owned()),
+        None => {}
     }
     add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
@@ -375,6 +385,7 @@ mod tests {
             migrate_to_file: false,
             ignore_shared: true,
             sandbox: true,
+            run_with_user: false,
             save_devices: true,
         }
     }
@@ -391,6 +402,7 @@ mod tests {
             autostart: false,
             arguments: Vec::new(),
             qemu_memory: None,
+            run_as: None,
             boot_order: Vec::new(),
             vnc: None,
             boot: None,
@@ -404,7 +416,15 @@ mod tests {
         definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
         let run = RunFolder("/run/a,b".into());
         line(
-            &Machine { definition: &definition, memory, uefi: None, run: &run, nbd: Path::new("/nbd"), incoming },
+            &Machine {
+                definition: &definition,
+                memory,
+                uefi: None,
+                run: &run,
+                nbd: Path::new("/nbd"),
+                user: None,
+                incoming,
+            },
             features,
         )
     }
@@ -469,7 +489,8 @@ mod tests {
         let (run, features) = (RunFolder("/run".into()), features(Accelerator::Tcg));
         let of = |definition: &Definition, uefi: Option<&Uefi>| {
             let nbd = Path::new("/nbd");
-            line(&Machine { definition, memory: Memory::Private, uefi, run: &run, nbd, incoming: false }, &features)
+            let (memory, user) = (Memory::Private, None);
+            line(&Machine { definition, memory, uefi, run: &run, nbd, user, incoming: false }, &features)
         };
         let all = of(&definition, None);
         for (.., device) in disks {
@@ -513,10 +534,18 @@ mod tests {
         let mut definition = Definition::new("web", 1, 256 << 20).unwrap();
         let of = |definition: &Definition, features: &Features| {
             let (memory, run, nbd) = (Memory::Private, RunFolder("/run".into()), Path::new("/nbd"));
-            line(&Machine { definition, memory, uefi: None, run: &run, nbd, incoming: false }, features)
+            let user = definition.run_as.as_deref();
+            line(&Machine { definition, memory, uefi: None, run: &run, nbd, user, incoming: false }, features)
         };
         assert!(of(&definition, &features).contains("-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny"));
         assert!(!of(&definition, &Features { sandbox: false, ..features.clone() }).contains("-sandbox"));
+        definition.run_as = Some("nobody".into());
+        let all = of(&definition, &features);
+        assert!(all.contains("-sandbox on,obsolete=deny,spawn=deny") && all.contains(" -runas nobody "), "{all}");
+        assert!(
+            of(&definition, &Features { run_with_user: true, ..features.clone() }).contains("-run-with user=nobody ")
+        );
+        definition.run_as = None;
         definition.arguments = ["-sandbox", "off"].map(String::from).into();
         assert_eq!(of(&definition, &features).matches("-sandbox").count(), 1);
         definition.arguments.clear();

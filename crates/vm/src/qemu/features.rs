@@ -52,6 +52,8 @@ pub struct Features {
     pub ignore_shared: bool,
     /// Whether the process can deny itself system calls (`-sandbox`). Needs the kernel's support too.
     pub sandbox: bool,
+    /// Whether the option for another user is `-run-with user=`, and not `-runas`.
+    pub run_with_user: bool,
     /// Whether the device state can be saved without memory (`xen-save-devices-state`, for every guest).
     pub save_devices: bool,
 }
@@ -95,6 +97,8 @@ impl Features {
         let why_not_kvm = why_not_kvm(&mut client)?;
         // An error means that QEMU does not know the option.
         let sandbox = client.execute("query-command-line-options", json!({ "option": "sandbox" })).is_ok();
+        let run_with = client.execute("query-command-line-options", json!({ "option": "run-with" }));
+        let run_with_user = run_with.is_ok_and(|found| has_parameter(&found, "user"));
         Ok(Self {
             program: program.into(),
             version: version_text(&version),
@@ -104,6 +108,7 @@ impl Features {
             migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
             ignore_shared,
             sandbox,
+            run_with_user,
             save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
@@ -117,6 +122,12 @@ fn missing(program: &Path, error: std::io::Error) -> Error {
         ),
         _ => Error::io(format!("starting '{}'", program.display()), error),
     }
+}
+
+/// Whether the reply to `query-command-line-options` lists a parameter.
+fn has_parameter(options: &Value, parameter: &str) -> bool {
+    let parameters = options.as_array().into_iter().flatten().filter_map(|option| option["parameters"].as_array());
+    parameters.flatten().any(|one| one["name"] == parameter)
 }
 
 fn version_text(version: &Value) -> String {

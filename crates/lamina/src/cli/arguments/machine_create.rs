@@ -129,6 +129,9 @@ pub struct VmCreate {
     /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
     #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
     pub vnc: Option<VncArgument>,
+    /// The user as which QEMU runs, which only root can choose. Default: the default of the datastore.
+    #[arg(long, value_name = "USER")]
+    pub run_as: Option<String>,
     /// A kernel to boot without a boot loader.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
@@ -171,6 +174,7 @@ impl VmCreate {
             initrd: self.initrd.as_deref().map(absolute).transpose()?,
             append: self.append.clone().unwrap_or_default(),
             vnc: self.vnc.and_then(|vnc| vnc.0),
+            run_as: self.run_as.clone(),
             seed: self.seed.seed()?,
             start: self.start,
         })

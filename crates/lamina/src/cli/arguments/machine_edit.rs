@@ -32,6 +32,12 @@ pub struct VmEdit {
     /// Most memory of QEMU besides the memory of the guest, at least 256M; 0 for no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs, which only root can choose.
+    #[arg(long, value_name = "USER")]
+    pub run_as: Option<String>,
+    /// Run QEMU as the default of the datastore says.
+    #[arg(long, conflicts_with = "run_as")]
+    pub no_run_as: bool,
     /// Whether 'start --autostart' starts the machine.
     #[arg(long, value_name = "on|off", value_parser = parse_switch)]
     pub autostart: Option<bool>,
@@ -117,6 +123,8 @@ impl VmEdit {
             memory: self.memory,
             arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
             qemu_memory: self.qemu_memory,
+            run_as: self.run_as.clone(),
+            no_run_as: self.no_run_as,
             autostart: self.autostart,
             ports: self.ports,
             boot_order: self.boot_order()?,

@@ -135,6 +135,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     if let Some(limit) = defined.qemu_memory {
         facts.push(("QEMU's own memory", format!("at most {}", human::size(limit))));
     }
+    if let Some(user) = &defined.run_as {
+        facts.push(("QEMU's user", user.clone()));
+    }
     if defined.autostart {
         facts.push(("autostart", "yes".into()));
     }
