@@ -312,7 +312,9 @@ impl Task<'_> {
         self.change.define(&self.definition)?;
         let Some(added) = self.definition.networks.last().filter(|_| self.runs) else { return Ok(()) };
         let (monitor, chipset) = (self.change.machine().monitor(), self.definition.platform.chipset);
-        let plugged = monitor.and_then(|mut monitor| plug::add_network(&mut monitor, chipset, added));
+        let (machine, features) = (self.change.machine(), self.host.features());
+        let plugged =
+            monitor.and_then(|mut monitor| plug::add_network(&mut monitor, machine, features?, chipset, added));
         plugged.or_else(|error| {
             self.definition.networks.pop();
             self.change.define(&self.definition)?;

@@ -47,7 +47,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
                 machine.name()
             ))
         })?;
-        let mut successor = child::set_up(change, machines, &image, features)?;
+        let mut successor = child::set_up(change, machines, &image, features, image.record.passt)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
         // From here on the machine's disks may change, so it must not be started from the image again.
@@ -76,6 +76,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         memory: Memory::Shared(file.clone()),
         record: MemoryRecord::Own(file.clone()),
         incoming: false,
+        passt: true,
     };
     // If this command is killed from here on, the machine ends up stopped or running, but not in between.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;

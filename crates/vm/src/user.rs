@@ -11,6 +11,7 @@
 use crate::definition::Definition;
 use crate::machine::Machine;
 use crate::{durable, machines};
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::process::geteuid;
 use serde::Deserialize;
@@ -105,7 +106,8 @@ fn connects(account: Account, socket: &Path) -> bool {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &account.user.to_string(), "--regid", &account.group.to_string()]);
     command.args(["--init-groups", "--", "test", "-w"]).arg(socket);
-    let status = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let status = private::spawn(&mut command).and_then(|mut child| child.wait());
     status.map_or(true, |status| status.success())
 }
 

@@ -546,6 +546,9 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
+    /// Whether its user networks are those of passt while it runs, or would be if it started now, and otherwise why
+    /// not; `None` if it has none.
+    pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,
     /// The memory image to which the machine was frozen.

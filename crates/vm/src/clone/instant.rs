@@ -131,7 +131,7 @@ fn run(
     let begun = Instant::now();
     let machine = making.machine(&definition.name);
     let change = machine.change()?;
-    let mut successor = child::set_up(&change, host.machines(), image, host.features()?)?;
+    let mut successor = child::set_up(&change, host.machines(), image, host.features()?, false)?;
     change.take_over(&successor)?;
     successor.monitor.execute("cont", json!({}))?;
     let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&definition.name) };

@@ -65,7 +65,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,
     };
-    let image = images.begin(machine.definition()?, agent)?;
+    let image = images.begin(machine.definition()?, agent, machine.uses_passt())?;
     let taken = Memories::prepare(machine.memory()?, images, &image, process.pid())
         .and_then(|memory| take(&mut monitor, images, disks, features, image.clone(), &memory))
         // From here on the machine continues from the image, and its process must not execute the guest any more.

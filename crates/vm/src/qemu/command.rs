@@ -21,6 +21,7 @@ use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
 use super::network;
+use super::passt::Passt;
 use crate::definition::{
     BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
 };
@@ -92,6 +93,16 @@ impl RunFolder {
         self.0.join("vnc.sock")
     }
 
+    /// Socket on which QEMU waits for the network of a card.
+    pub fn network(&self, slot: u8) -> PathBuf {
+        self.0.join(format!("net{slot}.sock"))
+    }
+
+    /// The file that exists if the user networks of the process are those of passt.
+    pub fn passt(&self) -> PathBuf {
+        self.0.join("passt")
+    }
+
     /// The image of the seed for cloud-init.
     pub fn seed(&self) -> PathBuf {
         self.0.join("seed.img")
@@ -117,6 +128,8 @@ pub struct Machine<'a> {
     pub nbd: &'a Path,
     /// The user that QEMU becomes once it has opened its files; `None` if it stays the user of this process.
     pub user: Option<&'a str>,
+    /// The passt that serves user networks; `None` if QEMU serves all itself.
+    pub passt: Option<&'a Passt>,
     /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
@@ -250,7 +263,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let code = if boot::from_network(definition) { "" } else { ",romfile=" };
     for (number, network) in definition.networks.iter().enumerate() {
         let (net, place) = (network_node(network), place_text(chipset, network.slot));
-        add("-netdev", network::argument(network));
+        add("-netdev", network::argument(network, machine.passt.map(|passt| (passt, *run))));
         let (model, card) = (card(network.model), network_device(network));
         let boots = boot::index(definition, BootDevice::Network, number);
         add("-device", format!("{model},id={card},netdev={net},mac={},{place}{code}{boots}", network.mac));
@@ -386,6 +399,7 @@ mod tests {
             ignore_shared: true,
             sandbox: true,
             run_with_user: false,
+            stream_network: true,
             save_devices: true,
         }
     }
@@ -423,6 +437,7 @@ mod tests {
                 run: &run,
                 nbd: Path::new("/nbd"),
                 user: None,
+                passt: None,
                 incoming,
             },
             features,
@@ -489,8 +504,8 @@ mod tests {
         let (run, features) = (RunFolder("/run".into()), features(Accelerator::Tcg));
         let of = |definition: &Definition, uefi: Option<&Uefi>| {
             let nbd = Path::new("/nbd");
-            let (memory, user) = (Memory::Private, None);
-            line(&Machine { definition, memory, uefi, run: &run, nbd, user, incoming: false }, &features)
+            let (memory, user, passt) = (Memory::Private, None, None);
+            line(&Machine { definition, memory, uefi, run: &run, nbd, user, passt, incoming: false }, &features)
         };
         let all = of(&definition, None);
         for (.., device) in disks {
@@ -534,8 +549,8 @@ mod tests {
         let mut definition = Definition::new("web", 1, 256 << 20).unwrap();
         let of = |definition: &Definition, features: &Features| {
             let (memory, run, nbd) = (Memory::Private, RunFolder("/run".into()), Path::new("/nbd"));
-            let user = definition.run_as.as_deref();
-            line(&Machine { definition, memory, uefi: None, run: &run, nbd, user, incoming: false }, features)
+            let (user, passt) = (definition.run_as.as_deref(), None);
+            line(&Machine { definition, memory, uefi: None, run: &run, nbd, user, passt, incoming: false }, features)
         };
         assert!(of(&definition, &features).contains("-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny"));
         assert!(!of(&definition, &Features { sandbox: false, ..features.clone() }).contains("-sandbox"));

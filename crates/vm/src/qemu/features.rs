@@ -54,6 +54,8 @@ pub struct Features {
     pub sandbox: bool,
     /// Whether the option for another user is `-run-with user=`, and not `-runas`.
     pub run_with_user: bool,
+    /// Whether a network card can be connected to a process over a stream socket.
+    pub stream_network: bool,
     /// Whether the device state can be saved without memory (`xen-save-devices-state`, for every guest).
     pub save_devices: bool,
 }
@@ -109,6 +111,7 @@ impl Features {
             ignore_shared,
             sandbox,
             run_with_user,
+            stream_network: schema.has_network("stream"),
             save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
@@ -178,6 +181,13 @@ impl Schema {
         let has = |kind: &Value| kind["members"].as_array().into_iter().flatten().any(|one| one["name"] == member);
         let variants = arguments["variants"].as_array().into_iter().flatten();
         has(arguments) || variants.filter_map(|variant| self.named(&variant["type"])).any(has)
+    }
+
+    /// Whether there is a kind of network backends.
+    fn has_network(&self, kind: &str) -> bool {
+        let enumerations = self.all().filter(|one| one["meta-type"] == "enum");
+        let values = |one: &Value| one["values"].as_array().cloned().unwrap_or_default();
+        enumerations.map(values).any(|values| values.contains(&json!("hubport")) && values.contains(&json!(kind)))
     }
 
     /// Whether any enumeration has a value.

@@ -141,6 +141,8 @@ fn machine(info: &MachineInfo) -> Value {
         "why_not_kvm": info.why_not_kvm, "console": info.console, "vnc_socket": info.vnc,
         "vnc_password": info.vnc_password, "monitor": info.monitor, "agent": info.agent,
         "console_log": info.console_log, "log": info.log,
+        "passt": info.passt.as_ref().map(Result::is_ok),
+        "why_not_passt": info.passt.as_ref().and_then(|passt| passt.as_ref().err()),
         "snapshots": snapshots(&info.definition.name, &info.snapshots),
         "frozen": info.frozen, "image": info.image, "children": children.collect::<Vec<Value>>(),
         "children_count": info.children.len(),

@@ -178,6 +178,7 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     let drive = |it: &Cdrom| it.file.as_ref().map_or("empty".to_owned(), |file| file.display().to_string());
     several("CD-ROM drives", defined.cdroms.iter().map(drive).collect());
     several("networks", cards(defined));
+    several("user networks", info.passt.iter().map(user_network).collect());
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
     several("vnc", vnc(info).into_iter().collect());
     several("clone of", defined.origin.iter().map(origin).collect());
@@ -199,6 +200,10 @@ fn vnc(info: &MachineInfo) -> Option<String> {
     let at = info.vnc.as_ref().map_or_else(|| vnc.to_string(), |socket| socket.display().to_string());
     let password = info.vnc_password.as_ref().map(|file| format!(", password in {}", file.display()));
     Some(at + &password.unwrap_or_default())
+}
+
+fn user_network(passt: &Result<(), String>) -> String {
+    passt.as_ref().map_or_else(|why| format!("QEMU's own, not passt: {why}"), |()| "passt".to_owned())
 }
 
 fn cards(defined: &Definition) -> Vec<String> {
