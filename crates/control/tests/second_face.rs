@@ -450,6 +450,7 @@ fn machines(face: &Face) {
         initrd: None,
         append: String::new(),
         vnc: Some(Vnc::Unix),
+        vnc_tls: None,
         run_as: None,
         seed: Some(Seed { hostname: Some(text("web.example.org")), ..Seed::default() }),
         start: false,

@@ -56,7 +56,7 @@ pub use check::check_name;
 pub use forward::Forward;
 pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
 pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
-pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc};
+pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc, VncTls};
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
@@ -101,7 +101,7 @@ pub const ARGUMENTS_MAX: usize = 256;
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
     /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `boot_order`,
-    /// `vnc`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// `vnc`, `vnc_tls`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -139,6 +139,9 @@ pub struct Definition {
     /// Where its screen is served by VNC. Needs a graphics card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vnc>,
+    /// How VNC on a TCP port is encrypted; without it only loopback addresses are possible.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vnc_tls: Option<VncTls>,
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
@@ -282,6 +285,7 @@ impl Definition {
             run_as: None,
             boot_order: Vec::new(),
             vnc: None,
+            vnc_tls: None,
             boot: None,
             seed: None,
             origin: None,
@@ -305,6 +309,7 @@ impl Definition {
             uuid: new_uuid()?,
             // Two processes cannot listen on one port.
             vnc: self.vnc.map(|_| Vnc::Unix),
+            vnc_tls: None,
             seed: Seed::for_clone(self.seed.as_ref(), None),
             origin: Some(origin),
             autostart: false,
@@ -316,9 +321,10 @@ impl Definition {
         Ok(clone)
     }
 
-    /// Serves its screen by VNC, for which it gets a graphics card, or no more.
+    /// Serves its screen by VNC, for which it gets a graphics card, or no more. Only a TCP port has certificates.
     pub fn set_vnc(&mut self, vnc: Option<Vnc>) {
         self.vnc = vnc;
+        self.vnc_tls = self.vnc_tls.take().filter(|_| matches!(vnc, Some(Vnc::Tcp(_))));
         if vnc.is_some() {
             self.platform.display = Display::Vga;
         }

@@ -8,7 +8,7 @@
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::{DISK_OF_CLIENTS, while_busy};
-use crate::definition::{BootDevice, Definition, Link, Vnc};
+use crate::definition::{BootDevice, Definition, Link, Vnc, VncTls};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
@@ -45,6 +45,10 @@ pub struct Edit {
     pub vnc: Option<Vnc>,
     /// Serve its screen no more.
     pub no_vnc: bool,
+    /// The certificates with which VNC is encrypted.
+    pub vnc_tls: Option<VncTls>,
+    /// Encrypt VNC no more.
+    pub no_vnc_tls: bool,
     /// Remove all CD-ROM drives.
     pub no_cdroms: bool,
     /// Images to eject from CD-ROM drives, which stay: paths or file names.
@@ -75,6 +79,8 @@ impl Edit {
             || self.boot_order.is_some()
             || self.vnc.is_some()
             || self.no_vnc
+            || self.vnc_tls.is_some()
+            || self.no_vnc_tls
             || self.no_cdroms
     }
 }
@@ -126,6 +132,9 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     }
     if edit.vnc.is_some() || edit.no_vnc {
         definition.set_vnc(edit.vnc);
+    }
+    if edit.vnc_tls.is_some() || edit.no_vnc_tls {
+        definition.vnc_tls.clone_from(&edit.vnc_tls);
     }
     if edit.no_cdroms {
         definition.cdroms.clear();

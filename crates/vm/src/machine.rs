@@ -406,6 +406,7 @@ impl Change {
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
         network::check(definition).map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
         media::check(definition)?;
+        screen::check(definition)?;
         seed::write(definition, &run.seed())?;
         let user = user::of(&self.machine, definition, start.nbd)?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;

@@ -2,10 +2,10 @@
 //!
 //! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for it and then copies to
 //!    its place. So QEMU needs no right to create files.
-//! 2. VNC on a TCP port has a password, in a file that only the owner of the datastore can read. Until it is set, QEMU
-//!    refuses every client.
+//! 2. Without certificates, VNC listens only where no other host reaches it. VNC on a TCP port has a password, in a
+//!    file that only the owner of the datastore can read. Until it is set, QEMU refuses every client.
 
-use crate::definition::{Display, Vnc};
+use crate::definition::{Definition, Display, Vnc, VncTls};
 use crate::durable;
 use crate::machine::{Machine, MachineState, remove_if_there};
 use crate::qmp::Client;
@@ -68,6 +68,22 @@ const SHIFTED_DIGITS: &str = ")!@#$%^&*(";
 /// The file with the password of VNC of a machine.
 pub fn password_file(machine: &Machine) -> PathBuf {
     machine.folder().join(PASSWORD)
+}
+
+/// Checks that the files for the encryption of VNC exist.
+pub(crate) fn check(definition: &Definition) -> Result<()> {
+    let Some(tls) = &definition.vnc_tls else { return Ok(()) };
+    for name in VncTls::FILES {
+        let file = tls.folder.join(name);
+        fs::File::open(&file).during(|| {
+            let machine = &definition.name;
+            format!(
+                "opening '{}', which encrypts VNC of machine '{machine}' (lamina vm edit --vnc-tls)",
+                file.display()
+            )
+        })?;
+    }
+    Ok(())
 }
 
 /// Sets the password of VNC in a process that has started, if its VNC has one.

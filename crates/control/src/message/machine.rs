@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc};
+use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc, VncTls};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -241,6 +241,8 @@ pub struct NewMachine {
     pub append: String,
     /// Where its screen is served by VNC.
     pub vnc: Option<Vnc>,
+    /// The certificates with which VNC is encrypted.
+    pub vnc_tls: Option<VncTls>,
     /// The user as which QEMU runs; `None` for the default of the datastore.
     pub run_as: Option<String>,
     /// What cloud-init in the guest is told.

@@ -67,6 +67,7 @@ impl Definition {
         check_name(&self.name)?;
         self.run_as.as_deref().map_or(Ok(()), user::check_name)?;
         self.check_platform()?;
+        self.check_vnc()?;
         self.check_cdroms()?;
         self.check_seed()?;
         if self.cpus == 0 || self.cpus > CPUS_MAX {

@@ -23,7 +23,7 @@ use super::firmware::Uefi;
 use super::network;
 use super::passt::Passt;
 use crate::definition::{
-    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
+    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc, VncTls,
 };
 use crate::seed;
 use serde_json::json;
@@ -41,6 +41,8 @@ const PORTS_SLOT: u8 = 24;
 const RANDOM_SLOT: u8 = 5;
 /// Least and most MiB for translated code.
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
+/// The id of the certificates of VNC.
+const VNC_CERTIFICATES: &str = "vnc-tls";
 /// Obsolete system calls, other programs, other users, and changes of scheduling are denied.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 /// The same for a process that becomes another user itself. Afterwards it has no privilege to become a further one, and
@@ -217,8 +219,12 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     // reseeds its random number generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
+    if let Some(tls) = &definition.vnc_tls {
+        add("-object", certificates(tls));
+    }
     if let Some(vnc) = definition.vnc {
-        add("-vnc", listening(vnc, run));
+        let encrypted = definition.vnc_tls.as_ref().map(|_| format!(",tls-creds={VNC_CERTIFICATES}"));
+        add("-vnc", listening(vnc, run) + &encrypted.unwrap_or_default());
     }
     add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
@@ -348,6 +354,13 @@ fn listening(vnc: Vnc, run: &RunFolder) -> String {
     }
 }
 
+/// The certificates of VNC.
+fn certificates(tls: &VncTls) -> String {
+    let verified = if tls.clients { "on" } else { "off" };
+    let folder = value(&tls.folder);
+    format!("tls-creds-x509,id={VNC_CERTIFICATES},dir={folder},endpoint=server,verify-peer={verified}")
+}
+
 fn processors(definition: &Definition) -> String {
     match definition.platform.cores {
         None => definition.cpus.to_string(),
@@ -419,6 +432,7 @@ mod tests {
             run_as: None,
             boot_order: Vec::new(),
             vnc: None,
+            vnc_tls: None,
             boot: None,
             seed: None,
             origin: None,
@@ -530,6 +544,11 @@ mod tests {
             definition.set_vnc(Some(vnc.parse().unwrap()));
             assert!(of(&definition, None).contains(&format!("-vnc {option} ")), "{vnc}");
         }
+        definition.vnc_tls = Some(VncTls { folder: "/etc/pki,x".into(), clients: true });
+        let all = of(&definition, None);
+        assert!(all.contains("-vnc [::1]:0,password=on,tls-creds=vnc-tls "), "{all}");
+        let object = "-object tls-creds-x509,id=vnc-tls,dir=/etc/pki,,x,endpoint=server,verify-peer=on ";
+        assert!(all.contains(object), "{all}");
         definition.set_vnc(None);
         let uefi = Uefi { code: "/code".into(), variables: "/vars".into() };
         definition.platform = Platform { firmware: Firmware::Uefi, secure_boot: true, ..Platform::default() };

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use control::NewMachine;
 use std::path::PathBuf;
 use std::str::FromStr;
-use vm::definition::{BootDevice, Firmware, Link, Vnc};
+use vm::definition::{BootDevice, Firmware, Link, Vnc, VncTls};
 
 /// The network of a card, or no card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +77,25 @@ impl FromStr for VncArgument {
     }
 }
 
+/// Options for the encryption of VNC.
+#[derive(Debug, Args)]
+pub struct VncTlsArguments {
+    /// Encrypt VNC on a port with the files ca-cert.pem, server-cert.pem and server-key.pem of this folder.
+    #[arg(long, value_name = "FOLDER")]
+    pub vnc_tls: Option<PathBuf>,
+    /// Serve only viewers with a certificate that the authority in ca-cert.pem has signed.
+    #[arg(long, requires = "vnc_tls")]
+    pub vnc_verify: bool,
+}
+
+impl VncTlsArguments {
+    /// The certificates; `None` if none are given.
+    pub fn certificates(&self) -> Result<Option<VncTls>, String> {
+        let folder = self.vnc_tls.as_deref().map(absolute).transpose()?;
+        Ok(folder.map(|folder| VncTls { folder, clients: self.vnc_verify }))
+    }
+}
+
 /// A firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum FirmwareArgument {
@@ -126,9 +145,13 @@ pub struct VmCreate {
     /// The firmware.
     #[arg(long, value_enum, value_name = "FIRMWARE", default_value = "bios")]
     pub firmware: FirmwareArgument,
-    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
+    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses
+    /// that other hosts reach need --vnc-tls.
     #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
     pub vnc: Option<VncArgument>,
+    /// How VNC on a port is encrypted.
+    #[command(flatten)]
+    pub vnc_tls: VncTlsArguments,
     /// The user as which QEMU runs, which only root can choose. Default: the default of the datastore.
     #[arg(long, value_name = "USER")]
     pub run_as: Option<String>,
@@ -174,6 +197,7 @@ impl VmCreate {
             initrd: self.initrd.as_deref().map(absolute).transpose()?,
             append: self.append.clone().unwrap_or_default(),
             vnc: self.vnc.and_then(|vnc| vnc.0),
+            vnc_tls: self.vnc_tls.certificates()?,
             run_as: self.run_as.clone(),
             seed: self.seed.seed()?,
             start: self.start,

@@ -1,7 +1,7 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument, VncArgument};
+use super::machine_create::{BootArgument, NetworkArgument, VncArgument, VncTlsArguments};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
@@ -47,9 +47,16 @@ pub struct VmEdit {
     /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
-    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
+    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses
+    /// that other hosts reach need --vnc-tls.
     #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
     pub vnc: Option<VncArgument>,
+    /// How VNC on a port is encrypted.
+    #[command(flatten)]
+    pub vnc_tls: VncTlsArguments,
+    /// Encrypt VNC no more.
+    #[arg(long, conflicts_with = "vnc_tls")]
+    pub no_vnc_tls: bool,
     /// Insert an image into an empty CD-ROM drive; while the machine is off also into a new drive. May be repeated.
     #[arg(long = "cdrom", value_name = "FILE")]
     pub insert: Vec<PathBuf>,
@@ -130,6 +137,8 @@ impl VmEdit {
             boot_order: self.boot_order()?,
             vnc: self.vnc.and_then(|vnc| vnc.0),
             no_vnc: self.vnc == Some(VncArgument(None)),
+            vnc_tls: self.vnc_tls.certificates()?,
+            no_vnc_tls: self.no_vnc_tls,
             no_cdroms: self.no_cdrom,
             eject: all_absolute(&self.eject)?,
             force_eject: self.force,

@@ -105,7 +105,7 @@ fn definition(definition: &Definition) -> Value {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,
         },
-        "boot": definition.boot, "boot_order": definition.boot_devices(), "vnc": definition.vnc, "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
+        "boot": definition.boot, "boot_order": definition.boot_devices(), "vnc": definition.vnc, "vnc_tls": definition.vnc_tls, "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
     })
 }
 

@@ -199,7 +199,11 @@ fn vnc(info: &MachineInfo) -> Option<String> {
     let vnc = info.definition.vnc?;
     let at = info.vnc.as_ref().map_or_else(|| vnc.to_string(), |socket| socket.display().to_string());
     let password = info.vnc_password.as_ref().map(|file| format!(", password in {}", file.display()));
-    Some(at + &password.unwrap_or_default())
+    let tls = info.definition.vnc_tls.as_ref().map(|tls| {
+        let verified = if tls.clients { ", for viewers with a certificate" } else { "" };
+        format!(", encrypted by {}{verified}", tls.folder.display())
+    });
+    Some(at + &password.unwrap_or_default() + &tls.unwrap_or_default())
 }
 
 fn user_network(passt: &Result<(), String>) -> String {
