@@ -100,8 +100,8 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `boot_order`,
-    /// `vnc`, `vnc_tls`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `boot_order`, `vnc`,
+    /// `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -145,6 +145,9 @@ pub struct Definition {
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
+    /// How the guest is given an identity of its own at the next start; `None` if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_identity: Option<NewIdentity>,
     /// What cloud-init in the guest is told; without it the guest has no disk for that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<Seed>,
@@ -197,6 +200,16 @@ impl CloneKind {
             Self::Instant => "instant",
         }
     }
+}
+
+/// How the guest of a clone that has not started yet is given an identity of its own, by its agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NewIdentity {
+    /// Without an agent, the guest runs with its network unplugged.
+    Auto,
+    /// Without an agent, the machine is stopped again.
+    Required,
 }
 
 /// The machine that a clone was made from, for information only: the machine may have been deleted since.
@@ -287,6 +300,7 @@ impl Definition {
             vnc: None,
             vnc_tls: None,
             boot: None,
+            new_identity: None,
             seed: None,
             origin: None,
             disks: Vec::new(),
@@ -358,6 +372,7 @@ impl Definition {
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
             && self.qemu_memory.is_none()
             && self.run_as.is_none()
+            && self.new_identity.is_none()
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()

@@ -281,7 +281,7 @@ pub struct CloneOptions {
     pub quiesce: bool,
     /// Start the clones. Instant clones always run.
     pub start: bool,
-    /// How the identity inside the guests of instant clones is changed.
+    /// How the identity inside the guests is changed: of instant clones at once, of others at their first start.
     pub identity: Inside,
     /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
     pub seed: Option<Seed>,

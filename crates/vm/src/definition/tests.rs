@@ -19,6 +19,7 @@ fn machine() -> Definition {
         boot_order: Vec::new(),
         vnc: None,
         vnc_tls: None,
+        new_identity: None,
         seed: None,
         origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
         boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),

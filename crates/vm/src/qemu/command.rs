@@ -434,6 +434,7 @@ mod tests {
             vnc: None,
             vnc_tls: None,
             boot: None,
+            new_identity: None,
             seed: None,
             origin: None,
             disks: Vec::new(),

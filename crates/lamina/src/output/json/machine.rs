@@ -100,7 +100,7 @@ fn definition(definition: &Definition) -> Value {
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
         "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "qemu_arguments": definition.arguments,
-        "run_as": definition.run_as,
+        "run_as": definition.run_as, "new_identity": definition.new_identity,
         "platform": {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,

@@ -159,6 +159,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         let order: Vec<&str> = defined.boot_order.iter().copied().map(BootDevice::name).collect();
         facts.push(("boot order", order.join(", ")));
     }
+    if defined.new_identity.is_some() {
+        facts.push(("guest's identity", "that of its source, until its next start".into()));
+    }
     if let Some(seed) = &defined.seed {
         let name = seed.hostname.as_ref().unwrap_or(&defined.name);
         let data = seed.user_data.as_ref().map_or(0, String::len) as u64;
