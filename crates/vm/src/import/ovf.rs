@@ -5,6 +5,7 @@
 use super::paths::Permitted;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
+use crate::identity::Mac;
 use ::ovf::xml::Element;
 use ::ovf::{Envelope, resource};
 use error::{Error, Result};
@@ -273,13 +274,18 @@ impl Reader<'_> {
         let adapters = part("Network").into_iter().flat_map(|network| network.all("Adapter"));
         let enabled = adapters.filter(|adapter| adapter.attribute("enabled") == Some("true"));
         for (card, adapter) in machine.cards.iter_mut().zip(enabled) {
-            let digits = adapter.attribute("MACAddress").unwrap_or_default();
-            if card.mac.is_none() && digits.len() == 12 && digits.is_ascii() {
-                let pairs: Vec<&str> = (0..6).map(|at| &digits[at * 2..at * 2 + 2]).collect();
-                card.mac = pairs.join(":").to_ascii_lowercase().parse().ok();
-            }
+            card.mac = card.mac.or_else(|| mac(adapter.attribute("MACAddress").unwrap_or_default()));
         }
     }
+}
+
+/// An address as VirtualBox writes it: twelve digits.
+pub(super) fn mac(digits: &str) -> Option<Mac> {
+    if digits.len() != 12 || !digits.is_ascii() {
+        return None;
+    }
+    let pairs: Vec<&str> = (0..6).map(|at| &digits[at * 2..at * 2 + 2]).collect();
+    pairs.join(":").to_ascii_lowercase().parse().ok()
 }
 
 /// The name of a device.

@@ -242,3 +242,69 @@ fn what_vmware_exports() {
         assert!(error.contains("'description', line ") && error.contains(words), "{words}: {error}");
     }
 }
+
+/// Settings of a machine of VirtualBox, with the disk `{a}` and its child `{b}` registered.
+fn vbox(hardware: &str, disk: &str, image: &str) -> String {
+    format!(
+        "<?xml version=\"1.0\"?>\n<VirtualBox xmlns=\"http://www.virtualbox.org/\" version=\"1.19-linux\">\n\
+         <Machine uuid=\"{{1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11}}\" name=\"box\" OSType=\"Debian_64\">\n<MediaRegistry>\n\
+         <HardDisks><HardDisk uuid=\"{{00000000-0000-0000-0000-00000000000a}}\" location=\"box.vmdk\" {disk} \
+         type=\"Normal\"><HardDisk uuid=\"{{00000000-0000-0000-0000-00000000000b}}\" location=\"Snapshots/b.vmdk\" \
+         format=\"VMDK\"/></HardDisk></HardDisks></MediaRegistry>\n<Hardware><CPU count=\"2\"/>\n\
+         <Memory RAMSize=\"64\"/>\n{hardware}\n<StorageControllers>\
+         <StorageController name=\"IDE\" type=\"PIIX4\" PortCount=\"2\">\
+         <AttachedDevice type=\"DVD\" port=\"1\" device=\"0\"/>\
+         <AttachedDevice type=\"HardDisk\" port=\"1\" device=\"1\"><Image \
+         uuid=\"{{00000000-0000-0000-0000-00000000000{image}}}\"/></AttachedDevice>\
+         </StorageController></StorageControllers></Hardware></Machine></VirtualBox>\n"
+    )
+}
+
+#[test]
+fn what_virtualbox_writes() {
+    let hardware = "<Firmware type=\"BIOS\"/><Chipset type=\"PIIX3\"/><RTC localOrUTC=\"UTC\"/><AudioAdapter \
+        enabled=\"true\"/><SharedFolders><SharedFolder name=\"share\"/></SharedFolders><Network>\
+        <Adapter slot=\"0\" enabled=\"true\" MACAddress=\"080027AABBCC\" type=\"82540EM\"><NAT/></Adapter>\
+        <Adapter slot=\"1\" enabled=\"false\" MACAddress=\"080027AABBCD\" type=\"82540EM\"/>\
+        <Adapter slot=\"2\" enabled=\"true\" MACAddress=\"080027AABBCE\" cable=\"false\" type=\"virtio\">\
+        <DisabledModes/><BridgedInterface name=\"eth0\"/></Adapter></Network>";
+    let plan = planned(Format::Vbox, &vbox(hardware, "format=\"VMDK\"", "a"), &options());
+    let machine = &plan.definition;
+    assert_eq!((machine.cpus, machine.memory, places(machine)), (2, 64 << 20, vec![(IDE_SLOT, Bus::Ide, 3)]));
+    assert_eq!((machine.platform.clock, machine.platform.chipset), (Clock::Utc, Chipset::I440fx));
+    assert_eq!(machine.uuid.to_string(), "7c3a9e1d-0e5b-444a-9d0f-0f6f1c2f7a11", "the order that the guest saw");
+    assert!(matches!(&plan.disks[0].content, Content::Image { format: Some(format), .. } if format == "vmdk"));
+    let cards: Vec<_> = machine.networks.iter().map(|it| (it.mac.to_string(), it.model, it.link.clone())).collect();
+    let expected = [
+        ("08:00:27:aa:bb:cc".to_owned(), Card::E1000, Link::User),
+        ("08:00:27:aa:bb:ce".to_owned(), Card::Virtio, Link::None),
+    ];
+    assert_eq!(cards, expected);
+    for words in ["IDE port 1: it is a DVD drive", "AudioAdapter", "share", "it was on 'NAT'"] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
+    let plain = format!("{hardware}<SmbiosUuidLittleEndian enabled=\"true\"/>");
+    let plan = planned(Format::Vbox, &vbox(&plain, "format=\"raw\"", "a"), &options());
+    assert_eq!(plan.definition.uuid.to_string(), "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11");
+    let uefi = "<Firmware type=\"EFI\"/><NVRAM path=\"box.nvram\"/>";
+    let plan = planned(Format::Vbox, &vbox(uefi, "format=\"VMDK\"", "a"), &options());
+    assert_eq!(plan.definition.platform.firmware, Firmware::Uefi);
+    assert!(notes(&plan).contains("box.nvram"), "{}", notes(&plan));
+}
+
+#[test]
+fn refused_settings_of_virtualbox_are_named_with_the_line() {
+    let good = |disk: &str, image: &str| vbox("", disk, image);
+    for (text, words) in [
+        ("<domain/>".to_owned(), "line 1: it is no machine of VirtualBox"),
+        (good("format=\"VDI\"", "a"), "line 5: disk 'box.vmdk' has the format 'VDI'"),
+        (good("format=\"VMDK\"", "b"), "line 5: disk 'Snapshots/b.vmdk' is a difference"),
+        (good("format=\"VMDK\"", "c"), "no disk with the UUID 00000000-0000-0000-0000-00000000000c is registered"),
+        (good("format=\"VMDK\"", "a").replace("PIIX4", "USB"), "controller 'USB'"),
+        (good("format=\"VMDK\"", "a").replace("RAMSize=\"64\"", "RAMSize=\"x\""), "line 7: RAMSize"),
+        (good("format=\"VMDK\"", "a").replace("{1d9e3a7c", "{1d"), "line 3: uuid"),
+    ] {
+        let error = parse(Format::Vbox, text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
+    }
+}
