@@ -5,7 +5,7 @@
 
 mod foreign;
 
-use foreign::{Left, MIB, vmx, vmx_card, vmx_disk};
+use foreign::{Left, MIB, same_bytes, vmx, vmx_card, vmx_disk};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,6 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::Random;
 use testkit::fleet::Fleet;
-use testkit::nbd::Client;
 use testkit::process::{Done, output, until};
 
 /// Number of imports that are killed.
@@ -34,14 +33,6 @@ fn found(fleet: &Fleet, machine: &str) -> Vec<String> {
     let text = console();
     let lines = text.lines().filter_map(|line| line.trim().strip_prefix("guest: ")?.split_once(' '));
     lines.map(|(_, text)| text.to_owned()).collect()
-}
-
-#[track_caller]
-fn same_bytes(fleet: &Fleet, disk: &str, content: &[u8]) {
-    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
-    for (index, part) in content.chunks(MIB as usize).enumerate() {
-        assert!(client.read(index as u64 * MIB, part.len() as u32).unwrap() == part, "{disk}: MiB {index} differs");
-    }
 }
 
 /// Imports and boots a machine; checks which disks its guest finds, the content of its disks, and that its source is
