@@ -22,7 +22,7 @@ use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
     ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk,
-    Point, Progress, Provisioning, SnapshotOptions, Tuning,
+    OnFull, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -64,6 +64,7 @@ verbs! {
     "disk detach": Request::Disk(DiskRequest::Detach { .. }),
     "disk stats": Request::Disk(DiskRequest::Stats { .. }),
     "disk tune": Request::Disk(DiskRequest::Tune { .. }),
+    "disk edit": Request::Disk(DiskRequest::Edit { .. }),
     "disk reopen": Request::Disk(DiskRequest::Reopen { .. }),
     "disk inflate": Request::Disk(DiskRequest::Inflate { .. }),
     "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
@@ -319,7 +320,7 @@ impl Drop for Enough<'_> {
 fn disks(face: &Face) {
     face.done(Request::Status);
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
-    face.disk(DiskRequest::Create { name: text("a"), new });
+    face.disk(DiskRequest::Create { name: text("a"), new, settings: SettingsChange::default() });
     let resize = |capacity, tell_machine| DiskRequest::Resize {
         name: text("a"),
         capacity,
@@ -331,6 +332,11 @@ fn disks(face: &Face) {
     let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
     assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
+    let settings = SettingsChange { on_full: Some(OnFull::Wait(None)) };
+    let Reply::Disk(edited) = face.disk(DiskRequest::Edit { name: text("b"), settings }) else {
+        panic!("edit is edit")
+    };
+    assert_eq!(edited.settings.on_full, OnFull::Wait(None));
     let options = SnapshotOptions { description: String::new(), folder: None, delta: None };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("b"), text("s"))], options }));
     face.done(Request::Snapshot(SnapshotRequest::List { disk: None }));
@@ -613,7 +619,7 @@ fn a_front_end_works_on_a_datastore_without_a_server() {
         dispatch(&Target::At(Location::from(&path)), request, &follow)
     };
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
-    ask(Request::Disk(DiskRequest::Create { name: text("a"), new })).unwrap();
+    ask(Request::Disk(DiskRequest::Create { name: text("a"), new, settings: SettingsChange::default() })).unwrap();
     let all = ask(Request::Disk(DiskRequest::List)).unwrap();
     assert!(matches!(all, Reply::Disks(disks) if disks.len() == 1));
     assert_eq!(ask(Request::Job(JobRequest::List)).unwrap(), Reply::Jobs(Vec::new()));

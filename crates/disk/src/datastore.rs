@@ -7,6 +7,7 @@ mod uses;
 use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::{Foreign, ImageFolders};
+use crate::full::WaitNotice;
 use crate::info::{CheckOptions, CheckReport, Finding, Status};
 use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
@@ -287,6 +288,12 @@ impl Datastore {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }
 
+    /// Sets a function that receives a notice when writes begin to wait for space, and when none waits any more. Only
+    /// the first call has an effect.
+    pub fn notice_waiting(&self, receiver: impl Fn(WaitNotice) + Send + Sync + 'static) {
+        self.native.settings.set_receiver(receiver);
+    }
+
     /// Returns `Busy`, with the reason, while an operation has exclusive use of the disk.
     pub fn refuse_alone(&self, disk: &str) -> Result<()> {
         self.uses.share(disk).map(drop)
@@ -359,6 +366,7 @@ impl Datastore {
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
+            waiting: self.native.settings.all_waiting(),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             background_work: background_work as u64,
             background_rate,
@@ -377,6 +385,7 @@ impl Datastore {
         let problems = migrate::problems(self.directory())?.into_iter();
         report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
+        self.native.settings.check(options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
         if let Some(location) = self.location.as_ref().filter(|location| location.local_path().is_some()) {
             // The search uses the open handle of the folder, so it also works after the folder was moved.

@@ -21,6 +21,7 @@
 //!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
 
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::full::SpaceWait;
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
@@ -224,6 +225,8 @@ pub struct SwitchedDevice {
     switch: Arc<Switch>,
     _client: Client,
     told: Told,
+    /// What happens to the client's writes on a full file system; `None` if they fail.
+    space: Option<Arc<SpaceWait>>,
 }
 
 /// The losses that were reported to a client: the value of `losses` when the client connected, or when it last received
@@ -260,7 +263,14 @@ impl SwitchedDevice {
     pub(crate) fn over(name: impl Into<String>, read_only: bool, client: Client) -> Self {
         let losses = || AtomicU64::new(client.switch.losses.load(Ordering::SeqCst));
         let told = Told { by_flush: losses(), by_fua: losses() };
-        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told }
+        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told, space: None }
+    }
+
+    /// The client, whose writes wait for space as `space` says. The policy stays that of the client when the device
+    /// behind the switch is exchanged.
+    pub(crate) fn waiting_as(mut self, space: Arc<SpaceWait>) -> Self {
+        self.space = Some(space);
+        self
     }
 
     fn writer(&self) -> Result<Arc<Held>> {
@@ -349,6 +359,10 @@ impl Device for SwitchedDevice {
 
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
         self.durable_writer(fua)?.device.write(offset, data, fua)
+    }
+
+    fn space_wait(&self) -> Option<&Arc<SpaceWait>> {
+        self.space.as_ref()
     }
 
     fn pressure(&self) -> u32 {

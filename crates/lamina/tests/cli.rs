@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 75] = [
+const VERBS: [Verb; 76] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -35,6 +35,7 @@ const VERBS: [Verb; 75] = [
     verb("disk detach", "vm1"),
     verb("disk stats", "vm1"),
     verb("disk tune", "vm1 --levels-max 8"),
+    verb("disk edit", "vm1 --on-full wait"),
     verb("disk inflate", "vm1"),
     verb("disk reopen", "vm1"),
     verb("disk punchzero", "vm1"),

@@ -7,6 +7,7 @@
 
 pub mod authority;
 pub mod fleet;
+pub mod guest;
 pub mod history;
 pub mod machines;
 pub mod mounted;

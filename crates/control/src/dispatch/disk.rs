@@ -12,7 +12,9 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     let datastore = &*service.datastore;
     let progress: &dyn Progress = watch;
     Ok(match request {
-        DiskRequest::Create { name, new } => Reply::Disk(datastore.create_disk(&name, &new, progress)?),
+        DiskRequest::Create { name, new, settings } => {
+            Reply::Disk(datastore.create_disk_with(&name, &new, &settings, progress)?)
+        }
         DiskRequest::List => {
             let mut disks = datastore.disks()?;
             claims::show(&mut disks, &service.clients);
@@ -50,6 +52,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),
+        DiskRequest::Edit { name, settings } => Reply::Disk(datastore.edit_disk(&name, &settings)?),
         DiskRequest::Reopen { name } => Reply::Disk(datastore.reopen_disk(&name, progress)?),
         DiskRequest::Inflate { name } => Reply::Disk(datastore.inflate_disk(&name, progress)?),
         DiskRequest::PunchZero { name } => {

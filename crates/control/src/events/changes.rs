@@ -3,6 +3,7 @@
 use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
 use disk::DiskInfo;
 use disk::convert::Address;
+use disk::full::WaitNotice;
 
 /// The changes that a request will make, as far as they are known before it.
 pub enum Changes {
@@ -12,6 +13,18 @@ pub enum Changes {
     NewDisks,
     /// A disk is resized; the reply has its new capacity.
     Resized,
+}
+
+/// The change that a notice about waiting writes describes.
+impl From<WaitNotice> for Change {
+    fn from(notice: WaitNotice) -> Self {
+        match notice {
+            WaitNotice::Begins { disk, reason } => Self::WritesWait { disk, reason },
+            WaitNotice::Ends { disk, written, refused, dropped, seconds } => {
+                Self::WritesGoOn { disk, written, refused, dropped, seconds }
+            }
+        }
+    }
 }
 
 fn created(disk: &DiskInfo) -> Change {
@@ -80,6 +93,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         }
         DiskRequest::Detach { name } => changed(name, "disk detach"),
         DiskRequest::Tune { name, .. } => changed(name, "disk tune"),
+        DiskRequest::Edit { name, .. } => changed(name, "disk edit"),
         DiskRequest::Reopen { name } => changed(name, "disk reopen"),
         DiskRequest::Inflate { name } => changed(name, "disk inflate"),
         DiskRequest::PunchZero { name } => changed(name, "disk punchzero"),

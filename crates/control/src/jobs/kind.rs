@@ -79,6 +79,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Detach { name } => ("disk detach", name),
         DiskRequest::Stats { name } => ("disk stats", name),
         DiskRequest::Tune { name, .. } => ("disk tune", name),
+        DiskRequest::Edit { name, .. } => ("disk edit", name),
         DiskRequest::Reopen { name } => ("disk reopen", name),
         DiskRequest::Inflate { name } => ("disk inflate", name),
         DiskRequest::PunchZero { name } => ("disk punchzero", name),

@@ -133,7 +133,10 @@ impl Foreign {
             Some(info) => info.capacity,
             None => entry.capacity()?,
         };
+        let settings = &self.native.settings;
         Ok(DiskInfo {
+            settings: settings.of(&record.uuid),
+            waiting: settings.waiting(&record.uuid),
             capacity,
             provisioning: provisioning.map_or(Provisioning::Thin, Provisioning::from),
             format: if flat { VMDK.to_owned() } else { record.kind.clone() },

@@ -182,18 +182,22 @@ impl Datastore {
         let client = self.switches.attach(source.identity(None)?, || source.head())?;
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
+        let likeness = source.likeness();
+        let (uuid, created) = likeness.map(|like| (names::uuid_text(&like.uuid), like.created)).unwrap_or_default();
+        if away.is_some() {
+            // The settings are stored first, so that the disk never has other settings there.
+            there.native.settings.adopt(&uuid, &self.native.settings)?;
+        }
         let target = there
             .make_target(name, &format!(".migrating-{id}"), client.switch().device().capacity(), options, progress)
             .map_err(|error| error.context(format!("disk '{name}' was not moved")))?;
-        let likeness = source.likeness();
-        let (uuid, created) = likeness.map(|like| (names::uuid_text(&like.uuid), like.created)).unwrap_or_default();
         let intent = Intent {
             id,
             stage: Stage::Copying,
             disk: name.to_owned(),
             source: Some(source.copy()),
             target: target.copy(),
-            uuid,
+            uuid: uuid.clone(),
             created,
             peer: away.map(|peer| peer.location.clone()),
         };
@@ -202,6 +206,9 @@ impl Datastore {
             Ok(None) => {
                 drop(client);
                 migration.clean();
+                if away.is_some() {
+                    self.native.settings.forget(&uuid);
+                }
                 there.disk(name)
             }
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read

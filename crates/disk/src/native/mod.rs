@@ -33,6 +33,8 @@ pub(crate) use snapshots::Taking;
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
+use crate::names;
+use crate::settings::Settings;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
@@ -63,6 +65,8 @@ fn is_visible(disk: &Object) -> bool {
 pub(crate) struct Native {
     pub engine: Arc<Engine>,
     switches: Arc<Switches>,
+    /// The settings of the disks of all formats.
+    pub settings: Arc<Settings>,
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
     /// Serializes changes of disks and snapshots.
     changes: Mutex<()>,
@@ -77,9 +81,11 @@ type Refusal = dyn Fn(&str) -> Result<()> + Send + Sync;
 impl Native {
     /// The native disks of a store.
     pub fn open(engine: Arc<Engine>, switches: Arc<Switches>) -> Arc<Self> {
+        let settings = Settings::open(Arc::clone(engine.directory()));
         Arc::new_cyclic(|this| Self {
             engine,
             switches,
+            settings,
             capacities: Mutex::default(),
             changes: Mutex::new(()),
             refuse_to_replace: OnceLock::new(),
@@ -163,7 +169,11 @@ impl Native {
             None => (disk.clone(), disk.name.clone()),
         };
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
-        Ok(Arc::new(SwitchedDevice::over(name, read_only || object.is_snapshot(), client)))
+        let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), client);
+        Ok(Arc::new(match snapshot {
+            None => device.waiting_as(self.settings.open_disk(&names::uuid_text(&disk.uuid), &disk.name)),
+            Some(_) => device,
+        }))
     }
 
     /// A device for the datastore's own operations, which is not counted as a client.

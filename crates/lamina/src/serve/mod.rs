@@ -127,6 +127,8 @@ fn serve(
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     let jobs = Arc::new(Jobs::new()?);
+    let of_waiting = Arc::clone(&jobs);
+    datastore.notice_waiting(move |notice| of_waiting.events().publish(vec![notice.into()]));
     let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());

@@ -3,7 +3,10 @@
 
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
-use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
+use disk::{
+    DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, OnFull, Point, Provisioning, SettingsChange,
+    SnapshotOptions, Tuning,
+};
 
 fn requests() -> Vec<Request> {
     let name = || String::from("a \"quoted\" näme\u{1F4BE}");
@@ -18,6 +21,11 @@ fn requests() -> Vec<Request> {
                 format: DiskFormat::Image(ImageKind::SeSparse),
                 delta: Some(DeltaFormat::VsanSparse),
             },
+            settings: SettingsChange::default(),
+        }),
+        Request::Disk(DiskRequest::Edit {
+            name: name(),
+            settings: SettingsChange { on_full: Some(OnFull::Wait(Some(std::time::Duration::from_secs(90)))) },
         }),
         Request::Disk(DiskRequest::List),
         Request::Disk(DiskRequest::Resize {

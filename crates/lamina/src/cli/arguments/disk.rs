@@ -8,7 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{Deletion, DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
+use disk::{Deletion, DeltaFormat, DiskFormat, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning};
 use std::path::PathBuf;
 
 /// Provisioning type of a disk.
@@ -56,6 +56,49 @@ pub struct DiskCreate {
     /// TiB sesparse.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
+    /// Settings of the disk.
+    #[command(flatten)]
+    pub settings: SettingsArguments,
+}
+
+/// Settings of a disk.
+#[derive(Debug, Args)]
+pub struct SettingsArguments {
+    /// What writes do that need space while there is none: error (they fail at once), wait (until there is space), or
+    /// wait=TIME such as wait=10m (then they fail). A new disk has error.
+    #[arg(long, value_name = "error|wait[=TIME]", value_parser = parse_on_full)]
+    pub on_full: Option<OnFull>,
+}
+
+impl SettingsArguments {
+    fn change(&self) -> SettingsChange {
+        SettingsChange { on_full: self.on_full }
+    }
+}
+
+fn parse_on_full(text: &str) -> Result<OnFull, String> {
+    text.parse().map_err(|error: error::Error| error.to_string())
+}
+
+/// `lamina disk edit`.
+#[derive(Debug, Args)]
+pub struct DiskEdit {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Settings of the disk.
+    #[command(flatten)]
+    pub settings: SettingsArguments,
+}
+
+impl DiskEdit {
+    fn request(&self) -> Result<DiskRequest, String> {
+        let settings = self.settings.change();
+        if settings == SettingsChange::default() {
+            return Err("nothing to change is given: see 'lamina disk edit --help'".into());
+        }
+        Ok(DiskRequest::Edit { name: self.name.clone(), settings })
+    }
 }
 
 impl DiskCreate {
@@ -273,6 +316,8 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
+    /// Change the settings of a disk, at once and permanently, also while the disk is in use.
+    Edit(DiskEdit),
     /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),
     /// Reopen a disk in VMware's formats that stopped after an I/O error; clients stay connected.
@@ -335,7 +380,11 @@ impl DiskCommand {
     /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         Ok(Request::Disk(match self {
-            Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
+            Self::Create(create) => DiskRequest::Create {
+                name: create.name.clone(),
+                new: create.new_disk()?,
+                settings: create.settings.change(),
+            },
             Self::List { space: true } => DiskRequest::Space { name: None },
             Self::List { space: false } => DiskRequest::List,
             Self::Show { name, space: true } => DiskRequest::Space { name: Some(name.clone()) },
@@ -359,6 +408,7 @@ impl DiskCommand {
             }
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
+            Self::Edit(edit) => edit.request()?,
             Self::Tune(tune) => DiskRequest::Tune {
                 name: tune.name.clone(),
                 tuning: Tuning {

@@ -117,6 +117,8 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    facts
+        .extend(status.waiting.iter().map(|of| ("waiting", format!("disk {}: {}", of.disk, disk::waiting_writes(of)))));
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
     match serving {
         Some(serving) => {
