@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Firmware, Seed, Vnc};
+use vm::definition::{BootDevice, CloneKind, Firmware, Seed, Vnc, WriteErrors};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -452,6 +452,7 @@ fn machines(face: &Face) {
         cdroms: vec![iso.clone()],
         boot_order: vec![BootDevice::Cdrom, BootDevice::Disk],
         firmware: Firmware::Bios,
+        write_errors: WriteErrors::Stop,
         kernel: None,
         initrd: None,
         append: String::new(),

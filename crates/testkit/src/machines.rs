@@ -43,7 +43,15 @@ impl Room {
 
     /// A datastore that is served with these options.
     pub fn serving(options: &str) -> Self {
-        let store = Store::new();
+        Self::in_store(Store::new(), options)
+    }
+
+    /// A served datastore in a given folder.
+    pub fn at(folder: &Path) -> Self {
+        Self::in_store(Store::at(folder, "4M"), "")
+    }
+
+    fn in_store(store: Store, options: &str) -> Self {
         let server = Some(store.serve(options));
         Self { store, server }
     }

@@ -54,7 +54,7 @@ mod vnc;
 pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
 pub use forward::Forward;
-pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
+pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform, WriteErrors};
 pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
 pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc, VncTls};
 
@@ -100,8 +100,9 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `boot_order`, `vnc`,
-    /// `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `write_errors`,
+    /// `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and
+    /// `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -133,6 +134,9 @@ pub struct Definition {
     /// ([`crate::user`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub run_as: Option<String>,
+    /// What QEMU does when a write of the guest to a disk fails.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub write_errors: WriteErrors,
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
@@ -296,6 +300,7 @@ impl Definition {
             arguments: Vec::new(),
             qemu_memory: None,
             run_as: None,
+            write_errors: WriteErrors::default(),
             boot_order: Vec::new(),
             vnc: None,
             vnc_tls: None,
@@ -373,6 +378,7 @@ impl Definition {
             && self.qemu_memory.is_none()
             && self.run_as.is_none()
             && self.new_identity.is_none()
+            && self.write_errors == WriteErrors::default()
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()

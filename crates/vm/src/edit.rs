@@ -8,7 +8,7 @@
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::{DISK_OF_CLIENTS, while_busy};
-use crate::definition::{BootDevice, Definition, Link, Vnc, VncTls};
+use crate::definition::{BootDevice, Definition, Link, Vnc, VncTls, WriteErrors};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
@@ -37,6 +37,9 @@ pub struct Edit {
     pub run_as: Option<String>,
     /// Run QEMU as the default of the datastore says.
     pub no_run_as: bool,
+    /// What QEMU does when a write of the guest fails.
+    #[serde(default)]
+    pub write_errors: Option<WriteErrors>,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
@@ -76,6 +79,7 @@ impl Edit {
             || self.qemu_memory.is_some()
             || self.run_as.is_some()
             || self.no_run_as
+            || self.write_errors.is_some()
             || self.boot_order.is_some()
             || self.vnc.is_some()
             || self.no_vnc
@@ -104,8 +108,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports, boot order, VNC, CD-ROM drives, and user and arguments of QEMU \
-             change only while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, ports, boot order, write errors, VNC, CD-ROM drives, and user and \
+             arguments of QEMU change only while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -117,6 +121,7 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     }
     definition.memory = edit.memory.unwrap_or(definition.memory);
     definition.qemu_memory = edit.qemu_memory.map_or(definition.qemu_memory, |limit| (limit > 0).then_some(limit));
+    definition.write_errors = edit.write_errors.unwrap_or(definition.write_errors);
     definition.autostart = edit.autostart.unwrap_or(definition.autostart);
     if let Some(arguments) = &edit.arguments {
         definition.arguments.clone_from(arguments);
@@ -223,9 +228,9 @@ impl Task<'_> {
         let Some(added) = self.definition.disks.iter().find(|one| one.name == disk).filter(|_| self.runs) else {
             return Ok(());
         };
-        let (nbd, chipset) = (self.host.disks().server()?, self.definition.platform.chipset);
+        let (nbd, definition) = (self.host.disks().server()?, &self.definition);
         let monitor = self.change.machine().monitor();
-        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, chipset, added));
+        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, definition, added));
         plugged.or_else(|error| {
             self.definition.disks.retain(|one| one.name != disk);
             self.change.define(&self.definition)?;

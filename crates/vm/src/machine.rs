@@ -267,7 +267,8 @@ impl Machine {
             };
         Ok(match status["status"].as_str() {
             Some("running") => MachineState::Running,
-            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => MachineState::Paused,
+            // In the state `io-error`, a write has failed, and the guest repeats it when it is resumed.
+            Some("paused" | "suspended" | "prelaunch" | "postmigrate" | "io-error") => MachineState::Paused,
             _ => MachineState::Other,
         })
     }

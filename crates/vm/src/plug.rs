@@ -14,10 +14,10 @@
 //!    that.
 
 use crate::busy;
-use crate::definition::{Chipset, Disk, Link, Network};
+use crate::definition::{Chipset, Definition, Disk, Link, Network};
 use crate::machine::{Machine, remove_if_there};
-use crate::qemu::features::Features;
 use crate::qemu::{command, drives, network, passt};
+use crate::qemu::features::Features;
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -28,13 +28,13 @@ use std::time::{Duration, Instant};
 const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Adds a disk. Without effect if the disk is already attached.
-pub fn add_disk(monitor: &mut Client, nbd: &Path, chipset: Chipset, disk: &Disk) -> Result<()> {
+pub fn add_disk(monitor: &mut Client, nbd: &Path, definition: &Definition, disk: &Disk) -> Result<()> {
     let node = drives::disk_node(disk);
     if has_node(monitor, &node)? {
         return Ok(());
     }
     monitor.execute("blockdev-add", drives::block_node(&node, &disk.name, nbd))?;
-    monitor.execute("device_add", drives::added_device(chipset, disk)).map(drop).inspect_err(|_| {
+    monitor.execute("device_add", drives::added_device(definition, disk)).map(drop).inspect_err(|_| {
         let _ = monitor.execute("blockdev-del", json!({ "node-name": node }));
     })
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc, VncTls};
+use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc, VncTls, WriteErrors};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -233,6 +233,8 @@ pub struct NewMachine {
     pub boot_order: Vec<BootDevice>,
     /// Its firmware.
     pub firmware: Firmware,
+    /// What QEMU does when a write of the guest fails.
+    pub write_errors: WriteErrors,
     /// Absolute path of a kernel to boot without a boot loader.
     pub kernel: Option<PathBuf>,
     /// Absolute path of the initial RAM disk.

@@ -2,7 +2,7 @@
 
 use super::{
     ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, Link,
-    MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION,
+    MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION, WriteErrors,
 };
 use crate::user;
 use error::text::size;
@@ -82,6 +82,14 @@ impl Definition {
         }
         if self.qemu_memory.is_some_and(|limit| !(QEMU_MEMORY_MIN..=MEMORY_MAX).contains(&limit)) {
             return invalid("QEMU's own memory is limited to 256 MiB or more".into());
+        }
+        if self.write_errors != WriteErrors::default()
+            && let Some(disk) = self.disks.iter().find(|disk| disk.bus == Bus::Nvme)
+        {
+            let (errors, disk) = (self.write_errors.name(), &disk.name);
+            return invalid(format!(
+                "disk '{disk}': QEMU's NVMe controller does not support write_errors = \"{errors}\""
+            ));
         }
         if self.ports > PORTS_MAX {
             return invalid(format!("a machine has at most {PORTS_MAX} ports, not {}", self.ports));

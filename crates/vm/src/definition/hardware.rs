@@ -77,6 +77,30 @@ pub enum Display {
     Vga,
 }
 
+/// What QEMU does when a write of the guest fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WriteErrors {
+    /// Without space, QEMU pauses the guest, which repeats the write when it is resumed. The guest gets other errors.
+    #[default]
+    Enospc,
+    /// QEMU pauses the guest, which repeats the write when it is resumed.
+    Stop,
+    /// The guest gets the error.
+    Report,
+}
+
+impl WriteErrors {
+    /// The name in definitions, which is QEMU's name in `werror`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Enospc => "enospc",
+            Self::Stop => "stop",
+            Self::Report => "report",
+        }
+    }
+}
+
 /// The hardware of a machine besides its processors, memory, disks and network cards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -16,6 +16,7 @@ fn machine() -> Definition {
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
         qemu_memory: Some(512 << 20),
         run_as: None,
+        write_errors: WriteErrors::Stop,
         boot_order: Vec::new(),
         vnc: None,
         vnc_tls: None,
@@ -101,8 +102,14 @@ fn the_hardware_of_other_programs_survives_encoding_and_cloning() {
     let text = machine.to_text().unwrap();
     assert!(text.contains("version = 2") && text.contains("bus = \"pvscsi\"") && text.contains("unit = 15"), "{text}");
     assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
-    let with_defaults =
-        Definition { ports: 0, autostart: false, arguments: Vec::new(), qemu_memory: None, ..super::tests::machine() };
+    let with_defaults = Definition {
+        ports: 0,
+        autostart: false,
+        arguments: Vec::new(),
+        qemu_memory: None,
+        write_errors: WriteErrors::default(),
+        ..super::tests::machine()
+    };
     assert_eq!((machine.needed_version(), with_defaults.needed_version()), (2, 1));
     let origin = Origin { machine: "web".into(), snapshot: None, way: CloneKind::Full };
     let clone = machine.for_clone("copy", origin).unwrap();

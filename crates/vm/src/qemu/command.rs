@@ -398,7 +398,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform, WriteErrors};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {
@@ -430,6 +430,7 @@ mod tests {
             arguments: Vec::new(),
             qemu_memory: None,
             run_as: None,
+            write_errors: WriteErrors::default(),
             boot_order: Vec::new(),
             vnc: None,
             vnc_tls: None,

@@ -200,6 +200,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
     }
     definition.platform.firmware = new.firmware;
     definition.boot_order.clone_from(&new.boot_order);
+    definition.write_errors = new.write_errors;
     definition.set_vnc(new.vnc);
     definition.vnc_tls.clone_from(&new.vnc_tls);
     definition.run_as.clone_from(&new.run_as);

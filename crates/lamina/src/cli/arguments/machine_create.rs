@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use control::NewMachine;
 use std::path::PathBuf;
 use std::str::FromStr;
-use vm::definition::{BootDevice, Firmware, Link, Vnc, VncTls};
+use vm::definition::{BootDevice, Firmware, Link, Vnc, VncTls, WriteErrors};
 
 /// The network of a card, or no card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,6 +114,27 @@ impl From<FirmwareArgument> for Firmware {
     }
 }
 
+/// What QEMU does when a write of the guest fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WriteErrorsArgument {
+    /// Pause the guest if there is no space; give it other errors.
+    Enospc,
+    /// Pause the guest.
+    Stop,
+    /// Give the guest the error.
+    Report,
+}
+
+impl From<WriteErrorsArgument> for WriteErrors {
+    fn from(argument: WriteErrorsArgument) -> Self {
+        match argument {
+            WriteErrorsArgument::Enospc => Self::Enospc,
+            WriteErrorsArgument::Stop => Self::Stop,
+            WriteErrorsArgument::Report => Self::Report,
+        }
+    }
+}
+
 /// `lamina vm create`.
 #[derive(Debug, Args)]
 pub struct VmCreate {
@@ -145,6 +166,9 @@ pub struct VmCreate {
     /// The firmware.
     #[arg(long, value_enum, value_name = "FIRMWARE", default_value = "bios")]
     pub firmware: FirmwareArgument,
+    /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
+    #[arg(long, value_enum, value_name = "ACTION", default_value = "enospc")]
+    pub write_errors: WriteErrorsArgument,
     /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses
     /// that other hosts reach need --vnc-tls.
     #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
@@ -193,6 +217,7 @@ impl VmCreate {
             cdroms: self.cdroms.iter().map(|file| absolute(file)).collect::<Result<_, _>>()?,
             boot_order: self.boot_order.iter().copied().map(BootDevice::from).collect(),
             firmware: self.firmware.into(),
+            write_errors: self.write_errors.into(),
             kernel: self.kernel.as_deref().map(absolute).transpose()?,
             initrd: self.initrd.as_deref().map(absolute).transpose()?,
             append: self.append.clone().unwrap_or_default(),

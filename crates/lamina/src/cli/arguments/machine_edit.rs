@@ -1,7 +1,7 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument, VncArgument, VncTlsArguments};
+use super::machine_create::{BootArgument, NetworkArgument, VncArgument, VncTlsArguments, WriteErrorsArgument};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
@@ -38,6 +38,9 @@ pub struct VmEdit {
     /// Run QEMU as the default of the datastore says.
     #[arg(long, conflicts_with = "run_as")]
     pub no_run_as: bool,
+    /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
+    #[arg(long, value_enum, value_name = "ACTION")]
+    pub write_errors: Option<WriteErrorsArgument>,
     /// Whether 'start --autostart' starts the machine.
     #[arg(long, value_name = "on|off", value_parser = parse_switch)]
     pub autostart: Option<bool>,
@@ -132,6 +135,7 @@ impl VmEdit {
             qemu_memory: self.qemu_memory,
             run_as: self.run_as.clone(),
             no_run_as: self.no_run_as,
+            write_errors: self.write_errors.map(Into::into),
             autostart: self.autostart,
             ports: self.ports,
             boot_order: self.boot_order()?,

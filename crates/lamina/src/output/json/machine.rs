@@ -99,7 +99,7 @@ fn definition(definition: &Definition) -> Value {
     let platform = &definition.platform;
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
-        "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "qemu_arguments": definition.arguments,
+        "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "write_errors": definition.write_errors.name(), "qemu_arguments": definition.arguments,
         "run_as": definition.run_as, "new_identity": definition.new_identity,
         "platform": {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,

@@ -10,7 +10,7 @@ use control::{
 };
 use std::io::{self, Write};
 use vm::agent::Execution;
-use vm::definition::{BootDevice, Card, Cdrom, Definition, Disk, Origin, Platform};
+use vm::definition::{BootDevice, Card, Cdrom, Definition, Disk, Origin, Platform, WriteErrors};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -137,6 +137,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     }
     if let Some(user) = &defined.run_as {
         facts.push(("QEMU's user", user.clone()));
+    }
+    if defined.write_errors != WriteErrors::default() {
+        facts.push(("write errors", defined.write_errors.name().into()));
     }
     if defined.autostart {
         facts.push(("autostart", "yes".into()));
