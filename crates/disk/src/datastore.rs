@@ -1,6 +1,7 @@
 //! A datastore: its disks, their snapshots and clones, and the operations on them.
 
 mod control;
+mod sampling;
 mod space;
 mod uses;
 
@@ -8,6 +9,7 @@ use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::{Foreign, ImageFolders};
 use crate::full::WaitNotice;
+use crate::growth::Samples;
 use crate::info::{CheckOptions, CheckReport, Finding, Status};
 use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
@@ -89,6 +91,8 @@ pub struct Datastore {
     pub(crate) unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
+    /// Samples of the growth of the datastore and its disks.
+    samples: Samples,
     /// Names of disks that a replication session is receiving.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
@@ -243,6 +247,7 @@ impl Datastore {
             tracing::error!(disk, "{problem}: the disk is not opened, and both copies are kept");
             uses.shut(disk, problem);
         }
+        let samples = Samples::open(Arc::clone(native.engine.directory()));
         let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
@@ -254,6 +259,7 @@ impl Datastore {
             reserved: Arc::default(),
             imports: Imports::default(),
             foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
+            samples,
             receptions: Mutex::default(),
             unended: Mutex::default(),
             this: Weak::clone(this),
@@ -367,6 +373,7 @@ impl Datastore {
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
             waiting: self.native.settings.all_waiting(),
+            growth: self.samples.of_datastore(room.available.saturating_add(bytes(counts.data.free))),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             background_work: background_work as u64,
             background_rate,

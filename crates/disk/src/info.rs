@@ -1,6 +1,7 @@
 //! Information about a datastore: plain records, the same for text, JSON and the API.
 
 use crate::file_system::FileSystemInfo;
+use crate::growth::Growth;
 use crate::settings::DiskSettings;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
@@ -394,6 +395,9 @@ pub struct Status {
     pub disks: u64,
     /// Number of snapshots.
     pub snapshots: u64,
+    /// How fast the used space grows; `None` if there are too few samples.
+    #[serde(default)]
+    pub growth: Option<Growth>,
     /// Writes that wait for space, by disk.
     #[serde(default)]
     pub waiting: Vec<WaitingWrites>,

@@ -40,6 +40,7 @@ const INTENT: (&str, &str) = ("docs/format/migration-intent.md", "");
 const RECEPTION: (&str, &str) = ("docs/format/reception.md", "");
 const GROUP: (&str, &str) = ("docs/format/snapshot-group.md", "");
 const CLIENTS: (&str, &str) = ("docs/format/clients.md", "");
+const GROWTH: (&str, &str) = ("docs/format/growth.md", "");
 const SETTINGS: (&str, &str) = ("docs/format/settings.md", "");
 const DISK: (&str, &str) = ("docs/format/vmdk-disk.md", "");
 const MACHINE: (&str, &str) = ("docs/format/machines.md", "machine.toml");
@@ -153,6 +154,7 @@ const ITEMS: &[Item] = &[
     item("crates/disk/src/snapshot_group.rs", "ImageSnapshot", GROUP, &[]),
     item("crates/export/src/clients/record.rs", "Record", CLIENTS, &[]),
     item("crates/export/src/clients/record.rs", "Gone", CLIENTS, &[]),
+    item("crates/disk/src/growth.rs", "GrowthRecord", GROWTH, &[]),
     item("crates/disk/src/settings.rs", "SettingsRecord", SETTINGS, &[]),
     item("crates/disk/src/settings.rs", "DiskSettings", SETTINGS, &[]),
     item(VMDK_RECORD, "DeltaFormat", DISK, &[]),

@@ -57,7 +57,7 @@ impl Capacity {
 }
 
 /// Whether users see a disk: it is complete, and is not a hidden part of another disk.
-fn is_visible(disk: &Object) -> bool {
+pub(crate) fn is_visible(disk: &Object) -> bool {
     !disk.incomplete && !disk.name.starts_with('.')
 }
 

@@ -20,6 +20,7 @@ mod exports;
 mod machine_users;
 mod notify;
 mod receiving;
+mod sampling;
 
 use crate::cli::ServeArguments;
 use crate::output::Form;
@@ -37,6 +38,7 @@ use export::nbd;
 use exports::DatastoreExports;
 use machine_users::MachineUsers;
 use rustix::process::{Resource, getrlimit};
+use sampling::Sampling;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -157,6 +159,7 @@ fn serve(
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
     );
     datastore.start_imports();
+    let sampling = Sampling::start(datastore)?;
     let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
@@ -175,6 +178,7 @@ fn serve(
     drop(receiver);
     nbd.stop();
     jobs.stop();
+    drop(sampling);
     control.stop();
     clients.close();
     announced

@@ -345,6 +345,12 @@ impl Engine {
         self.meta.lock().counts()
     }
 
+    /// By how many data blocks writes, zeroes and discards have made each disk grow since the store was opened. Blocks
+    /// that the deletion of disks and snapshots frees are not subtracted.
+    pub fn growth(&self) -> Vec<(u64, i64)> {
+        self.meta.lock().growth.iter().map(|(disk, blocks)| (*disk, *blocks)).collect()
+    }
+
     /// Bytes that all files of the store occupy in the file system.
     pub fn allocated_bytes(&self) -> Result<u64> {
         use crate::IoContext;

@@ -120,6 +120,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
     facts
         .extend(status.waiting.iter().map(|of| ("waiting", format!("disk {}: {}", of.disk, disk::waiting_writes(of)))));
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
+    facts.extend(status.growth.iter().flat_map(space::growth_facts));
     match serving {
         Some(serving) => {
             let access = if serving.read_only { ", read-only" } else { "" };
