@@ -9,10 +9,10 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineImport, MachineReply,
-    MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply,
-    Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
-    Watch, dispatch,
+    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport,
+    MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest,
+    Reconnect, Reply, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving,
+    SnapshotRequest, Target, Watch, dispatch,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -21,8 +21,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk,
-    OnFull, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
+    Location, NewDisk, OnFull, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -54,6 +54,9 @@ verbs! {
     "check": Request::Check { .. },
     "disk create": Request::Disk(DiskRequest::Create { .. }),
     "disk list": Request::Disk(DiskRequest::List),
+    "disk list --label": Request::Disk(DiskRequest::Labelled { .. }),
+    "label list": Request::Label(LabelRequest::List),
+    "label limit": Request::Label(LabelRequest::Limit { .. }),
     "disk show": Request::Disk(DiskRequest::Show { .. }),
     "disk resize": Request::Disk(DiskRequest::Resize { tell_machine: false, .. }),
     "disk resize, with its machine": Request::Disk(DiskRequest::Resize { tell_machine: true, .. }),
@@ -332,11 +335,23 @@ fn disks(face: &Face) {
     let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
     assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
-    let settings = SettingsChange { on_full: Some(OnFull::Wait(None)) };
+    let settings = SettingsChange {
+        on_full: Some(OnFull::Wait(None)),
+        labels: [(text("tenant"), text("a"))].into(),
+        ..SettingsChange::default()
+    };
     let Reply::Disk(edited) = face.disk(DiskRequest::Edit { name: text("b"), settings }) else {
         panic!("edit is edit")
     };
     assert_eq!(edited.settings.on_full, OnFull::Wait(None));
+    for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
+        let found = face.disk(DiskRequest::Labelled { label: text(label) });
+        assert!(matches!(found, Reply::Disks(found) if found.len() == disks), "{label}");
+    }
+    let limits = LimitsChange { quota: Some(1 << 30), reservation: None };
+    face.done(Request::Label(LabelRequest::Limit { label: text("tenant=a"), limits }));
+    let Reply::Labels(labels) = face.done(Request::Label(LabelRequest::List)) else { panic!("labels are labels") };
+    assert_eq!((labels[0].disks, labels[0].limits.quota), (1, Some(1 << 30)));
     let options = SnapshotOptions { description: String::new(), folder: None, delta: None };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("b"), text("s"))], options }));
     face.done(Request::Snapshot(SnapshotRequest::List { disk: None }));

@@ -1,5 +1,6 @@
 //! A datastore: its disks, their snapshots and clones, and the operations on them.
 
+mod accounting;
 mod control;
 mod sampling;
 mod space;
@@ -266,6 +267,8 @@ impl Datastore {
             kept_space,
             _owner: owner,
         });
+        let accounting = accounting::DatastoreAccounting(Arc::downgrade(&datastore));
+        datastore.native.settings.quotas().set_accounting(Box::new(accounting));
         if doubt.folders.is_empty() {
             datastore.sweep_overlays()?;
         }
@@ -373,6 +376,7 @@ impl Datastore {
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
             waiting: self.native.settings.all_waiting(),
+            limits: self.native.settings.quotas().info(false)?,
             growth: self.samples.of_datastore(room.available.saturating_add(bytes(counts.data.free))),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             background_work: background_work as u64,

@@ -2,6 +2,7 @@
 
 use crate::file_system::FileSystemInfo;
 use crate::growth::Growth;
+use crate::quota::LimitInfo;
 use crate::settings::DiskSettings;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
@@ -395,6 +396,9 @@ pub struct Status {
     pub disks: u64,
     /// Number of snapshots.
     pub snapshots: u64,
+    /// Quotas and reservations of disks and labels.
+    #[serde(default)]
+    pub limits: Vec<LimitInfo>,
     /// How fast the used space grows; `None` if there are too few samples.
     #[serde(default)]
     pub growth: Option<Growth>,

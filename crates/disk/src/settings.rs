@@ -11,9 +11,11 @@
 use crate::full::{Notices, OnFull, SpaceWait, WaitNotice};
 use crate::info::{CheckReport, Finding, WaitingWrites};
 use crate::names;
+use crate::quota::{GateSlot, LimitedDisk, Limits, Quotas, label_text};
 use crate::sealed::{self, Kind};
 use crate::spare::Spare;
 use backend::Directory;
+use error::text::size;
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -34,6 +36,12 @@ pub struct DiskSettings {
     /// What happens to writes that need space while there is none.
     #[serde(default)]
     pub on_full: OnFull,
+    /// Its labels: keys with values.
+    #[serde(default)]
+    pub labels: Labels,
+    /// Its quota and reservation.
+    #[serde(default)]
+    pub limits: Limits,
 }
 
 /// Changes of settings; `None` leaves a setting unchanged.
@@ -43,11 +51,97 @@ pub struct SettingsChange {
     /// What happens to writes that need space while there is none.
     #[serde(default)]
     pub on_full: Option<OnFull>,
+    /// Labels to set.
+    #[serde(default)]
+    pub labels: Labels,
+    /// Keys of labels to remove.
+    #[serde(default)]
+    pub remove_labels: Vec<String>,
+    /// The quota and the reservation.
+    #[serde(default)]
+    pub limits: LimitsChange,
+}
+
+/// Labels of a disk: keys with values.
+pub type Labels = BTreeMap<String, String>;
+
+/// Changes of limits; `None` leaves a limit unchanged, and 0 removes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsChange {
+    /// Most bytes that may be mapped.
+    #[serde(default)]
+    pub quota: Option<u64>,
+    /// Bytes that can be mapped whatever other disks write.
+    #[serde(default)]
+    pub reservation: Option<u64>,
+}
+
+impl LimitsChange {
+    fn apply(&self, limits: &mut Limits) -> Result<()> {
+        let changed = |new: Option<u64>, old: Option<u64>| new.map_or(old, |new| (new > 0).then_some(new));
+        limits.quota = changed(self.quota, limits.quota);
+        limits.reservation = changed(self.reservation, limits.reservation);
+        match (limits.quota, limits.reservation) {
+            (Some(quota), Some(reservation)) if reservation > quota => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a reservation of {} is above the quota of {}", size(reservation), size(quota)),
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl SettingsChange {
-    fn apply(&self, settings: &mut DiskSettings) {
+    fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
+        self.limits.apply(&mut settings.limits)?;
+        for key in &self.remove_labels {
+            settings.labels.remove(key);
+        }
+        for (key, value) in &self.labels {
+            check_label(key, value)?;
+            settings.labels.insert(key.clone(), value.clone());
+        }
+        match settings.labels.len() {
+            0..=LABELS_MAX => Ok(()),
+            count => {
+                Err(Error::new(ErrorKind::Invalid, format!("a disk has at most {LABELS_MAX} labels, not {count}")))
+            }
+        }
+    }
+}
+
+/// Most labels of one disk.
+const LABELS_MAX: usize = 32;
+
+/// Checks a label: key and value have the form of names of disks.
+fn check_label(key: &str, value: &str) -> Result<()> {
+    names::check("label", key)?;
+    names::check("label", value)?;
+    match key.contains('=') {
+        true => {
+            Err(Error::new(ErrorKind::Invalid, format!("the key '{}' of a label contains '='", key.escape_debug())))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Splits `key=value`, and checks both.
+pub fn parse_label(text: &str) -> Result<(String, String)> {
+    let Some((key, value)) = text.split_once('=') else {
+        let text = format!("'{}' is no label: write KEY=VALUE, such as tenant=a", text.escape_debug());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    };
+    check_label(key, value)?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// Whether a disk with `labels` has the label `wanted`: `key=value`, or a key with any value.
+pub fn has_label(labels: &Labels, wanted: &str) -> bool {
+    match wanted.split_once('=') {
+        Some((key, value)) => labels.get(key).is_some_and(|own| own == value),
+        None => labels.contains_key(wanted),
     }
 }
 
@@ -57,6 +151,15 @@ impl SettingsChange {
 struct SettingsRecord {
     /// The settings of each disk that has other settings than the defaults, by its UUID.
     disks: BTreeMap<String, DiskSettings>,
+    /// Limits for all disks with a label, by `key=value`.
+    #[serde(default)]
+    labels: BTreeMap<String, Limits>,
+}
+
+fn put_in_force(quotas: &Quotas, record: &SettingsRecord) {
+    let disks = record.disks.iter();
+    let disks = disks.map(|(uuid, of)| LimitedDisk { uuid, labels: &of.labels, limits: of.limits });
+    quotas.set(disks, &record.labels);
 }
 
 fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
@@ -67,17 +170,25 @@ fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
     }
 }
 
+/// What clients that have a disk open share.
+pub(crate) struct OpenDisk {
+    /// What happens to writes without space.
+    pub space: Arc<SpaceWait>,
+    /// The limits of the disk's writes.
+    pub gate: GateSlot,
+}
+
 #[derive(Default)]
 struct State {
-    disks: BTreeMap<String, DiskSettings>,
+    record: SettingsRecord,
     /// Disks that clients have open.
-    open: BTreeMap<String, Weak<SpaceWait>>,
+    open: BTreeMap<String, Weak<OpenDisk>>,
     /// Why the record cannot be read.
     unreadable: Option<String>,
 }
 
 impl State {
-    fn find_open(&self, uuid: &str) -> Option<Arc<SpaceWait>> {
+    fn find_open(&self, uuid: &str) -> Option<Arc<OpenDisk>> {
         self.open.get(uuid).and_then(Weak::upgrade)
     }
 }
@@ -89,6 +200,7 @@ pub(crate) struct Settings {
     changes: Mutex<()>,
     state: Mutex<State>,
     notices: Arc<Notices>,
+    quotas: Arc<Quotas>,
 }
 
 impl Settings {
@@ -107,13 +219,21 @@ impl Settings {
         });
         let mut state = State::default();
         match read {
-            Ok(record) => state.disks = record.disks,
+            Ok(record) => state.record = record,
             Err(error) => {
                 tracing::error!(%error, "the settings of disks cannot be read: all disks have the default settings");
                 state.unreadable = Some(error.to_string());
             }
         }
-        Arc::new(Self { directory, changes: Mutex::new(()), state: Mutex::new(state), notices: Arc::default() })
+        let quotas = Arc::<Quotas>::default();
+        put_in_force(&quotas, &state.record);
+        let (changes, state) = (Mutex::new(()), Mutex::new(state));
+        Arc::new(Self { directory, changes, state, notices: Arc::default(), quotas })
+    }
+
+    /// The quotas and reservations.
+    pub fn quotas(&self) -> &Arc<Quotas> {
+        &self.quotas
     }
 
     /// Sets the receiver of notices about waiting writes.
@@ -123,18 +243,20 @@ impl Settings {
 
     /// The settings of a disk.
     pub fn of(&self, uuid: &str) -> DiskSettings {
-        self.state.lock().disks.get(uuid).cloned().unwrap_or_default()
+        self.state.lock().record.disks.get(uuid).cloned().unwrap_or_default()
     }
 
-    /// The policy and the waiting writes of a disk, for a client that opens the disk.
-    pub fn open_disk(&self, uuid: &str, name: &str) -> Arc<SpaceWait> {
+    /// What clients of a disk share, for a client that opens the disk.
+    pub fn open_disk(&self, uuid: &str, name: &str) -> Arc<OpenDisk> {
         let mut state = self.state.lock();
         if let Some(open) = state.find_open(uuid) {
             return open;
         }
         state.open.retain(|_, open| open.strong_count() > 0);
-        let policy = state.disks.get(uuid).map(|settings| settings.on_full).unwrap_or_default();
-        let open = SpaceWait::new(name, policy, Arc::clone(&self.notices));
+        let policy = state.record.disks.get(uuid).map(|settings| settings.on_full).unwrap_or_default();
+        let space = SpaceWait::new(name, policy, Arc::clone(&self.notices));
+        let open = Arc::new(OpenDisk { space, gate: GateSlot::default() });
+        self.quotas.set_gate(uuid, &open.gate);
         state.open.insert(uuid.to_owned(), Arc::downgrade(&open));
         open
     }
@@ -143,13 +265,13 @@ impl Settings {
     pub fn waiting(&self, uuid: &str) -> Option<WaitingWrites> {
         // The lock is released before the disk's own lock is acquired.
         let open = self.state.lock().find_open(uuid)?;
-        open.waiting()
+        open.space.waiting()
     }
 
     /// The waiting writes of all disks, by the names of the disks.
     pub fn all_waiting(&self) -> Vec<WaitingWrites> {
-        let open: Vec<Arc<SpaceWait>> = self.state.lock().open.values().filter_map(Weak::upgrade).collect();
-        let mut all: Vec<WaitingWrites> = open.iter().filter_map(|open| open.waiting()).collect();
+        let open: Vec<Arc<OpenDisk>> = self.state.lock().open.values().filter_map(Weak::upgrade).collect();
+        let mut all: Vec<WaitingWrites> = open.iter().filter_map(|open| open.space.waiting()).collect();
         all.sort_by(|one, two| one.disk.cmp(&two.disk));
         all
     }
@@ -158,22 +280,42 @@ impl Settings {
     pub fn renamed(&self, uuid: &str, name: &str) {
         let open = self.state.lock().find_open(uuid);
         if let Some(open) = open {
-            open.rename(name);
+            open.space.rename(name);
         }
     }
 
     /// Changes the settings of a disk.
     pub fn change(&self, uuid: &str, change: &SettingsChange) -> Result<()> {
-        self.update(|disks| change.apply(disks.entry(uuid.to_owned()).or_default()))
+        self.update(|record| change.apply(record.disks.entry(uuid.to_owned()).or_default()))
     }
 
-    /// Gives the settings of a disk to its clones.
+    /// Changes the limits of a label.
+    pub fn change_label(&self, label: &str, change: &LimitsChange) -> Result<()> {
+        let (key, value) = parse_label(label)?;
+        self.update(|record| change.apply(record.labels.entry(label_text((&key, &value))).or_default()))
+    }
+
+    /// The labels that disks have or that have limits, with the number of disks.
+    pub fn labels(&self) -> BTreeMap<String, u64> {
+        let state = self.state.lock();
+        let mut all: BTreeMap<String, u64> = state.record.labels.keys().map(|label| (label.clone(), 0)).collect();
+        for label in state.record.disks.values().flat_map(|settings| settings.labels.iter()) {
+            *all.entry(label_text(label)).or_default() += 1;
+        }
+        all
+    }
+
+    /// Gives the settings of a disk to its clones, except the reservation.
     pub fn inherit(&self, from: &str, clones: &[String]) -> Result<()> {
-        let settings = self.of(from);
+        let mut settings = self.of(from);
+        settings.limits.reservation = None;
         if settings == DiskSettings::default() {
             return Ok(());
         }
-        self.update(|disks| disks.extend(clones.iter().map(|uuid| (uuid.clone(), settings.clone()))))
+        self.update(|record| {
+            record.disks.extend(clones.iter().map(|uuid| (uuid.clone(), settings.clone())));
+            Ok(())
+        })
     }
 
     /// Takes over the settings of a disk that is migrated from another datastore together with its clients.
@@ -186,23 +328,30 @@ impl Settings {
         if settings == self.of(uuid) {
             return Ok(());
         }
-        self.update(|disks| drop(disks.insert(uuid.to_owned(), settings)))
+        self.update(|record| {
+            record.disks.insert(uuid.to_owned(), settings);
+            Ok(())
+        })
     }
 
     /// Removes the settings of a disk that does not exist any more. A failure is only logged: without its disk, an
     /// entry has no effect, and the next change removes it.
     pub fn forget(&self, uuid: &str) {
-        if !self.state.lock().disks.contains_key(uuid) {
+        if !self.state.lock().record.disks.contains_key(uuid) {
             return;
         }
-        if let Err(error) = self.update(|disks| drop(disks.remove(uuid))) {
-            self.state.lock().disks.remove(uuid);
+        let removed = self.update(|record| {
+            record.disks.remove(uuid);
+            Ok(())
+        });
+        if let Err(error) = removed {
+            self.state.lock().record.disks.remove(uuid);
             tracing::info!(%error, uuid, "the settings of a disk that is gone stay in the record until its next change");
         }
     }
 
-    /// Changes the record, and then the policies of open disks.
-    fn update(&self, change: impl FnOnce(&mut BTreeMap<String, DiskSettings>)) -> Result<()> {
+    /// Changes the record, and then the policies and limits of open disks.
+    fn update(&self, change: impl FnOnce(&mut SettingsRecord) -> Result<()>) -> Result<()> {
         let _changes = self.changes.lock();
         let mut record = {
             let state = self.state.lock();
@@ -213,16 +362,19 @@ impl Settings {
                 );
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
-            SettingsRecord { disks: state.disks.clone() }
+            state.record.clone()
         };
-        change(&mut record.disks);
+        change(&mut record)?;
         record.disks.retain(|_, settings| *settings != DiskSettings::default());
+        record.labels.retain(|_, limits| !limits.is_none());
         self.write(&record)?;
+        put_in_force(&self.quotas, &record);
         let mut state = self.state.lock();
-        state.disks = record.disks;
+        state.record = record;
         for (uuid, open) in &state.open {
             if let Some(open) = open.upgrade() {
-                open.set_policy(state.disks.get(uuid).map(|settings| settings.on_full).unwrap_or_default());
+                open.space.set_policy(state.record.disks.get(uuid).map(|of| of.on_full).unwrap_or_default());
+                self.quotas.set_gate(uuid, &open.gate);
             }
         }
         Ok(())

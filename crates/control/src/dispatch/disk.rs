@@ -3,7 +3,7 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::message::{DiskRequest, Reconnect, Reply, Resized};
-use disk::{Progress, Throttled};
+use disk::{Progress, Throttled, has_label};
 use error::Result;
 use export::clients::Whose;
 
@@ -17,6 +17,12 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::List => {
             let mut disks = datastore.disks()?;
+            claims::show(&mut disks, &service.clients);
+            Reply::Disks(disks)
+        }
+        DiskRequest::Labelled { label } => {
+            let mut disks = datastore.disks()?;
+            disks.retain(|disk| has_label(&disk.settings.labels, &label));
             claims::show(&mut disks, &service.clients);
             Reply::Disks(disks)
         }

@@ -18,7 +18,7 @@ pub use send::point_name;
 
 use crate::events::changes;
 use crate::jobs::{Jobs, kind};
-use crate::message::{DiskRequest, ExportInfo, JobRequest, Part, Reply, Request, Serving};
+use crate::message::{DiskRequest, ExportInfo, JobRequest, LabelRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
 use ::disk::pace::Background;
 use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress};
@@ -138,6 +138,18 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
     }
 }
 
+/// Carries out a request about labels.
+fn label(datastore: &Datastore, request: LabelRequest) -> Result<Reply> {
+    if let LabelRequest::Limit { label, limits } = &request {
+        datastore.limit_label(label, limits)?;
+    }
+    let mut labels = datastore.labels()?;
+    if let LabelRequest::Limit { label, .. } = &request {
+        labels.retain(|one| one.name == *label);
+    }
+    Ok(Reply::Labels(labels))
+}
+
 impl Service {
     /// Notifies subscribers of changes, if the process has a list of jobs.
     fn publish(&self, changes: impl FnOnce() -> Vec<crate::message::Change>) {
@@ -167,6 +179,7 @@ impl Service {
             Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
             Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
             Request::Disk(request) => disk::dispatch(self, request, watch)?,
+            Request::Label(request) => label(datastore, request)?,
             Request::Snapshot(request) => snapshot::dispatch(self, request, watch)?,
             Request::Clone { disk, at, names, full: false } => {
                 Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)

@@ -1,6 +1,6 @@
 //! The events that a request causes.
 
-use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
+use crate::message::{Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
 use disk::DiskInfo;
 use disk::convert::Address;
 use disk::full::WaitNotice;
@@ -52,6 +52,9 @@ pub fn of(request: &Request) -> Changes {
     match request {
         Request::Disk(request) => of_disk(request),
         Request::Snapshot(request) => Changes::Known(of_snapshot(request)),
+        Request::Label(LabelRequest::Limit { label, .. }) => {
+            Changes::Known(vec![Change::LabelChanged { label: label.clone() }])
+        }
         Request::Clone { .. } => Changes::NewDisks,
         Request::Convert(conversion) => Changes::Known(match &conversion.to {
             Address::Disk(disk) => vec![Change::DiskCreated { disk: disk.clone(), origin: None }],
@@ -65,6 +68,7 @@ pub fn of(request: &Request) -> Changes {
         Request::Machine(_)
         | Request::Send(_)
         | Request::Status
+        | Request::Label(LabelRequest::List)
         | Request::Check { .. }
         | Request::Salvage(_)
         | Request::ExportArchive(_)
@@ -81,6 +85,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
     let changed = |disk: &String, by: &str| Change::DiskChanged { disk: disk.clone(), by: by.to_owned() };
     Changes::Known(vec![match request {
         DiskRequest::List
+        | DiskRequest::Labelled { .. }
         | DiskRequest::Show { .. }
         | DiskRequest::WouldFree { .. }
         | DiskRequest::Space { .. }

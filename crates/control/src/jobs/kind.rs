@@ -24,6 +24,7 @@ pub fn of(request: &Request) -> Option<Kind> {
     let (verb, object) = match request {
         Request::Status
         | Request::ExportList
+        | Request::Label(_)
         | Request::Settle
         | Request::Receive(_)
         | Request::Events
@@ -69,7 +70,11 @@ fn address(address: &Address) -> String {
 
 fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
     let (verb, name) = match request {
-        DiskRequest::List | DiskRequest::Show { .. } | DiskRequest::WouldFree { .. } | DiskRequest::Space { .. } => {
+        DiskRequest::List
+        | DiskRequest::Labelled { .. }
+        | DiskRequest::Show { .. }
+        | DiskRequest::WouldFree { .. }
+        | DiskRequest::Space { .. } => {
             return None;
         }
         DiskRequest::Create { name, .. } => ("disk create", name),

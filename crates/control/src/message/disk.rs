@@ -31,6 +31,11 @@ pub enum DiskRequest {
     },
     /// All disks.
     List,
+    /// The disks with a label: `key=value`, or a key with any value.
+    Labelled {
+        /// The label.
+        label: String,
+    },
     /// One disk, with its block counts.
     Show {
         /// The disk's name.
@@ -160,7 +165,12 @@ impl DiskRequest {
     /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::List | Self::Rename { .. } | Self::Stats { .. } | Self::Tune { .. } | Self::Edit { .. } => false,
+            Self::List
+            | Self::Labelled { .. }
+            | Self::Rename { .. }
+            | Self::Stats { .. }
+            | Self::Tune { .. }
+            | Self::Edit { .. } => false,
             Self::Create { .. }
             | Self::Show { .. }
             | Self::Resize { .. }

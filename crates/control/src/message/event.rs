@@ -76,6 +76,11 @@ pub enum Change {
         /// The snapshot.
         snapshot: String,
     },
+    /// The limits of a label have changed.
+    LabelChanged {
+        /// The label.
+        label: String,
+    },
     /// The first write of a disk waits for space.
     WritesWait {
         /// The disk.

@@ -1,10 +1,11 @@
-//! Requests in groups ([`disk`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful replies in
+//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful replies in
 //! [`reply`], events in [`event`], and their encoding in [`line`].
 
 mod disk;
 mod event;
 mod image;
 mod job;
+mod label;
 mod line;
 mod machine;
 mod reply;
@@ -15,6 +16,7 @@ pub use disk::{DiskRequest, Reconnect};
 pub use event::{Change, Event};
 pub use image::ImageRequest;
 pub use job::{JobEnd, JobInfo, JobRequest, JobState};
+pub use label::LabelRequest;
 pub use line::{
     Failure, FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode,
 };
@@ -48,6 +50,8 @@ pub enum Request {
     Disk(DiskRequest),
     /// About snapshots.
     Snapshot(SnapshotRequest),
+    /// About labels of disks.
+    Label(LabelRequest),
     /// Make clones: all or none.
     Clone {
         /// The disk to clone.
@@ -89,6 +93,7 @@ impl Request {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
             Self::Check { .. }
+            | Self::Label(_) // Disks of limited labels may have to be counted.
             | Self::Convert(_)
             | Self::ExportArchive(_)
             | Self::Salvage(_)

@@ -5,7 +5,9 @@ use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
-use disk::{CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status, WouldFree};
+use disk::{
+    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, SnapshotInfo, Status, WouldFree,
+};
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -38,6 +40,8 @@ pub enum Reply {
     Deleted(String),
     /// Reply to `DiskRequest::WouldFree`.
     WouldFree(Box<WouldFree>),
+    /// Reply to requests about labels.
+    Labels(Vec<LimitInfo>),
     /// Reply to `DiskRequest::Space`.
     Space(Box<DatastoreSpace>),
     /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.

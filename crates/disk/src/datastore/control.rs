@@ -8,7 +8,8 @@ use crate::info::{
 };
 use crate::names;
 use crate::native::{Taking, check_capacity};
-use crate::settings::SettingsChange;
+use crate::quota::{LimitInfo, Limits};
+use crate::settings::{LimitsChange, SettingsChange};
 use crate::snapshot_group::{self, ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -60,6 +61,31 @@ impl Datastore {
         let changed = self.native.settings.change(&uuid, change);
         changed.map_err(|error| error.context(format!("disk '{name}' was not changed")))?;
         self.disk_in_list(name)
+    }
+
+    /// Changes the limits of all disks with a label, at once and durably.
+    pub fn limit_label(&self, label: &str, change: &LimitsChange) -> Result<()> {
+        let changed = self.native.settings.change_label(label, change);
+        changed.map_err(|error| error.context(format!("label '{label}' was not changed")))
+    }
+
+    /// The labels of disks, and those with limits, with their limits and use.
+    pub fn labels(&self) -> Result<Vec<LimitInfo>> {
+        let mut all = self.limits()?;
+        all.retain(|one| one.is_label);
+        for (name, disks) in self.native.settings.labels() {
+            if !all.iter().any(|one| one.name == name) {
+                let (limits, used) = (Limits::default(), None);
+                all.push(LimitInfo { name, is_label: true, limits, used, disks, exceeded: false });
+            }
+        }
+        all.sort_by(|one, two| one.name.cmp(&two.name));
+        Ok(all)
+    }
+
+    /// The quotas and reservations of disks and labels, with their use. Counts disks that are not counted yet.
+    pub fn limits(&self) -> Result<Vec<LimitInfo>> {
+        self.native.settings.quotas().info(true)
     }
 
     /// One disk, without its block counts.

@@ -277,7 +277,7 @@ impl Foreign {
         };
         let device = SwitchedDevice::over(name, read_only || snapshot.is_some(), client);
         Ok(Arc::new(match snapshot {
-            None => device.waiting_as(self.native.settings.open_disk(&disk.uuid(), &disk.name())),
+            None => device.with_settings(self.native.settings.open_disk(&disk.uuid(), &disk.name())),
             Some(_) => device,
         }))
     }

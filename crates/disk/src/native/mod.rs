@@ -34,6 +34,7 @@ pub(crate) use snapshots::Taking;
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
 use crate::names;
+use crate::quota;
 use crate::settings::Settings;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
@@ -171,7 +172,7 @@ impl Native {
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
         let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), client);
         Ok(Arc::new(match snapshot {
-            None => device.waiting_as(self.settings.open_disk(&names::uuid_text(&disk.uuid), &disk.name)),
+            None => device.with_settings(self.settings.open_disk(&names::uuid_text(&disk.uuid), &disk.name)),
             Some(_) => device,
         }))
     }
@@ -202,6 +203,16 @@ impl Native {
         let capacity = Arc::new(Capacity(AtomicU64::new(object.capacity)));
         all.insert(object.id, Arc::downgrade(&capacity));
         capacity
+    }
+
+    /// Bytes that the head of a disk maps, by the UUID of the disk.
+    pub fn mapped(&self, uuid: &str) -> Result<u64> {
+        let found = self.engine.with_catalog(|catalog| {
+            let mut disks = catalog.disks().filter(|disk| is_visible(disk));
+            disks.find(|disk| names::uuid_text(&disk.uuid) == uuid).cloned()
+        });
+        let disk = found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no disk {uuid} any more")))?;
+        quota::mapped(&*self.device_of(&disk, &disk))
     }
 
     /// The names that [`Native::open_device`] can open.

@@ -9,7 +9,7 @@ pub mod usage;
 
 pub use arguments::{
     CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand,
-    ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
+    LabelCommand, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
 };
 
 use address::location;
@@ -82,6 +82,9 @@ pub enum Command {
     /// Create and manage disks.
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// List labels of disks, and limit all disks with a label.
+    #[command(subcommand)]
+    Label(LabelCommand),
     /// Take and manage snapshots.
     #[command(subcommand)]
     Snapshot(SnapshotCommand),
@@ -127,6 +130,7 @@ impl Command {
             Self::Check(arguments) => arguments.request(),
             Self::Salvage(arguments) => arguments.request()?,
             Self::Disk(command) => command.request()?,
+            Self::Label(command) => command.request(),
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,
             Self::Convert(arguments) => arguments.request()?,

@@ -4,7 +4,7 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, OnFull, Point, Provisioning, SettingsChange,
+    DeltaFormat, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange,
     SnapshotOptions, Tuning,
 };
 
@@ -25,7 +25,12 @@ fn requests() -> Vec<Request> {
         }),
         Request::Disk(DiskRequest::Edit {
             name: name(),
-            settings: SettingsChange { on_full: Some(OnFull::Wait(Some(std::time::Duration::from_secs(90)))) },
+            settings: SettingsChange {
+                on_full: Some(OnFull::Wait(Some(std::time::Duration::from_secs(90)))),
+                labels: [(name(), name())].into(),
+                remove_labels: vec![name()],
+                limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },
+            },
         }),
         Request::Disk(DiskRequest::List),
         Request::Disk(DiskRequest::Resize {

@@ -8,7 +8,9 @@ use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{Deletion, DeltaFormat, DiskFormat, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning};
+use disk::{
+    Deletion, DeltaFormat, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+};
 use std::path::PathBuf;
 
 /// Provisioning type of a disk.
@@ -68,12 +70,30 @@ pub struct SettingsArguments {
     /// wait=TIME such as wait=10m (then they fail). A new disk has error.
     #[arg(long, value_name = "error|wait[=TIME]", value_parser = parse_on_full)]
     pub on_full: Option<OnFull>,
+    /// A label of the disk, such as tenant=a; may be repeated. Replaces the value of that key.
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub labels: Vec<(String, String)>,
+    /// Most space that the disk may map; 0 for no quota.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub quota: Option<u64>,
+    /// Space that the disk can map whatever other disks write; 0 for no reservation.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub reservation: Option<u64>,
 }
 
 impl SettingsArguments {
     fn change(&self) -> SettingsChange {
-        SettingsChange { on_full: self.on_full }
+        SettingsChange {
+            on_full: self.on_full,
+            labels: self.labels.iter().cloned().collect(),
+            remove_labels: Vec::new(),
+            limits: LimitsChange { quota: self.quota, reservation: self.reservation },
+        }
     }
+}
+
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    disk::parse_label(text).map_err(|error| error.to_string())
 }
 
 fn parse_on_full(text: &str) -> Result<OnFull, String> {
@@ -89,11 +109,14 @@ pub struct DiskEdit {
     /// Settings of the disk.
     #[command(flatten)]
     pub settings: SettingsArguments,
+    /// Remove the label with this key; may be repeated.
+    #[arg(long = "remove-label", value_name = "KEY")]
+    pub remove_labels: Vec<String>,
 }
 
 impl DiskEdit {
     fn request(&self) -> Result<DiskRequest, String> {
-        let settings = self.settings.change();
+        let settings = SettingsChange { remove_labels: self.remove_labels.clone(), ..self.settings.change() };
         if settings == SettingsChange::default() {
             return Err("nothing to change is given: see 'lamina disk edit --help'".into());
         }
@@ -250,6 +273,9 @@ pub enum DiskCommand {
         /// Show the space of each disk and snapshot instead: mapped, stored, shared, exclusive.
         #[arg(long)]
         space: bool,
+        /// Only disks with this label: KEY=VALUE, or a key with any value.
+        #[arg(long, value_name = "LABEL", conflicts_with = "space")]
+        label: Option<String>,
     },
     /// Show one disk, with its block counts.
     Show {
@@ -385,8 +411,9 @@ impl DiskCommand {
                 new: create.new_disk()?,
                 settings: create.settings.change(),
             },
-            Self::List { space: true } => DiskRequest::Space { name: None },
-            Self::List { space: false } => DiskRequest::List,
+            Self::List { space: true, .. } => DiskRequest::Space { name: None },
+            Self::List { label: Some(label), .. } => DiskRequest::Labelled { label: label.clone() },
+            Self::List { .. } => DiskRequest::List,
             Self::Show { name, space: true } => DiskRequest::Space { name: Some(name.clone()) },
             Self::Show { name, space: false } => DiskRequest::Show { name: name.clone() },
             Self::Resize { name, size, shrink, reconnect_clients } => DiskRequest::Resize {

@@ -107,7 +107,11 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
         OnFull::Wait(None) => "wait: writes that need space wait for it".to_owned(),
         limited => format!("{limited}: writes that need space wait for it, then fail"),
     };
-    vec![("when full", when_full)]
+    let mut facts = vec![("when full", when_full)];
+    facts.extend(disk.settings.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
+    facts.extend(disk.settings.limits.quota.map(|bytes| ("quota", size(bytes))));
+    facts.extend(disk.settings.limits.reservation.map(|bytes| ("reservation", size(bytes))));
+    facts
 }
 
 /// The writes of a disk that wait for space.

@@ -3,6 +3,7 @@
 mod disk;
 mod image;
 mod job;
+mod label;
 mod machine;
 mod salvage;
 mod send;
@@ -39,6 +40,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
         Reply::WouldFree(free) => space::print_would_free(out, free),
         Reply::Space(space) => space::print_all(out, space),
+        Reply::Labels(labels) => label::print_all(out, labels),
         Reply::Deleted(name) => writeln!(out, "deleted {name}"),
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
@@ -120,6 +122,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
     facts
         .extend(status.waiting.iter().map(|of| ("waiting", format!("disk {}: {}", of.disk, disk::waiting_writes(of)))));
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
+    facts.extend(status.limits.iter().map(label::limit));
     facts.extend(status.growth.iter().flat_map(space::growth_facts));
     match serving {
         Some(serving) => {
