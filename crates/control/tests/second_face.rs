@@ -22,7 +22,7 @@ use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
     ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
-    Location, NewDisk, OnFull, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
+    Location, NewDisk, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -335,15 +335,8 @@ fn disks(face: &Face) {
     let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
     assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
-    let settings = SettingsChange {
-        on_full: Some(OnFull::Wait(None)),
-        labels: [(text("tenant"), text("a"))].into(),
-        ..SettingsChange::default()
-    };
-    let Reply::Disk(edited) = face.disk(DiskRequest::Edit { name: text("b"), settings }) else {
-        panic!("edit is edit")
-    };
-    assert_eq!(edited.settings.on_full, OnFull::Wait(None));
+    let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
+    face.disk(DiskRequest::Edit { name: text("b"), settings });
     for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
         let found = face.disk(DiskRequest::Labelled { label: text(label) });
         assert!(matches!(found, Reply::Disks(found) if found.len() == disks), "{label}");

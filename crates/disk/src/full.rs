@@ -1,8 +1,8 @@
 //! What happens to writes that need space while there is none: they fail at once, or they wait.
 //!
 //! The policy is a setting of the disk ([`crate::settings`]). Sessions carry it out: they keep the refused writes and
-//! try them again. [`SpaceWait`] is shared by all clients of a disk and by the datastore, which shows the waiting writes
-//! and publishes when they begin and cease to wait.
+//! try them again. [`SpaceWait`] is shared by all clients of a disk and by the datastore, which shows the waiting
+//! writes and publishes when they begin and cease to wait.
 //!
 //! 1. A waiting write is not acknowledged, and is counted exactly once: from [`SpaceWait::begin`] to
 //!    [`SpaceWait::end`].

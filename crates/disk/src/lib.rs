@@ -27,6 +27,7 @@ mod space;
 mod spare;
 pub mod switch;
 pub mod transfer;
+mod zeros;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
@@ -42,3 +43,4 @@ pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label
 pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};
+pub use zeros::DetectZeroes;

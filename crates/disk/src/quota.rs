@@ -5,14 +5,14 @@
 //! ([`crate::switch`]); copies by the datastore itself (clones, conversions, migrations) are not limited.
 //!
 //! ```text
-//!   write ── holes of its range ── Gate::charge ── quotas of the disk and its labels ── reservations of others ── device
+//!   write ── holes of its range ── Gate::charge ── quotas of disk and labels ── reservations of others ── device
 //! ```
 //!
 //! 1. Without a limit that concerns a disk, a write costs one load of an atomic.
 //! 2. A disk's use is counted once, before the first charge, and again before a refusal, if it may be too high: after
 //!    discards, failed writes, and writes that were charged at the same time.
-//! 3. The use is never too low, except by the blocks at the ends of zeroed ranges. So the slack of a quota is
-//!    [`SLACK_BY_REQUEST`] for each request in flight.
+//! 3. The use is never too low, except by the blocks at the two ends of a zeroed range, and by the rest of a grain that
+//!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight.
 //! 4. `charges` is locked for additions only, never while a disk is counted or the file system is queried.
 
 use crate::device::{Allocation, Device};
@@ -23,9 +23,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-
-/// Bytes by which one request in flight can exceed a quota: a block at each end of its range.
-pub const SLACK_BY_REQUEST: u64 = 2 * BLOCK;
 
 const BLOCK: u64 = backend::BLOCK_SIZE as u64;
 /// Most extents of one query of block status.
@@ -118,8 +115,8 @@ impl Budget {
             false => ("disk", "lamina disk edit"),
         };
         let text = format!(
-            "the quota of {what} '{}' is used up: {} of {}, and a write needs {} more; discard data in the guest, or raise \
-             the quota with '{edit} --quota'",
+            "the quota of {what} '{}' is used up: {} of {}, and a write needs {} more; discard data in the guest, or \
+             raise the quota with '{edit} --quota'",
             self.title(accounting),
             size(self.used()),
             size(quota),

@@ -14,12 +14,14 @@ use crate::names;
 use crate::quota::{GateSlot, LimitedDisk, Limits, Quotas, label_text};
 use crate::sealed::{self, Kind};
 use crate::spare::Spare;
+use crate::zeros::DetectZeroes;
 use backend::Directory;
 use error::text::size;
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
 
 /// Name of the file, in the folder of the datastore.
@@ -36,6 +38,9 @@ pub struct DiskSettings {
     /// What happens to writes that need space while there is none.
     #[serde(default)]
     pub on_full: OnFull,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: DetectZeroes,
     /// Its labels: keys with values.
     #[serde(default)]
     pub labels: Labels,
@@ -51,6 +56,9 @@ pub struct SettingsChange {
     /// What happens to writes that need space while there is none.
     #[serde(default)]
     pub on_full: Option<OnFull>,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: Option<DetectZeroes>,
     /// Labels to set.
     #[serde(default)]
     pub labels: Labels,
@@ -95,6 +103,7 @@ impl LimitsChange {
 impl SettingsChange {
     fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
+        settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
         self.limits.apply(&mut settings.limits)?;
         for key in &self.remove_labels {
             settings.labels.remove(key);
@@ -176,6 +185,14 @@ pub(crate) struct OpenDisk {
     pub space: Arc<SpaceWait>,
     /// The limits of the disk's writes.
     pub gate: GateSlot,
+    zeroes: AtomicU8,
+}
+
+impl OpenDisk {
+    /// Whether writes of zeros become requests to zero their range.
+    pub fn detect_zeroes(&self) -> DetectZeroes {
+        DetectZeroes::from_number(self.zeroes.load(Ordering::Relaxed))
+    }
 }
 
 #[derive(Default)]
@@ -253,9 +270,12 @@ impl Settings {
             return open;
         }
         state.open.retain(|_, open| open.strong_count() > 0);
-        let policy = state.record.disks.get(uuid).map(|settings| settings.on_full).unwrap_or_default();
+        let settings = state.record.disks.get(uuid);
+        let policy = settings.map(|settings| settings.on_full).unwrap_or_default();
+        let zeroes = settings.map(|settings| settings.detect_zeroes).unwrap_or_default();
         let space = SpaceWait::new(name, policy, Arc::clone(&self.notices));
-        let open = Arc::new(OpenDisk { space, gate: GateSlot::default() });
+        let zeroes = AtomicU8::new(zeroes.to_number());
+        let open = Arc::new(OpenDisk { space, gate: GateSlot::default(), zeroes });
         self.quotas.set_gate(uuid, &open.gate);
         state.open.insert(uuid.to_owned(), Arc::downgrade(&open));
         open
@@ -346,7 +366,7 @@ impl Settings {
         });
         if let Err(error) = removed {
             self.state.lock().record.disks.remove(uuid);
-            tracing::info!(%error, uuid, "the settings of a disk that is gone stay in the record until its next change");
+            tracing::info!(%error, uuid, "the settings of a deleted disk stay in the record until its next change");
         }
     }
 
@@ -373,7 +393,9 @@ impl Settings {
         state.record = record;
         for (uuid, open) in &state.open {
             if let Some(open) = open.upgrade() {
-                open.space.set_policy(state.record.disks.get(uuid).map(|of| of.on_full).unwrap_or_default());
+                let of = state.record.disks.get(uuid).cloned().unwrap_or_default();
+                open.space.set_policy(of.on_full);
+                open.zeroes.store(of.detect_zeroes.to_number(), Ordering::Relaxed);
                 self.quotas.set_gate(uuid, &open.gate);
             }
         }

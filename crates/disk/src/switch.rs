@@ -275,6 +275,13 @@ impl SwitchedDevice {
         self
     }
 
+    /// Makes a range read as zeros.
+    fn zero(&self, held: &Held, (offset, length): (u64, u64), allocate: bool, fua: bool) -> Result<()> {
+        // Without `allocate` holes stay holes, except in thick disks, whose blocks are all mapped.
+        let charged = (offset, if allocate { length } else { 0 });
+        self.charged(held, charged, !allocate, || held.device.write_zeroes(offset, length, allocate, fua))
+    }
+
     /// Carries out a write after its new blocks were charged to the quotas of the disk. With `may_free`, the write may
     /// also free blocks.
     fn charged(
@@ -382,6 +389,10 @@ impl Device for SwitchedDevice {
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
         let held = self.durable_writer(fua)?;
         let range = (offset, data.len() as u64);
+        let setting = self.open.as_ref().map(|open| open.detect_zeroes()).unwrap_or_default();
+        if let Some(allocate) = setting.zeroes(&data) {
+            return self.zero(&held, range, allocate, fua);
+        }
         self.charged(&held, range, false, || held.device.write(offset, data, fua))
     }
 
@@ -404,9 +415,7 @@ impl Device for SwitchedDevice {
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
         let held = self.durable_writer(fua)?;
-        // Without `allocate` holes stay holes, except in thick disks, whose blocks are all mapped.
-        let range = (offset, if allocate { length } else { 0 });
-        self.charged(&held, range, !allocate, || held.device.write_zeroes(offset, length, allocate, fua))
+        self.zero(&held, (offset, length), allocate, fua)
     }
 
     fn begin_flush(&self) -> Result<FlushTicket> {

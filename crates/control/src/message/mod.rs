@@ -1,5 +1,5 @@
-//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful replies in
-//! [`reply`], events in [`event`], and their encoding in [`line`].
+//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful
+//! replies in [`reply`], events in [`event`], and their encoding in [`line`].
 
 mod disk;
 mod event;

@@ -80,7 +80,7 @@ fn a_quota_is_exact_and_overwrites_are_never_refused() {
     let gate = gate(&quotas, "a").unwrap();
     drop(gate.charge(6).unwrap());
     let text = refused(&gate, 1);
-    assert!(text.contains("quota of disk 'A'") && text.contains("10 B of 10 B"), "{text}");
+    assert!(text.contains("quota of disk 'A'") && text.contains("10 bytes of 10 bytes"), "{text}");
     assert_eq!(numbers.lock().counts, 1, "nothing was freed since the count");
     assert!(quotas.info(false).unwrap()[0].exceeded);
     drop(gate.charge(0).unwrap());
@@ -118,7 +118,7 @@ fn a_label_limits_all_its_disks_together() {
     assert!(refused(&b, 3).contains("quota of disk 'B'"));
     assert!(refused(&a, 4).contains("quota of label 't=x'"));
     drop(b.charge(2).unwrap());
-    assert!(refused(&a, 2).contains("11 B of 12 B"));
+    assert!(refused(&a, 2).contains("11 bytes of 12 bytes"));
     drop(a.charge(1).unwrap());
     let info = quotas.info(true).unwrap();
     let label = info.iter().find(|one| one.is_label).unwrap();

@@ -9,8 +9,8 @@
 //! 1. Every request completes exactly once, unless [`Session::drop_waiting`] gives it up. Discards complete before
 //!    [`Session::submit`] returns, and so do writes and zeroes, unless they [wait for space](waiting).
 //! 2. A flush completes after a device flush that covers every request which had completed when the flush was
-//!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush. Waiting writes have not
-//!    completed, so neither flushes nor other requests wait for them.
+//!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush. Waiting writes have
+//!    not completed, so neither flushes nor other requests wait for them.
 //! 3. Memory is bounded if the protocol submits only requests that [`Session::has_room`] allows.
 //! 4. When a session was dropped, the device processes none of its requests any more.
 

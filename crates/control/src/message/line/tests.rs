@@ -4,8 +4,8 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    DeltaFormat, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange,
-    SnapshotOptions, Tuning,
+    DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning,
+    SettingsChange, SnapshotOptions, Tuning,
 };
 
 fn requests() -> Vec<Request> {
@@ -27,6 +27,7 @@ fn requests() -> Vec<Request> {
             name: name(),
             settings: SettingsChange {
                 on_full: Some(OnFull::Wait(Some(std::time::Duration::from_secs(90)))),
+                detect_zeroes: Some(DetectZeroes::Unmap),
                 labels: [(name(), name())].into(),
                 remove_labels: vec![name()],
                 limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },

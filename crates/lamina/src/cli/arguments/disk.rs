@@ -9,7 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    Deletion, DeltaFormat, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+    Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning,
+    SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -70,6 +71,10 @@ pub struct SettingsArguments {
     /// wait=TIME such as wait=10m (then they fail). A new disk has error.
     #[arg(long, value_name = "error|wait[=TIME]", value_parser = parse_on_full)]
     pub on_full: Option<OnFull>,
+    /// What happens to writes of zeros: off (they are stored like other data), on (the range is zeroed without data and
+    /// keeps or gets its space), or unmap (the range is unmapped). A new disk has off.
+    #[arg(long, value_name = "off|on|unmap", value_parser = parse_zeroes)]
+    pub detect_zeroes: Option<DetectZeroes>,
     /// A label of the disk, such as tenant=a; may be repeated. Replaces the value of that key.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
     pub labels: Vec<(String, String)>,
@@ -85,11 +90,16 @@ impl SettingsArguments {
     fn change(&self) -> SettingsChange {
         SettingsChange {
             on_full: self.on_full,
+            detect_zeroes: self.detect_zeroes,
             labels: self.labels.iter().cloned().collect(),
             remove_labels: Vec::new(),
             limits: LimitsChange { quota: self.quota, reservation: self.reservation },
         }
     }
+}
+
+fn parse_zeroes(text: &str) -> Result<DetectZeroes, String> {
+    text.parse().map_err(|error: error::Error| error.to_string())
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {

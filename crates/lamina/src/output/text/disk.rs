@@ -3,7 +3,9 @@
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
-use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites};
+use disk::{
+    DetectZeroes, DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites,
+};
 use std::io::{self, Write};
 
 /// Size of a block in bytes, for block counts.
@@ -108,6 +110,11 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
         limited => format!("{limited}: writes that need space wait for it, then fail"),
     };
     let mut facts = vec![("when full", when_full)];
+    facts.extend(match disk.settings.detect_zeroes {
+        DetectZeroes::Off => None,
+        DetectZeroes::On => Some(("writes of zeros", "on: stored without data, the range keeps its space".into())),
+        DetectZeroes::Unmap => Some(("writes of zeros", "unmap: the range is unmapped".into())),
+    });
     facts.extend(disk.settings.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
     facts.extend(disk.settings.limits.quota.map(|bytes| ("quota", size(bytes))));
     facts.extend(disk.settings.limits.reservation.map(|bytes| ("reservation", size(bytes))));
