@@ -38,6 +38,8 @@ const JOBS: (&str, &str) = ("docs/protocol/control.md", "Jobs");
 const EVENTS: (&str, &str) = ("docs/protocol/control.md", "Events");
 const INTENT: (&str, &str) = ("docs/format/migration-intent.md", "");
 const RECEPTION: (&str, &str) = ("docs/format/reception.md", "");
+const BACKUP: (&str, &str) = ("docs/format/backup.md", "Records");
+const PACK: (&str, &str) = ("docs/format/backup.md", "Pack");
 const GROUP: (&str, &str) = ("docs/format/snapshot-group.md", "");
 const CLIENTS: (&str, &str) = ("docs/format/clients.md", "");
 const GROWTH: (&str, &str) = ("docs/format/growth.md", "");
@@ -150,6 +152,18 @@ const ITEMS: &[Item] = &[
     item("crates/disk/src/transfer/record.rs", "Record", RECEPTION, &[]),
     item("crates/disk/src/transfer/record.rs", "Arriving", RECEPTION, &[]),
     item("crates/disk/src/transfer/record.rs", "SnapshotIdentity", RECEPTION, &[]),
+    item("crates/backup/src/manifest.rs", "RepositoryRecord", BACKUP, &[]),
+    item("crates/backup/src/manifest.rs", "Parent", BACKUP, &[]),
+    item("crates/backup/src/manifest.rs", "Description", BACKUP, &[]),
+    item("crates/backup/src/manifest.rs", "PackRecord", BACKUP, &[]),
+    item("crates/backup/src/manifest.rs", "Manifest", BACKUP, &[]),
+    item(
+        "crates/backup/src/pack.rs",
+        "Head",
+        PACK,
+        &[("body_sum", "CRC32C of the body"), ("index_sum", "CRC32C of the index")],
+    ),
+    item("crates/backup/src/pack.rs", "Zeros", PACK, &[("first", "first block of the disk")]),
     item("crates/disk/src/snapshot_group.rs", "Group", GROUP, &[]),
     item("crates/disk/src/snapshot_group.rs", "ImageSnapshot", GROUP, &[]),
     item("crates/export/src/clients/record.rs", "Record", CLIENTS, &[]),
@@ -423,7 +437,7 @@ fn every_magic_number_is_on_a_page() {
         }
     }
     let (mut found, mut complaints) = (0, Vec::new());
-    for source in ["store", "layer", "vmdk", "disk", "replication"] {
+    for source in ["store", "layer", "vmdk", "disk", "replication", "backup"] {
         let mut folders = vec![root().join("crates").join(source).join("src")];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).unwrap() {
