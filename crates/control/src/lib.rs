@@ -7,7 +7,7 @@
 //! through the control socket, by the owner of the datastore.
 //!
 //! ```text
-//!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, replication
+//!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, backup ...
 //!                           \ \--- at a location - no server ----> open it, dispatch, close it
 //!                            \                \--- its server ---> client ~~~ control socket ~~~ dispatch
 //!                             machines: calls of vm in this process, which accesses disks by requests
@@ -36,10 +36,6 @@ pub mod uri;
 pub use dispatch::claims::refuse_to_replace;
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest,
-    ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest, MachineActivity, MachineImport, MachineInfo,
-    MachineMemory, MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb,
-    NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, SendHow, SendPoint, SendRequest, SendTls,
-    SentDisk, Serving, SnapshotRequest,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest, MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

@@ -9,10 +9,7 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport,
-    MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest,
-    Reconnect, Reply, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving,
-    SnapshotRequest, Target, Watch, dispatch,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch, OPEN_OPTIONS,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -91,6 +88,12 @@ verbs! {
     "image create": Request::Image(ImageRequest::Create { .. }),
     "export list": Request::ExportList,
     "send": Request::Send(_),
+    "backup create": Request::Backup(BackupRequest::Create(_)),
+    "backup list": Request::Backup(BackupRequest::List { .. }),
+    "backup verify": Request::Backup(BackupRequest::Verify { .. }),
+    "backup restore": Request::Backup(BackupRequest::Restore(_)),
+    "backup delete": Request::Backup(BackupRequest::Delete { .. }),
+    "backup prune": Request::Backup(BackupRequest::Prune { .. }),
     "receive list": Request::Receive(ReceiveRequest::List),
     "receive delete": Request::Receive(ReceiveRequest::Delete { .. }),
     "settle": Request::Settle,
@@ -444,6 +447,31 @@ fn others(face: &Face) {
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
 
+/// Requests about backups of the disk `b`.
+fn backups(face: &Face) {
+    let place = || BackupPlace::Folder(face.beside("backups"));
+    let backup = |request| face.done(Request::Backup(request));
+    let create =
+        BackupCreate { disk: text("b"), snapshot: None, place: place(), full: false, from: None, level: 3, rate: 0 };
+    let Reply::BackedUp(created) = backup(BackupRequest::Create(create)) else { panic!("a backup is made") };
+    let Reply::Backups(all) = backup(BackupRequest::List { place: place() }) else { panic!("list is list") };
+    assert_eq!(all.iter().map(|backup| &backup.id).collect::<Vec<_>>(), [&created.id]);
+    let verify = BackupRequest::Verify { place: place(), backups: Vec::new() };
+    assert!(matches!(backup(verify), Reply::Verified(verified) if verified.problems.is_empty()));
+    let (name, which) = (text("restored"), Some(created.id.clone()));
+    let restore = BackupRestore { place: place(), backup: which, name, update: false, rate: 0 };
+    assert!(
+        matches!(backup(BackupRequest::Restore(restore)), Reply::Restored(restored) if restored.disk == "restored")
+    );
+    let (keep, dry_run) = (backup::Keep { last: 1, ..backup::Keep::default() }, true);
+    let prune = BackupRequest::Prune { place: place(), keep, dry_run };
+    assert!(matches!(backup(prune), Reply::Pruned(pruned) if pruned.deleted == 0));
+    backup(BackupRequest::Delete { place: place(), backups: vec![created.id] });
+    face.disk(DiskRequest::Delete { name: text("restored"), promote: false, force: false });
+    let (disk, name) = (text("b"), created.snapshot);
+    face.done(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0, force: false }));
+}
+
 /// Requests about machines, with a QEMU that runs only the firmware.
 fn machines(face: &Face) {
     let names = || vec![text("web")];
@@ -577,6 +605,7 @@ fn a_front_end_in_the_same_process_runs_every_request() {
         disks(&face);
         images(&face);
         others(&face);
+        backups(&face);
         machines(&face);
         jobs(&face);
         drop(enough);
@@ -602,6 +631,7 @@ fn a_front_end_in_the_same_process_runs_every_request() {
         Change::DiskCreated { disk: text("converted"), origin: None },
         Change::DiskCreated { disk: text("flat"), origin: None },
         Change::DiskChanged { disk: text("flat"), by: text("disk migrate") },
+        Change::DiskCreated { disk: text("restored"), origin: None },
         Change::DiskCreated { disk: text("web"), origin: None },
         Change::DiskDeleted { disk: text("web") },
         Change::DiskCreated { disk: text("copy"), origin: None },

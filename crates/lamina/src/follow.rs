@@ -2,7 +2,9 @@
 //! they arrive.
 
 use crate::output::{self, Extents, Form};
-use control::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch};
+use control::{
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch,
+};
 use disk::Progress;
 use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -92,6 +94,12 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Convert(_) => ("converting", BYTES),
         Request::Salvage(_) => ("reading", BYTES),
         Request::Send(_) => ("sending", BYTES),
+        Request::Backup(request) => match request {
+            BackupRequest::Create(_) => ("backing up", BYTES),
+            BackupRequest::Verify { .. } => ("verifying", BYTES),
+            BackupRequest::Restore(_) => ("restoring", BYTES),
+            BackupRequest::List { .. } | BackupRequest::Delete { .. } | BackupRequest::Prune { .. } => return None,
+        },
         Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
         Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),

@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 78] = [
+const VERBS: [Verb; 85] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -50,6 +50,12 @@ const VERBS: [Verb; 78] = [
     Verb { name: "disk send", arguments: "vm1 lamina://nowhere.invalid:1/vm1", on_datastore: false, demands: true },
     verb("receive list", ""),
     verb("receive delete", "00000000-0000-4000-8000-000000000000"),
+    verb("backup create", "vm1@a /nowhere/backups"),
+    Verb { name: "backup list", arguments: "/nowhere/backups", on_datastore: false, demands: true },
+    Verb { name: "backup verify", arguments: "/nowhere/backups", on_datastore: false, demands: true },
+    verb("backup restore", "/nowhere/backups vm1"),
+    Verb { name: "backup delete", arguments: "/nowhere/backups vm1@a", on_datastore: false, demands: true },
+    Verb { name: "backup prune", arguments: "/nowhere/backups --keep last=1", on_datastore: false, demands: true },
     verb("snapshot create", "vm1@a vm2@a"),
     verb("snapshot list", ""),
     verb("snapshot show", "vm1@a"),
@@ -99,6 +105,7 @@ const VERBS: [Verb; 78] = [
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
     Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "receive", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "backup", arguments: "list /nowhere/backups", on_datastore: false, demands: true },
     Verb { name: "job", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
@@ -110,8 +117,17 @@ fn failure(verb: &str, code: i32) -> i32 {
 }
 
 /// Verbs that accept any number of names.
-const SEVERAL: [&str; 7] =
-    ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete", "vm send-key"];
+const SEVERAL: [&str; 9] = [
+    "backup verify",
+    "backup delete",
+    "snapshot create",
+    "vm start",
+    "vm stop",
+    "vm pause",
+    "vm resume",
+    "vm delete",
+    "vm send-key",
+];
 
 #[test]
 fn the_list_of_verbs_is_complete() {

@@ -5,6 +5,7 @@
 //! 2. In a process with jobs ([`Service::jobs`]), long work is a job, and subscribers are notified of every change
 //!    before the front end gets the reply.
 
+mod backup;
 pub mod claims;
 mod clone;
 mod disk;
@@ -134,6 +135,7 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
             service.publish(|| changes.after(&reply));
             Ok(reply)
         }
+        (Request::Backup(request), Target::Files | Target::At(_)) => backup::alone(request, watch),
         (request, Target::Files | Target::At(_)) => image::alone(request, watch),
     }
 }
@@ -193,6 +195,7 @@ impl Service {
             Request::Settle => Reply::Settled,
             Request::Send(request) => send::send(self, &request, watch)?,
             Request::Receive(request) => send::receive(datastore, request)?,
+            Request::Backup(request) => backup::dispatch(self, request, watch)?,
             Request::ExportList => self.exports(),
             Request::Machine(request) => machine::dispatch(&Target::Open(self.clone()), *request, watch)?,
             Request::Job(request) => self.job(request, watch)?,

@@ -1,6 +1,6 @@
 //! The events that a request causes.
 
-use crate::message::{Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
+use crate::message::{BackupRequest, Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
 use disk::DiskInfo;
 use disk::convert::Address;
 use disk::full::WaitNotice;
@@ -63,6 +63,7 @@ pub fn of(request: &Request) -> Changes {
         Request::Receive(ReceiveRequest::Delete { id }) => {
             Changes::Known(vec![Change::ReceptionDeleted { id: id.clone() }])
         }
+        Request::Backup(request) => Changes::Known(of_backup(request)),
         // Operations on machines change disks by requests of their own, and a transfer itself publishes the changes of
         // its snapshots.
         Request::Machine(_)
@@ -78,6 +79,21 @@ pub fn of(request: &Request) -> Changes {
         | Request::Settle
         | Request::Job(_)
         | Request::Events => Changes::Known(Vec::new()),
+    }
+}
+
+/// A backup itself publishes the changes of the snapshots that it takes.
+fn of_backup(request: &BackupRequest) -> Vec<Change> {
+    match request {
+        BackupRequest::Restore(restore) if restore.update => {
+            vec![Change::DiskChanged { disk: restore.name.clone(), by: "backup restore".to_owned() }]
+        }
+        BackupRequest::Restore(restore) => vec![Change::DiskCreated { disk: restore.name.clone(), origin: None }],
+        BackupRequest::Create(_)
+        | BackupRequest::List { .. }
+        | BackupRequest::Verify { .. }
+        | BackupRequest::Delete { .. }
+        | BackupRequest::Prune { .. } => Vec::new(),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which requests are jobs, and how jobs are named.
 
-use crate::message::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
+use crate::message::{BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
 use disk::convert::Address;
 
 /// Most names in the object of a job.
@@ -46,6 +46,7 @@ pub fn of(request: &Request) -> Option<Kind> {
         Request::Image(ImageRequest::Check { path, .. }) => ("image check", path.display().to_string()),
         Request::Image(ImageRequest::Create { new, .. }) => ("image create", new.path.display().to_string()),
         Request::Send(request) => ("disk send", names(request.disks.iter().map(|disk| disk.disk.as_str()))),
+        Request::Backup(request) => backup(request)?,
         Request::Machine(request) => machine(&request.verb)?,
     };
     Some(Kind { verb, object })
@@ -95,6 +96,18 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Import { name, .. } => ("disk import", name),
     };
     Some((verb, name.clone()))
+}
+
+fn backup(request: &BackupRequest) -> Option<(&'static str, String)> {
+    let several = |all: &[String]| names(all.iter().map(String::as_str));
+    Some(match request {
+        BackupRequest::List { .. } => return None,
+        BackupRequest::Create(create) => ("backup create", create.disk.clone()),
+        BackupRequest::Restore(restore) => ("backup restore", restore.name.clone()),
+        BackupRequest::Verify { backups, .. } => ("backup verify", several(backups)),
+        BackupRequest::Delete { backups, .. } => ("backup delete", several(backups)),
+        BackupRequest::Prune { .. } => ("backup prune", String::new()),
+    })
 }
 
 fn snapshot(request: &SnapshotRequest) -> Option<(&'static str, String)> {

@@ -1,6 +1,7 @@
-//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful
-//! replies in [`reply`], events in [`event`], and their encoding in [`line`].
+//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`backup`], [`machine`], [`job`]),
+//! successful replies in [`reply`], events in [`event`], and their encoding in [`line`].
 
+mod backup;
 mod disk;
 mod event;
 mod image;
@@ -12,6 +13,7 @@ mod reply;
 mod send;
 mod snapshot;
 
+pub use backup::{BackupCreate, BackupPlace, BackupRequest, BackupRestore};
 pub use disk::{DiskRequest, Reconnect};
 pub use event::{Change, Event};
 pub use image::ImageRequest;
@@ -77,6 +79,8 @@ pub enum Request {
     Send(Box<SendRequest>),
     /// Receptions from other servers.
     Receive(ReceiveRequest),
+    /// About backups.
+    Backup(BackupRequest),
     /// Wait until the requests of disconnected clients have ended.
     Settle,
     /// About machines.
@@ -101,6 +105,7 @@ impl Request {
             | Self::Events => true,
             Self::Machine(request) => request.verb.takes_long(),
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
+            Self::Backup(request) => !matches!(request, BackupRequest::List { .. }),
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
@@ -124,6 +129,7 @@ impl Request {
         match self {
             Self::Image(_) | Self::Salvage(_) => false,
             Self::Convert(conversion) => conversion.needs_datastore(),
+            Self::Backup(request) => request.needs_datastore(),
             _ => true,
         }
     }

@@ -1,6 +1,7 @@
 //! Successful replies.
 
 use super::{JobEnd, JobInfo, MachineReply};
+use backup::{BackupInfo, Created, Pruned, Restored, Verified};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
@@ -78,6 +79,16 @@ pub enum Reply {
     Sent(Box<Sent>),
     /// Reply to `Receive`.
     Receptions(Vec<ReceptionInfo>),
+    /// Reply to `BackupRequest::Create`.
+    BackedUp(Box<Created>),
+    /// Reply to `BackupRequest::List`.
+    Backups(Vec<BackupInfo>),
+    /// Reply to `BackupRequest::Verify`.
+    Verified(Box<Verified>),
+    /// Reply to `BackupRequest::Restore`.
+    Restored(Box<Restored>),
+    /// Reply to `BackupRequest::Prune`.
+    Pruned(Box<Pruned>),
     /// Reply to `Settle`.
     Settled,
     /// Reply to requests about machines.

@@ -8,8 +8,7 @@ pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand,
-    LabelCommand, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
+    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
 };
 
 use address::location;
@@ -105,6 +104,9 @@ pub enum Command {
     /// Show and manage receptions from other servers.
     #[command(subcommand)]
     Receive(ReceiveCommand),
+    /// Back up snapshots to a folder, a file or a pipe, and restore them.
+    #[command(subcommand)]
+    Backup(BackupCommand),
     /// Show, wait for and cancel jobs: long operations of the server.
     #[command(subcommand)]
     Job(JobCommand),
@@ -137,6 +139,7 @@ impl Command {
             Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
             Self::Receive(command) => command.request(),
+            Self::Backup(command) => command.request()?,
             Self::Vm(arguments) => arguments.request()?,
             Self::Job(command) => command.request(),
             Self::Events => Request::Events,

@@ -49,6 +49,11 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Salvaged(report) => json!(report),
         Reply::Exports(exports) => json!({ "exports": exports }),
         Reply::Sent(sent) => json!(sent),
+        Reply::BackedUp(created) => json!(created),
+        Reply::Backups(backups) => json!({ "backups": backups }),
+        Reply::Verified(verified) => json!(verified),
+        Reply::Restored(restored) => json!(restored),
+        Reply::Pruned(pruned) => json!(pruned),
         Reply::Receptions(receptions) => json!({ "receptions": receptions }),
         Reply::Settled => json!({ "settled": true }),
         Reply::Machine(reply) => match request {

@@ -1,5 +1,6 @@
 //! The arguments of each command, and their translation to requests; a file for each group of commands.
 
+mod backup;
 mod check;
 mod clone;
 mod disk;
@@ -16,6 +17,7 @@ mod send;
 mod serve;
 mod snapshot;
 
+pub use backup::BackupCommand;
 pub use check::CheckArguments;
 pub use clone::CloneArguments;
 pub use disk::DiskCommand;

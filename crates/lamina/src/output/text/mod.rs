@@ -1,5 +1,6 @@
 //! Replies as text, with a file for each group of requests.
 
+mod backup;
 mod disk;
 mod image;
 mod job;
@@ -68,6 +69,11 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
             Some((request, reply)) => print(out, request, reply),
             None => job::print(out, &end.job),
         },
+        Reply::BackedUp(created) => backup::print_created(out, created),
+        Reply::Backups(backups) => backup::print_all(out, backups),
+        Reply::Verified(verified) => backup::print_verified(out, verified),
+        Reply::Restored(restored) => backup::print_restored(out, restored),
+        Reply::Pruned(pruned) => backup::print_pruned(out, pruned),
         Reply::Sent(sent) => send::print(out, sent),
         Reply::Receptions(receptions) => send::print_all(out, receptions),
         Reply::Exports(exports) => {
