@@ -8,10 +8,12 @@ use crate::level::{Level, StoredLevel};
 use crate::manifest::segments;
 use crate::pack::{CHUNK_BLOCKS, Chunk, SEGMENT_BLOCKS, unpack};
 use crate::repository::Repository;
+use crate::seal::Key;
 use backend::BLOCK_SIZE;
 use disk::transfer::SEGMENT;
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
+use std::sync::Arc;
 
 const WORDS: usize = SEGMENT_BLOCKS as usize / 64;
 
@@ -89,12 +91,12 @@ pub struct Chain {
 
 impl Chain {
     /// The chain of a backup in a repository, named as in [`Repository::find`].
-    pub fn of(repository: &Repository, which: &str) -> Result<(crate::Manifest, Self)> {
+    pub fn of(repository: &Repository, which: &str, key: Option<&Arc<Key>>) -> Result<(crate::Manifest, Self)> {
         let chain = repository.chain(repository.find(which)?)?;
         let newest = chain[0].clone();
         let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(chain.len());
         for manifest in chain {
-            levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest)?));
+            levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest, key)?));
         }
         let capacity = newest.backup.capacity;
         Ok((newest, Self { levels, capacity }))

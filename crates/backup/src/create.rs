@@ -8,11 +8,13 @@
 
 use crate::manifest::{Description, Manifest, PackRecord, Parent, segments};
 use crate::pack::{Builder, CHUNK, CHUNK_BLOCKS, Chunk, Codec, Head, Index, PACK_FULL, Run, Zeros};
+use crate::seal::Key;
 use backend::{BLOCK_SIZE, clock};
 use checksums::checksum;
 use disk::transfer::{Extent, Outgoing, SEGMENT, SnapshotIdentity, new_identity};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 use work::{Progress, Throttle, Throttled};
@@ -30,18 +32,20 @@ pub const LEVEL_MAX: i32 = 19;
 
 /// Options of a backup.
 #[derive(Clone, Copy, Debug)]
-pub struct CreateOptions {
+pub struct CreateOptions<'a> {
     /// Level of zstd, from 1 to [`LEVEL_MAX`].
     pub level: i32,
     /// Limit in bytes of data per second; 0 for none.
     pub rate: u64,
     /// A pack with this many bytes takes no further segment; at most [`PACK_FULL`].
     pub pack: usize,
+    /// The key with which data is encrypted.
+    pub key: Option<&'a Arc<Key>>,
 }
 
-impl Default for CreateOptions {
+impl Default for CreateOptions<'_> {
     fn default() -> Self {
-        Self { level: LEVEL_DEFAULT, rate: 0, pack: PACK_FULL }
+        Self { level: LEVEL_DEFAULT, rate: 0, pack: PACK_FULL, key: None }
     }
 }
 
@@ -97,7 +101,12 @@ impl Created {
 }
 
 /// Describes a new backup of a snapshot.
-pub fn describe(outgoing: &Outgoing, disk: &str, parent: Option<Parent>) -> Result<Description> {
+pub fn describe(
+    outgoing: &Outgoing,
+    disk: &str,
+    parent: Option<Parent>,
+    options: CreateOptions<'_>,
+) -> Result<Description> {
     Ok(Description {
         id: new_identity()?,
         disk: disk.to_owned(),
@@ -105,6 +114,7 @@ pub fn describe(outgoing: &Outgoing, disk: &str, parent: Option<Parent>) -> Resu
         provisioning: outgoing.provisioning(),
         point: outgoing.point().clone(),
         parent,
+        key: options.key.map(|key| key.id().to_owned()),
         begun: clock::seconds(),
         number: 0,
         program: concat!("lamina ", env!("CARGO_PKG_VERSION")).to_owned(),
@@ -164,7 +174,7 @@ pub(crate) fn run(
     description: &Description,
     mut written: Written,
     sink: &mut dyn Sink,
-    options: CreateOptions,
+    options: CreateOptions<'_>,
     progress: &dyn Progress,
 ) -> Result<Created> {
     let begun = Instant::now();
@@ -173,6 +183,7 @@ pub(crate) fn run(
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let resumed = written.stored();
+    let key = options.key.map(|key| &**key);
     let base = description.parent.as_ref().map(|parent| parent.point.uuid.as_str());
     let reader = Reader {
         outgoing,
@@ -194,15 +205,13 @@ pub(crate) fn run(
             return Err(stopped());
         }
         if builder.length() >= options.pack.min(PACK_FULL) && place + 1 < left.len() {
-            let number = written.packs.len() as u32;
             let full = std::mem::replace(&mut builder, Builder::new(segment + 1));
-            deliver(full, id, number, segment + 1, &mut written, sink)?;
+            deliver(full, (id, segment + 1), key, &mut written, sink)?;
             progress.durable(done);
         }
     }
     if written.end() < all {
-        let number = written.packs.len() as u32;
-        deliver(builder, id, number, all, &mut written, sink)?;
+        deliver(builder, (id, all), key, &mut written, sink)?;
     }
     let Written { packs, data, zeros } = written;
     let manifest = Manifest { backup: description.clone(), finished: clock::seconds(), data, zeros, packs };
@@ -212,16 +221,15 @@ pub(crate) fn run(
 
 fn deliver(
     builder: Builder,
-    id: [u8; 16],
-    number: u32,
-    end: u32,
+    (id, end): ([u8; 16], u32),
+    key: Option<&Key>,
     written: &mut Written,
     sink: &mut dyn Sink,
 ) -> Result<()> {
-    let (head, bytes) = builder.finish(id, number, end);
-    let index = head.decode_body(&bytes[crate::pack::HEAD..])?;
-    sink.pack(&head, &bytes)?;
-    written.add(crate::level::record_of(&head, &bytes), &index);
+    let number = written.packs.len() as u32;
+    let pack = builder.finish(id, number, end, key)?;
+    sink.pack(&pack.head, &pack.bytes)?;
+    written.add(crate::level::record_of(&pack.head, &pack.bytes), &pack.index);
     Ok(())
 }
 
@@ -426,9 +434,15 @@ fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<Run>, Vec<u64>) {
     (runs, zeros)
 }
 
-/// Whether a snapshot is the one that a description names.
-pub(crate) fn is_same(description: &Description, outgoing: &Outgoing, parent: Option<&SnapshotIdentity>) -> bool {
+/// Whether a description is that of a backup of a snapshot, with these options.
+pub(crate) fn is_same(
+    description: &Description,
+    outgoing: &Outgoing,
+    parent: Option<&SnapshotIdentity>,
+    options: CreateOptions<'_>,
+) -> bool {
     description.point == *outgoing.point()
         && description.capacity == outgoing.capacity()
+        && description.key.as_deref() == options.key.map(|key| key.id())
         && description.parent.as_ref().map(|parent| &parent.point.uuid) == parent.map(|parent| &parent.uuid)
 }

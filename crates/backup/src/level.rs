@@ -4,6 +4,7 @@ use crate::manifest::{Manifest, PackRecord};
 use crate::objects::Objects;
 use crate::pack::{Content, HEAD, Head, Index};
 use crate::repository::pack_name;
+use crate::seal::{Key, PackReader};
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,28 +29,32 @@ pub struct StoredLevel {
     objects: Arc<dyn Objects>,
     manifest: Manifest,
     id: [u8; 16],
-    current: Option<(u32, Index)>,
+    key: Option<Arc<Key>>,
+    current: Option<(u32, PackReader, Index)>,
 }
 
 impl StoredLevel {
     /// A level for a backup.
-    pub fn new(objects: Arc<dyn Objects>, manifest: Manifest) -> Result<Self> {
+    pub fn new(objects: Arc<dyn Objects>, manifest: Manifest, key: Option<&Arc<Key>>) -> Result<Self> {
         let id = manifest.backup.id_bytes()?;
-        Ok(Self { objects, manifest, id, current: None })
+        let key = manifest.backup.choose_key(key)?;
+        Ok(Self { objects, manifest, id, key, current: None })
     }
 
     fn load(&mut self, number: u32) -> Result<()> {
-        if self.current.as_ref().is_some_and(|(current, _)| *current == number) {
+        if self.current.as_ref().is_some_and(|(current, ..)| *current == number) {
             return Ok(());
         }
         let name = pack_name(&self.manifest.backup.id, number);
         let place = self.objects.place();
         let head = self.objects.read(&name, 0..HEAD as u64)?;
-        let index = self.expected(number, &head).and_then(|head| {
-            let index = self.objects.read(&name, head.index_range())?;
-            head.decode_index(&index)
+        let loaded = self.expected(number, &head).and_then(|head| {
+            let mut fetch = |range| self.objects.read(&name, range);
+            let reader = PackReader::new(head, self.key.as_ref(), &mut fetch)?;
+            let index = head.decode_index(&reader.read(head.index_range(), &mut fetch)?)?;
+            Ok((number, reader, index))
         });
-        self.current = Some((number, index.map_err(|error| error.context(format!("'{name}' in '{place}'")))?));
+        self.current = Some(loaded.map_err(|error| error.context(format!("'{name}' in '{place}'")))?);
         Ok(())
     }
 
@@ -81,12 +86,15 @@ impl Level for StoredLevel {
         // A parent may be smaller than the disk is now.
         let Some(number) = self.manifest.pack_of(segment) else { return Ok(None) };
         self.load(number as u32)?;
-        Ok(self.current.as_ref().and_then(|(_, index)| index.get(&segment).cloned()))
+        Ok(self.current.as_ref().and_then(|(.., index)| index.get(&segment).cloned()))
     }
 
     fn read(&mut self, range: Range<u64>) -> Result<Vec<u8>> {
         match &self.current {
-            Some((number, _)) => self.objects.read(&pack_name(&self.manifest.backup.id, *number), range),
+            Some((number, reader, _)) => {
+                let name = pack_name(&self.manifest.backup.id, *number);
+                reader.read(range, &mut |range| self.objects.read(&name, range))
+            }
             None => Err(Error::new(ErrorKind::Invalid, "no pack was read yet")),
         }
     }

@@ -30,6 +30,7 @@ mod pack;
 mod repository;
 mod restore;
 mod retention;
+mod seal;
 mod stored;
 mod stream;
 #[cfg(test)]
@@ -49,5 +50,6 @@ pub use pack::{BODY_MAX, HEAD, Head, unpack};
 pub use repository::{BackupInfo, Found, Repository};
 pub use restore::{RestoreOptions, Restored, restore};
 pub use retention::{Judged, Keep, Pruned};
+pub use seal::Key;
 pub use stream::{FileLevel, Next, StreamLevel, StreamReader, create_file, create_stream, manifest_of};
 pub use verify::{Verified, verify_file, verify_stream};

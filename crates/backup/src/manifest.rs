@@ -3,11 +3,13 @@
 //! members.
 
 use crate::pack::{BODY_MAX, HEAD};
+use crate::seal::Key;
 use disk::Provisioning;
 use disk::sealed::Kind;
 use disk::transfer::{SEGMENT, SnapshotIdentity};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use uuid::Uuid;
 
 const DESCRIPTION: Kind = Kind { word: "backup description", version: 1, length_max: 64 << 10 };
@@ -52,6 +54,8 @@ pub struct Description {
     pub point: SnapshotIdentity,
     /// The state on which the backup is based; `None` for a backup of all data.
     pub parent: Option<Parent>,
+    /// Identity of the key with which the data is encrypted; `None` without encryption.
+    pub key: Option<String>,
     /// When the backup began, in seconds since 1970.
     pub begun: u64,
     /// The number of the backup in its repository, from 1 on; 0 in a file or stream.
@@ -125,6 +129,23 @@ impl Description {
         format!("{}@{}", self.disk, self.point.name)
     }
 
+    /// The key for reading the backup, if it needs one.
+    ///
+    /// # Errors
+    /// `Invalid` without the right key.
+    pub fn choose_key(&self, given: Option<&Arc<Key>>) -> Result<Option<Arc<Key>>> {
+        let Some(id) = &self.key else { return Ok(None) };
+        if let Some(key) = given.filter(|key| key.id() == id) {
+            return Ok(Some(Arc::clone(key)));
+        }
+        let why = match given {
+            Some(key) => format!("and not with the key {} in the given file", key.id()),
+            None => "give the file of that key with --key-file".to_owned(),
+        };
+        let text = format!("the backup of '{}' is encrypted with the key {id}: {why}", self.source());
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+
     /// The bytes of the identity.
     pub fn id_bytes(&self) -> Result<[u8; 16]> {
         parse_id(&self.id).ok_or_else(|| contradiction(&DESCRIPTION))
@@ -142,6 +163,10 @@ impl Description {
             && self.parent.as_ref().is_none_or(parent)
             && (1..=u64::from(u32::MAX) * SEGMENT).contains(&self.capacity)
             && self.program.len() <= NAME_MAX
+            && self
+                .key
+                .as_deref()
+                .is_none_or(|key| key.len() == 16 && key.bytes().all(|digit| digit.is_ascii_hexdigit()))
     }
 
     /// The encoded record.

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMBPACK` |
 //! | 8 | 4 | version: 1 |
-//! | 12 | 4 | zero |
+//! | 12 | 4 | 1 if the body is encrypted, otherwise 0 |
 //! | 16 | 16 | identity of the backup |
 //! | 32 | 4 | number of the pack in the backup, from 0 |
 //! | 36 | 4 | first segment that the pack covers |
@@ -22,9 +22,11 @@
 //! 3. The chunks follow the index without gaps, in the order of the index.
 //! 4. Any bytes decode to a value in which all of this holds, or to an error.
 
+use crate::seal::{Key, SALT, sealed_length};
 use backend::BLOCK_SIZE;
 use checksums::checksum;
 use error::{Error, ErrorKind, Result};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -141,6 +143,8 @@ pub struct Head {
     pub body_sum: u32,
     /// CRC32C of the index.
     pub index_sum: u32,
+    /// Whether the body is encrypted.
+    pub sealed: bool,
 }
 
 fn corrupt(what: &str) -> Error {
@@ -157,6 +161,7 @@ impl Head {
         let mut out = [0; HEAD];
         out[..8].copy_from_slice(&MAGIC);
         out[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        out[12] = u8::from(self.sealed);
         out[16..32].copy_from_slice(&self.backup);
         let words =
             [self.number, self.first, self.end, self.index, self.body, self.body_sum, self.index_sum].into_iter();
@@ -193,9 +198,10 @@ impl Head {
             body: word(bytes, 48),
             body_sum: word(bytes, 52),
             index_sum: word(bytes, 56),
+            sealed: word(bytes, 12) == 1,
         };
         let fits = head.first < head.end && head.index <= head.body && head.body as usize <= BODY_MAX;
-        match fits && word(bytes, 12) == 0 {
+        match fits && word(bytes, 12) <= 1 {
             true => Ok(head),
             false => Err(corrupt("has a head that contradicts itself")),
         }
@@ -203,7 +209,15 @@ impl Head {
 
     /// Bytes of the whole pack.
     pub fn length(&self) -> u64 {
-        HEAD as u64 + u64::from(self.body)
+        HEAD as u64 + self.stored_body()
+    }
+
+    /// Stored bytes of the body.
+    pub fn stored_body(&self) -> u64 {
+        match self.sealed {
+            true => sealed_length(u64::from(self.body)),
+            false => self.body.into(),
+        }
     }
 
     /// The range of the index in the pack.
@@ -219,12 +233,27 @@ impl Head {
         decode_index(self, bytes)
     }
 
-    /// Checks the body and decodes its index.
-    pub fn decode_body(&self, body: &[u8]) -> Result<Index> {
-        if body.len() != self.body as usize || checksum(body) != self.body_sum {
-            return Err(corrupt("fails its checksum"));
+    /// Checks the stored bytes of the body.
+    pub fn check_body(&self, stored: &[u8]) -> Result<()> {
+        match stored.len() as u64 == self.stored_body() && checksum(stored) == self.body_sum {
+            true => Ok(()),
+            false => Err(corrupt("fails its checksum")),
         }
-        self.decode_index(&body[..self.index as usize])
+    }
+
+    /// Checks the stored bytes of the body, decrypts them if necessary, and decodes the index.
+    pub fn decode_body<'a>(&self, stored: &'a [u8], key: Option<&Key>) -> Result<(Index, Cow<'a, [u8]>)> {
+        self.check_body(stored)?;
+        let body = match (self.sealed, key) {
+            (false, _) => Cow::Borrowed(stored),
+            (true, Some(key)) => {
+                Cow::Owned(key.open(self, &stored[..SALT], &(0..u64::from(self.body)), &stored[SALT..])?)
+            }
+            (true, None) => {
+                return Err(Error::new(ErrorKind::Invalid, "the pack is encrypted: give its key with --key-file"));
+            }
+        };
+        Ok((self.decode_index(&body[..self.index as usize])?, body))
     }
 }
 
@@ -312,7 +341,7 @@ fn decode_index(head: &Head, bytes: &[u8]) -> Result<Index> {
         offset += u64::from(chunk.stored);
         content.chunks.push(chunk);
     }
-    match offset == head.length() {
+    match offset == HEAD as u64 + u64::from(head.body) {
         true => Ok(index),
         false => Err(wrong()),
     }
@@ -359,26 +388,44 @@ impl Builder {
         self.index.extend_from_slice(&[0; 4]);
     }
 
-    /// The finished pack, which covers all segments before `end`: its head and its bytes.
-    pub fn finish(self, backup: [u8; 16], number: u32, end: u32) -> (Head, Vec<u8>) {
-        let (index, payload) = (self.index, self.payload);
-        let mut bytes = Vec::with_capacity(HEAD + index.len() + payload.len());
-        bytes.extend_from_slice(&[0; HEAD]);
-        bytes.extend_from_slice(&index);
-        bytes.extend_from_slice(&payload);
-        let head = Head {
+    /// The finished pack, which covers all segments before `end`, encrypted if there is a key.
+    pub fn finish(self, backup: [u8; 16], number: u32, end: u32, key: Option<&Key>) -> Result<Pack> {
+        let length = self.index.len() as u32;
+        let mut body = self.index;
+        let index_sum = checksum(&body);
+        body.extend_from_slice(&self.payload);
+        let mut head = Head {
             backup,
             number,
             first: self.first,
             end,
-            index: index.len() as u32,
-            body: (bytes.len() - HEAD) as u32,
-            body_sum: checksum(&bytes[HEAD..]),
-            index_sum: checksum(&index),
+            index: length,
+            body: body.len() as u32,
+            body_sum: 0,
+            index_sum,
+            sealed: key.is_some(),
         };
-        bytes[..HEAD].copy_from_slice(&head.encode());
-        (head, bytes)
+        let index = head.decode_index(&body[..length as usize])?;
+        let stored = match key {
+            Some(key) => key.seal(&head, &body)?,
+            None => body,
+        };
+        head.body_sum = checksum(&stored);
+        let mut bytes = Vec::with_capacity(HEAD + stored.len());
+        bytes.extend_from_slice(&head.encode());
+        bytes.extend_from_slice(&stored);
+        Ok(Pack { head, index, bytes })
     }
+}
+
+/// A finished pack.
+pub struct Pack {
+    /// The head.
+    pub head: Head,
+    /// The index.
+    pub index: Index,
+    /// All bytes as they are stored.
+    pub bytes: Vec<u8>,
 }
 
 /// The blocks of a chunk, from its stored bytes.

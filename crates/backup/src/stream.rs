@@ -16,14 +16,17 @@ use crate::create::{CreateOptions, Created, Sink, Written, describe, is_same, ru
 use crate::level::{Level, check_head, record_of};
 use crate::manifest::{Description, Manifest, Parent, segments};
 use crate::pack::{Content, HEAD, Head, Index};
+use crate::seal::{Key, PackReader};
 use backend::private;
 use checksums::checksum;
 use disk::transfer::{Outgoing, SnapshotIdentity};
 use error::{Error, ErrorKind, IoContext, Result};
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use work::Progress;
 
 const BEGIN: [u8; 8] = *b"LAMBHEAD";
@@ -67,6 +70,8 @@ pub struct StreamReader<R> {
     name: String,
     description: Description,
     id: [u8; 16],
+    /// The key, if the backup is encrypted and the key was given.
+    key: Option<Arc<Key>>,
     written: Written,
     /// Bytes read so far.
     at: u64,
@@ -74,7 +79,7 @@ pub struct StreamReader<R> {
 
 /// What follows in a stream.
 pub enum Next {
-    /// A pack: its head, its index and its body.
+    /// A pack: its head, its index and its decrypted body.
     Pack(Head, Index, Vec<u8>),
     /// The manifest, and with it the end of the stream.
     End(Box<Manifest>),
@@ -82,7 +87,17 @@ pub enum Next {
 
 impl<R: Read> StreamReader<R> {
     /// Begins to read a stream; `name` is for messages.
-    pub fn new(mut reader: R, name: &str) -> Result<Self> {
+    ///
+    /// # Errors
+    /// `Invalid` without the key of an encrypted stream.
+    pub fn new(reader: R, name: &str, key: Option<&Arc<Key>>) -> Result<Self> {
+        let mut stream = Self::without_key(reader, name)?;
+        stream.key = stream.description.choose_key(key)?;
+        Ok(stream)
+    }
+
+    /// As [`StreamReader::new`], for callers that need only the description.
+    fn without_key(mut reader: R, name: &str) -> Result<Self> {
         let mut head = [0; PART];
         let mut at = 0;
         fill(&mut reader, &mut head, name, &mut at)?;
@@ -93,7 +108,7 @@ impl<R: Read> StreamReader<R> {
         let record = record(&mut reader, length, name, &mut at)?;
         let description = Description::decode(&record).map_err(|error| error.context(name))?;
         let id = description.id_bytes()?;
-        Ok(Self { reader, name: name.to_owned(), description, id, written: Written::default(), at })
+        Ok(Self { reader, name: name.to_owned(), description, id, key: None, written: Written::default(), at })
     }
 
     /// The description of the backup.
@@ -125,8 +140,13 @@ impl<R: Read> StreamReader<R> {
         {
             return Err(context(Error::new(ErrorKind::Corrupt, "the pack belongs to another place or backup")));
         }
-        let body = record(&mut self.reader, decoded.body as usize, &name, &mut self.at)?;
-        let index = decoded.decode_body(&body).map_err(context)?;
+        let stored = record(&mut self.reader, decoded.stored_body() as usize, &name, &mut self.at)?;
+        let opened = decoded.decode_body(&stored, self.key.as_deref()).map_err(context)?;
+        let (index, decrypted) = match opened {
+            (index, Cow::Borrowed(_)) => (index, None),
+            (index, Cow::Owned(body)) => (index, Some(body)),
+        };
+        let body = decrypted.unwrap_or(stored);
         self.written.add(record_of(&decoded, &head), &index);
         Ok(Next::Pack(decoded, index, body))
     }
@@ -269,10 +289,10 @@ pub fn create_stream(
     name: &str,
     (outgoing, disk): (&Outgoing, &str),
     from: Option<&SnapshotIdentity>,
-    options: CreateOptions,
+    options: CreateOptions<'_>,
     progress: &dyn Progress,
 ) -> Result<Created> {
-    let description = describe(outgoing, disk, parent_of(from, outgoing)?)?;
+    let description = describe(outgoing, disk, parent_of(from, outgoing)?, options)?;
     let writer = &mut BufWriter::new(writer);
     writer.write_all(&part(BEGIN, &description.encode()?)).during(|| format!("writing {name}"))?;
     run(outgoing, &description, Written::default(), &mut StreamSink { writer, name }, options, progress)
@@ -286,7 +306,7 @@ pub fn create_file(
     path: &Path,
     (outgoing, disk): (&Outgoing, &str),
     from: Option<&SnapshotIdentity>,
-    options: CreateOptions,
+    options: CreateOptions<'_>,
     progress: &dyn Progress,
 ) -> Result<Created> {
     let name = format!("'{}'", path.display());
@@ -300,11 +320,11 @@ pub fn create_file(
         Err(error) => return Err(Error::io(during(), error)),
     };
     let length = file.metadata().during(during)?.len();
-    let (description, written, at) = match resume(&mut file, length, &name, (outgoing, from))? {
+    let (description, written, at) = match resume(&mut file, length, &name, (outgoing, from), options)? {
         Resumed::Complete(manifest) => return Ok(Created::already(&manifest)),
         Resumed::Partial(description, written, at) => (*description, written, at),
         Resumed::Nothing => {
-            let description = describe(outgoing, disk, parent)?;
+            let description = describe(outgoing, disk, parent, options)?;
             let bytes = part(BEGIN, &description.encode()?);
             file.seek(SeekFrom::Start(0)).and_then(|_| file.write_all(&bytes)).during(during)?;
             (description, Written::default(), bytes.len() as u64)
@@ -334,6 +354,7 @@ fn resume(
     length: u64,
     name: &str,
     (outgoing, from): (&Outgoing, Option<&SnapshotIdentity>),
+    options: CreateOptions<'_>,
 ) -> Result<Resumed> {
     let exists = || {
         let text = format!("{name} exists and is not a backup of '{}': give the name of a new file", outgoing.name());
@@ -345,15 +366,16 @@ fn resume(
         return Err(exists());
     }
     file.seek(SeekFrom::Start(0)).during(|| format!("reading {name}"))?;
-    let mut stream = match StreamReader::new(io::BufReader::new(&mut *file), name) {
+    let mut stream = match StreamReader::without_key(io::BufReader::new(&mut *file), name) {
         Ok(stream) => stream,
         // Its end, which nothing follows, was cut.
         Err(error) if error.kind() == ErrorKind::Io && length < Description::LENGTH_MAX => return Ok(Resumed::Nothing),
         Err(error) => return Err(error),
     };
-    if !is_same(&stream.description, outgoing, from) {
+    if !is_same(&stream.description, outgoing, from, options) {
         return Err(exists());
     }
+    stream.key = stream.description.choose_key(options.key)?;
     loop {
         let (at, written) = (stream.at, stream.written.clone());
         match stream.next() {
@@ -382,7 +404,7 @@ pub fn manifest_of(path: &Path) -> Result<Manifest> {
     if !found || part > at {
         // The beginning says whether this is an unfinished backup or something else.
         file.seek(SeekFrom::Start(0)).during(during)?;
-        StreamReader::new(&mut file, &name)?;
+        StreamReader::without_key(&mut file, &name)?;
         return Err(cut(&name, length));
     }
     at -= part;
@@ -403,12 +425,16 @@ pub struct FileLevel {
     id: [u8; 16],
     /// Offset of each pack.
     starts: Vec<u64>,
-    current: Option<(usize, Index)>,
+    key: Option<Arc<Key>>,
+    current: Option<(usize, PackReader, Index)>,
 }
 
 impl FileLevel {
     /// Opens a complete backup.
-    pub fn open(path: &Path) -> Result<Self> {
+    ///
+    /// # Errors
+    /// `Invalid` without the key of an encrypted backup.
+    pub fn open(path: &Path, key: Option<&Arc<Key>>) -> Result<Self> {
         let name = format!("'{}'", path.display());
         let manifest = manifest_of(path)?;
         let file = File::open(path).during(|| format!("reading {name}"))?;
@@ -424,7 +450,8 @@ impl FileLevel {
         });
         let starts = starts.collect();
         let id = manifest.backup.id_bytes()?;
-        Ok(Self { file, name, manifest, id, starts, current: None })
+        let key = manifest.backup.choose_key(key)?;
+        Ok(Self { file, name, manifest, id, starts, key, current: None })
     }
 
     /// The manifest.
@@ -432,30 +459,38 @@ impl FileLevel {
         &self.manifest
     }
 
-    fn bytes(&mut self, pack: usize, range: Range<u64>) -> Result<Vec<u8>> {
+    fn bytes(&self, pack: usize, range: Range<u64>) -> Result<Vec<u8>> {
         let start = self.starts.get(pack).copied().unwrap_or_default();
         let mut at = start + range.start;
-        self.file.seek(SeekFrom::Start(at)).during(|| format!("reading {}", self.name))?;
-        record(&mut self.file, (range.end - range.start) as usize, &self.name, &mut at)
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(at)).during(|| format!("reading {}", self.name))?;
+        record(&mut file, (range.end - range.start) as usize, &self.name, &mut at)
+    }
+
+    fn load(&self, pack: usize) -> Result<(usize, PackReader, Index)> {
+        let head = self.bytes(pack, 0..HEAD as u64)?;
+        let head = check_head(&self.manifest.packs, pack, self.id, &head)?;
+        let mut fetch = |range| self.bytes(pack, range);
+        let reader = PackReader::new(head, self.key.as_ref(), &mut fetch)?;
+        let index = head.decode_index(&reader.read(head.index_range(), &mut fetch)?)?;
+        Ok((pack, reader, index))
     }
 }
 
 impl Level for FileLevel {
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         let Some(pack) = self.manifest.pack_of(segment) else { return Ok(None) };
-        if self.current.as_ref().is_none_or(|(current, _)| *current != pack) {
-            let head = self.bytes(pack, 0..HEAD as u64)?;
-            let context = format!("pack {pack} of {}", self.name);
-            let head = check_head(&self.manifest.packs, pack, self.id, &head);
-            let head = head.map_err(|error| error.context(&context))?;
-            let index = self.bytes(pack, head.index_range())?;
-            self.current = Some((pack, head.decode_index(&index).map_err(|error| error.context(&context))?));
+        if self.current.as_ref().is_none_or(|(current, ..)| *current != pack) {
+            let loaded = self.load(pack).map_err(|error| error.context(format!("pack {pack} of {}", self.name)))?;
+            self.current = Some(loaded);
         }
-        Ok(self.current.as_ref().and_then(|(_, index)| index.get(&segment).cloned()))
+        Ok(self.current.as_ref().and_then(|(.., index)| index.get(&segment).cloned()))
     }
 
     fn read(&mut self, range: Range<u64>) -> Result<Vec<u8>> {
-        let pack = self.current.as_ref().map_or(0, |(pack, _)| *pack);
-        self.bytes(pack, range)
+        match &self.current {
+            Some((pack, reader, _)) => reader.read(range, &mut |range| self.bytes(*pack, range)),
+            None => Err(Error::new(ErrorKind::Invalid, "no pack was read yet")),
+        }
     }
 }

@@ -30,6 +30,7 @@ pub fn manifest(capacity: u64) -> Manifest {
             provisioning: Provisioning::Thin,
             point: point(2, "monday", 1_794_900_000),
             parent: Some(parent),
+            key: None,
             begun: 1_794_900_060,
             number: 7,
             program: "lamina 0.1.0".into(),
@@ -45,7 +46,7 @@ pub fn manifest(capacity: u64) -> Manifest {
 }
 
 /// Packs of little more than a segment, so that a small disk has several.
-pub const SMALL_PACKS: CreateOptions = CreateOptions { level: 1, rate: 0, pack: 1 };
+pub const SMALL_PACKS: CreateOptions<'_> = CreateOptions { level: 1, rate: 0, pack: 1, key: None };
 
 /// A datastore with the disk `vm`.
 pub struct Fixture {

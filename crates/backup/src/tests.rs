@@ -29,7 +29,7 @@ fn options(name: &str) -> RestoreOptions {
 }
 
 fn restore_from(repository: &Repository, which: &str, to: &Fixture, name: &str) -> Restored {
-    let (manifest, mut chain) = Chain::of(repository, which).unwrap();
+    let (manifest, mut chain) = Chain::of(repository, which, None).unwrap();
     restore(&to.datastore, &mut chain, (&manifest.backup, false), &options(name), &NoProgress).unwrap()
 }
 
@@ -60,11 +60,11 @@ fn increments_have_only_changes_and_every_backup_of_a_chain_is_restored_equal() 
         assert!(made.stored < changed * 102 / 100, "{made:?}");
         assert!(create(&repository, &here, &name).already);
     }
-    assert!(repository.verify(&[], &NoProgress).unwrap().problems.is_empty());
+    assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty());
     let there = Fixture::empty(CAPACITY);
     for (round, content) in contents.iter().enumerate() {
         let (which, name) = (format!("vm@s{round}"), format!("r{round}"));
-        assert!(content_of(&mut Chain::of(&repository, &which).unwrap().1) == *content, "{which}");
+        assert!(content_of(&mut Chain::of(&repository, &which, None).unwrap().1) == *content, "{which}");
         let restored = restore_from(&repository, &which, &there, &name);
         assert_eq!(restored.snapshot, format!("s{round}"));
         assert!(there.content_of(&name) == *content && there.content_of(&format!("{name}@s{round}")) == *content);
@@ -102,8 +102,8 @@ fn a_backup_cut_anywhere_continues_and_is_complete() {
         let repository = repository(&disk);
         let made = create(&repository, &here, "s");
         resumed += u64::from(made.resumed > 0);
-        assert!(repository.verify(&[], &NoProgress).unwrap().problems.is_empty(), "seed {seed}");
-        assert!(content_of(&mut Chain::of(&repository, &made.id).unwrap().1) == content, "seed {seed}");
+        assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty(), "seed {seed}");
+        assert!(content_of(&mut Chain::of(&repository, &made.id, None).unwrap().1) == content, "seed {seed}");
         assert_eq!(repository.list().unwrap().len(), 1, "seed {seed}");
         assert_eq!(repository.sweep().unwrap(), 0, "seed {seed}");
     }
@@ -127,13 +127,13 @@ fn a_file_cut_at_any_byte_continues_and_is_complete() {
         let length = random.index(good.len());
         std::fs::write(&path, &good[..length]).unwrap();
         if length > 8 {
-            assert_eq!(verify_file(&path, &NoProgress).unwrap().problems.len(), 1, "{length}");
+            assert_eq!(verify_file(&path, None, &NoProgress).unwrap().problems.len(), 1, "{length}");
             assert!(manifest_of(&path).is_err());
         }
         let made = make().unwrap_or_else(|error| panic!("cut at {length}: {error}"));
         resumed += u64::from(made.resumed > 0);
-        assert!(verify_file(&path, &NoProgress).unwrap().problems.is_empty(), "cut at {length}");
-        let level = FileLevel::open(&path).unwrap();
+        assert!(verify_file(&path, None, &NoProgress).unwrap().problems.is_empty(), "cut at {length}");
+        let level = FileLevel::open(&path, None).unwrap();
         assert_eq!(level.manifest().stored(), made.stored);
         if round % 10 == 0 {
             let mut chain = Chain::new(vec![Box::new(level)], CAPACITY);
@@ -158,7 +158,7 @@ fn every_flipped_byte_of_a_stream_or_repository_is_found() {
     here.snapshot("s");
     let mut good = Vec::new();
     create_stream(&mut good, "the stream", (&here.outgoing("s"), "vm"), None, SMALL_PACKS, &NoProgress).unwrap();
-    let verify = |bytes: &[u8]| verify_stream(bytes, "the stream", 0, &NoProgress).unwrap();
+    let verify = |bytes: &[u8]| verify_stream(bytes, ("the stream", 0), None, &NoProgress).unwrap();
     assert_eq!(verify(&good).problems, Vec::<String>::new());
     let mut random = Random::new(7);
     let mut places: Vec<usize> = (0..1200).chain(good.len() - 1200..good.len()).collect();
@@ -184,15 +184,19 @@ fn every_flipped_byte_of_a_stream_or_repository_is_found() {
             let mut bad = good.clone();
             bad[at] ^= 1 << random.below(8);
             std::fs::write(&path, &bad).unwrap();
-            assert!(!repository.verify(&[], &NoProgress).unwrap().problems.is_empty(), "{}: {at}", path.display());
+            assert!(
+                !repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty(),
+                "{}: {at}",
+                path.display()
+            );
         }
         std::fs::remove_file(&path).unwrap();
-        let verified = repository.verify(&[], &NoProgress).unwrap();
+        let verified = repository.verify(&[], None, &NoProgress).unwrap();
         let manifest = path.to_string_lossy().contains("backup-");
         assert_eq!(verified.problems.is_empty(), manifest, "{}: {verified:?}", path.display());
         std::fs::write(&path, &good).unwrap();
     }
-    assert!(repository.verify(&["vm".into()], &NoProgress).unwrap().problems.is_empty());
+    assert!(repository.verify(&["vm".into()], None, &NoProgress).unwrap().problems.is_empty());
 }
 
 #[test]
@@ -216,7 +220,7 @@ fn an_increment_in_a_stream_is_restored_on_its_parent() {
     assert_eq!(stream("s0", Some("s0")).unwrap_err().kind(), ErrorKind::Invalid);
     let there = Fixture::empty(CAPACITY);
     let receive = |bytes: &[u8], name: &str, update: bool| {
-        let stream = StreamReader::new(std::io::Cursor::new(bytes.to_vec()), "the stream").unwrap();
+        let stream = StreamReader::new(std::io::Cursor::new(bytes.to_vec()), "the stream", None).unwrap();
         let description = stream.description().clone();
         let mut chain = Chain::new(vec![Box::new(StreamLevel::new(stream))], description.capacity);
         let options = RestoreOptions { update, ..options(name) };
@@ -276,13 +280,66 @@ fn backups_with_increments_are_not_deleted_and_a_cut_deletion_is_completed() {
             repository.chain(manifest.clone()).unwrap();
         }
         repository.sweep().unwrap();
-        assert!(repository.verify(&[], &NoProgress).unwrap().problems.is_empty());
+        assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty());
         repository.delete(&left).unwrap();
         assert_eq!(repository.list().unwrap(), []);
         assert_eq!(repository.sweep().unwrap(), 0);
         let files = disk.directory().list().unwrap();
         assert_eq!(files.into_iter().filter(|name| name != "lock").collect::<Vec<_>>(), ["repository"]);
     }
+}
+
+#[test]
+fn encrypted_backups_continue_and_need_their_key() {
+    let mut here = Fixture::new(CAPACITY, 12);
+    let first = here.snapshot("a");
+    let folder = tempfile::tempdir().unwrap();
+    let key = Arc::new(Key::create(&folder.path().join("key")).unwrap());
+    let other = Arc::new(Key::create(&folder.path().join("other")).unwrap());
+    let sealed = CreateOptions { key: Some(&key), ..SMALL_PACKS };
+    let disk = SimulatedDisk::new(12, SimulatedOptions::default());
+    drop(repository(&disk));
+    disk.cut_after(disk.operations() + 30);
+    let objects = Arc::new(Folder::of(disk.directory(), "the repository"));
+    Repository::open(objects).unwrap().create(&here.outgoing("a"), "vm", false, sealed, &NoProgress).unwrap_err();
+    let repository = repository(&disk.crash());
+    let create =
+        |snapshot: &str, options| repository.create(&here.outgoing(snapshot), "vm", false, options, &NoProgress);
+    assert!(create("a", sealed).unwrap().resumed > 0);
+    here.write(4096, &[7; 12_288]);
+    let second = here.snapshot("b");
+    let create =
+        |snapshot: &str, options| repository.create(&here.outgoing(snapshot), "vm", false, options, &NoProgress);
+    assert_eq!(create("b", SMALL_PACKS).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(create("b", sealed).unwrap().based_on.as_deref(), Some("a"));
+    // A backup with another key has all data.
+    let full = create("b", CreateOptions { key: Some(&other), ..SMALL_PACKS }).unwrap();
+    assert_eq!((full.based_on, full.already), (None, false));
+    for (which, content) in [("vm@a", &first), (repository.manifests().unwrap()[1].backup.id.as_str(), &second)] {
+        let mut chain = Chain::of(&repository, which, Some(&key)).unwrap().1;
+        assert!(content_of(&mut chain) == *content, "{which}");
+        for wrong in [None, Some(&other)] {
+            assert_eq!(Chain::of(&repository, which, wrong).err().unwrap().kind(), ErrorKind::Invalid);
+        }
+        assert!(repository.verify(&[which.into()], Some(&key), &NoProgress).unwrap().problems.is_empty());
+    }
+    // Neither the data nor the index is readable without the key.
+    let block = &first[..4096].to_vec();
+    let path = folder.path().join("file");
+    let source = (&here.outgoing("a"), "vm");
+    let options = CreateOptions { level: 1, ..sealed };
+    create_file(&path, source, None, options, &NoProgress).unwrap();
+    let stored = std::fs::read(&path).unwrap();
+    assert!(block.iter().all(|byte| *byte == 0) || !stored.windows(64).any(|part| part == &block[..64]));
+    let mut random = Random::new(13);
+    for _ in 0..10 {
+        std::fs::write(&path, &stored[..random.index(stored.len())]).unwrap();
+        create_file(&path, source, None, options, &NoProgress).unwrap();
+        assert!(verify_file(&path, Some(&key), &NoProgress).unwrap().problems.is_empty());
+        assert_eq!(verify_file(&path, None, &NoProgress).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    let mut chain = Chain::new(vec![Box::new(FileLevel::open(&path, Some(&key)).unwrap())], CAPACITY);
+    assert!(content_of(&mut chain) == first);
 }
 
 /// Cancels work after a number of reports.
@@ -317,7 +374,7 @@ fn cancelled_work_continues_where_it_was() {
     let there = Fixture::empty(CAPACITY);
     let mut attempts = 0;
     loop {
-        let (manifest, mut chain) = Chain::of(&repository, "vm").unwrap();
+        let (manifest, mut chain) = Chain::of(&repository, "vm", None).unwrap();
         let progress = Impatient(AtomicU64::new(attempts));
         match restore(&there.datastore, &mut chain, (&manifest.backup, false), &options("vm"), &progress) {
             Ok(_) => break,

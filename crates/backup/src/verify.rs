@@ -4,12 +4,14 @@ use crate::level::check_head;
 use crate::manifest::Manifest;
 use crate::pack::{HEAD, Index, unpack};
 use crate::repository::{Repository, pack_name};
+use crate::seal::Key;
 use crate::stream::{Next, StreamReader};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
+use std::sync::Arc;
 use work::{Progress, Throttle};
 
 /// The result of a verification.
@@ -49,7 +51,10 @@ fn is_damage(error: &Error) -> bool {
 impl Repository {
     /// Verifies backups, named as in [`Repository::find`], with all backups on which they are based; without names, all
     /// backups.
-    pub fn verify(&self, which: &[String], progress: &dyn Progress) -> Result<Verified> {
+    ///
+    /// # Errors
+    /// `Invalid` without the key of an encrypted backup.
+    pub fn verify(&self, which: &[String], key: Option<&Arc<Key>>, progress: &dyn Progress) -> Result<Verified> {
         let mut verified = Verified::default();
         let mut wanted: Vec<Manifest> = Vec::new();
         let mut add = |manifest: Manifest| {
@@ -87,9 +92,10 @@ impl Repository {
         let throttle = Throttle::new(progress);
         for manifest in &wanted {
             verified.backups += 1;
+            let key = manifest.backup.choose_key(key)?;
             let mut data = 0;
             for number in 0..manifest.packs.len() {
-                match self.verify_pack(manifest, number) {
+                match self.verify_pack(manifest, number, key.as_deref()) {
                     Ok((length, plain)) => {
                         verified.bytes += length;
                         data += plain;
@@ -112,7 +118,7 @@ impl Repository {
     }
 
     /// The bytes of a pack, and the bytes of data in it.
-    fn verify_pack(&self, manifest: &Manifest, number: usize) -> Result<(u64, u64)> {
+    fn verify_pack(&self, manifest: &Manifest, number: usize, key: Option<&Key>) -> Result<(u64, u64)> {
         let name = pack_name(&manifest.backup.id, number as u32);
         let objects = self.objects();
         let check = || {
@@ -125,8 +131,8 @@ impl Repository {
             }
             let bytes = objects.read(&name, 0..length)?;
             let head = check_head(&manifest.packs, number, manifest.backup.id_bytes()?, &bytes)?;
-            let index = head.decode_body(&bytes[HEAD..])?;
-            Ok((length, unpack_all(&index, &bytes[HEAD..])?))
+            let (index, body) = head.decode_body(&bytes[HEAD..], key)?;
+            Ok((length, unpack_all(&index, &body)?))
         };
         check().map_err(|error: Error| {
             let backup = format!("backup {} of '{}'", manifest.backup.id, manifest.backup.source());
@@ -136,11 +142,16 @@ impl Repository {
 }
 
 /// Verifies a stream; `total` is its length if it is known.
-pub fn verify_stream(reader: impl Read, name: &str, total: u64, progress: &dyn Progress) -> Result<Verified> {
+pub fn verify_stream(
+    reader: impl Read,
+    (name, total): (&str, u64),
+    key: Option<&Arc<Key>>,
+    progress: &dyn Progress,
+) -> Result<Verified> {
     let mut verified = Verified { backups: 1, ..Verified::default() };
     let throttle = Throttle::new(progress);
     let read = || -> Result<()> {
-        let mut stream = StreamReader::new(reader, name)?;
+        let mut stream = StreamReader::new(reader, name, key)?;
         loop {
             let Next::Pack(head, index, body) = stream.next()? else { return Ok(()) };
             let plain = unpack_all(&index, &body);
@@ -162,9 +173,9 @@ pub fn verify_stream(reader: impl Read, name: &str, total: u64, progress: &dyn P
 }
 
 /// Verifies the backup in a file.
-pub fn verify_file(path: &Path, progress: &dyn Progress) -> Result<Verified> {
+pub fn verify_file(path: &Path, key: Option<&Arc<Key>>, progress: &dyn Progress) -> Result<Verified> {
     let name = format!("'{}'", path.display());
     let file = File::open(path).during(|| format!("reading {name}"))?;
     let length = file.metadata().during(|| format!("reading {name}"))?.len();
-    verify_stream(BufReader::with_capacity(1 << 20, file), &name, length, progress)
+    verify_stream(BufReader::with_capacity(1 << 20, file), (&name, length), key, progress)
 }

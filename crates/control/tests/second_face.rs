@@ -89,6 +89,7 @@ verbs! {
     "export list": Request::ExportList,
     "send": Request::Send(_),
     "backup create": Request::Backup(BackupRequest::Create(_)),
+    "backup key": Request::Backup(BackupRequest::Key { .. }),
     "backup list": Request::Backup(BackupRequest::List { .. }),
     "backup verify": Request::Backup(BackupRequest::Verify { .. }),
     "backup restore": Request::Backup(BackupRequest::Restore(_)),
@@ -451,15 +452,24 @@ fn others(face: &Face) {
 fn backups(face: &Face) {
     let place = || BackupPlace::Folder(face.beside("backups"));
     let backup = |request| face.done(Request::Backup(request));
-    let create =
-        BackupCreate { disk: text("b"), snapshot: None, place: place(), full: false, from: None, level: 3, rate: 0 };
+    let create = BackupCreate {
+        disk: text("b"),
+        snapshot: None,
+        place: place(),
+        full: false,
+        from: None,
+        level: 3,
+        rate: 0,
+        key: Some(face.beside("key")),
+    };
     let Reply::BackedUp(created) = backup(BackupRequest::Create(create)) else { panic!("a backup is made") };
     let Reply::Backups(all) = backup(BackupRequest::List { place: place() }) else { panic!("list is list") };
     assert_eq!(all.iter().map(|backup| &backup.id).collect::<Vec<_>>(), [&created.id]);
-    let verify = BackupRequest::Verify { place: place(), backups: Vec::new() };
+    let verify = BackupRequest::Verify { place: place(), backups: Vec::new(), key: Some(face.beside("key")) };
     assert!(matches!(backup(verify), Reply::Verified(verified) if verified.problems.is_empty()));
     let (name, which) = (text("restored"), Some(created.id.clone()));
-    let restore = BackupRestore { place: place(), backup: which, name, update: false, rate: 0 };
+    let restore =
+        BackupRestore { place: place(), backup: which, name, update: false, rate: 0, key: Some(face.beside("key")) };
     assert!(
         matches!(backup(BackupRequest::Restore(restore)), Reply::Restored(restored) if restored.disk == "restored")
     );

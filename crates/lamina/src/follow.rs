@@ -98,7 +98,10 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
             BackupRequest::Create(_) => ("backing up", BYTES),
             BackupRequest::Verify { .. } => ("verifying", BYTES),
             BackupRequest::Restore(_) => ("restoring", BYTES),
-            BackupRequest::List { .. } | BackupRequest::Delete { .. } | BackupRequest::Prune { .. } => return None,
+            BackupRequest::Key { .. }
+            | BackupRequest::List { .. }
+            | BackupRequest::Delete { .. }
+            | BackupRequest::Prune { .. } => return None,
         },
         Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
         Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),

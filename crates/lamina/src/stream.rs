@@ -48,7 +48,7 @@ impl Stream {
             BackupRequest::Restore(_) => Direction::In,
             _ => Direction::Out,
         };
-        let BackupPlace::Process(path) = request.place_mut() else { return Ok(None) };
+        let Some(BackupPlace::Process(path)) = request.place_mut() else { return Ok(None) };
         let folder = datastore.need_folder("backups through standard input or output")?;
         datastore.require()?;
         let bytes: [u8; 8] = backend::random::bytes()?;
@@ -145,7 +145,7 @@ fn copy(mut stream: &UnixStream, direction: Direction) -> io::Result<()> {
 /// The error of a request with a stream, for `--background`.
 pub fn refuse_background(request: &Request) -> Result<()> {
     match request {
-        Request::Backup(request) if matches!(request.place(), BackupPlace::Process(_)) => Err(Error::new(
+        Request::Backup(request) if matches!(request.place(), Some(BackupPlace::Process(_))) => Err(Error::new(
             ErrorKind::Invalid,
             "a backup through standard input or output cannot run in the background",
         )),

@@ -290,6 +290,48 @@ fn rules_delete_old_backups_and_keep_what_others_are_based_on() {
 }
 
 #[test]
+fn encrypted_backups_are_restored_with_their_key_only() {
+    let (here, there, beside) = (Store::new(), Store::new(), Beside::new());
+    let (repository, key, other) = (beside.text("backups"), beside.text("key"), beside.text("other"));
+    let made = run(&format!("--json backup key {key}")).json();
+    assert_eq!(made["id"].as_str().unwrap().len(), 16);
+    run(&format!("backup key {key}")).fails(1, "key");
+    run(&format!("backup key {other}")).ok();
+    let (_here, _there) = (here.serve(""), there.serve(""));
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 3, [0, 40]);
+    here.run("snapshot create web@a").ok();
+    here.run(&format!("backup create web@a {repository} --key-file {key}")).ok();
+    fill(&here, "web", 4, [1]);
+    here.run("snapshot create web@b").ok();
+    here.run(&format!("backup create web@b {repository}")).fails(2, "--key-file");
+    let increment = here.run(&format!("--json backup create web@b {repository} --key-file {key}")).json();
+    assert_eq!((number(&increment, "data"), &increment["based_on"]), (PIECE, &Value::from("a")));
+    assert_eq!(list(&repository).len(), 2);
+    run(&format!("backup verify {repository}")).fails(2, "--key-file");
+    run(&format!("backup verify {repository} --key-file {key}")).ok();
+    for (option, words) in [(String::new(), "--key-file"), (format!("--key-file {other}"), "encrypted with the key")] {
+        there.run(&format!("backup restore {repository} web {option}")).fails(2, words);
+    }
+    there.run(&format!("backup restore {repository} web --key-file {repository}/repository")).fails(2, "not a key");
+    there.run(&format!("backup restore {repository} web --key-file {key}")).ok();
+    assert!(content(&there, "web") == content(&here, "web@b"));
+    // Through a pipe, with the key in the environment.
+    let mut sender =
+        here.command("backup create web@a -").env("LAMINA_BACKUP_KEY", &key).stdout(Stdio::piped()).spawn();
+    let pipe = sender.as_mut().unwrap().stdout.take().unwrap();
+    let mut receiver = there.command("backup restore - piped");
+    let received: Done = output(receiver.env("LAMINA_BACKUP_KEY", &key).stdin(Stdio::from(pipe))).into();
+    received.ok();
+    assert_eq!(wait(sender.as_mut().unwrap()), Some(0));
+    assert!(content(&there, "piped") == content(&here, "web@a"));
+    let pack = files(Path::new(&repository)).into_iter().find(|name| name.starts_with("pack-")).unwrap();
+    let stored = std::fs::read(Path::new(&repository).join(pack)).unwrap();
+    let plain = pattern::bytes(3, 64);
+    assert!(!stored.windows(64).any(|part| part == plain), "the data is stored as it is");
+}
+
+#[test]
 fn damage_in_a_repository_is_found_and_no_disk_is_made_of_it() {
     let (here, beside) = (Store::new(), Beside::new());
     let repository = beside.text("backups");

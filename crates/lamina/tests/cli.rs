@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 85] = [
+const VERBS: [Verb; 93] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -51,6 +51,7 @@ const VERBS: [Verb; 85] = [
     verb("receive list", ""),
     verb("receive delete", "00000000-0000-4000-8000-000000000000"),
     verb("backup create", "vm1@a /nowhere/backups"),
+    Verb { name: "backup key", arguments: "/nowhere/key", on_datastore: false, demands: true },
     Verb { name: "backup list", arguments: "/nowhere/backups", on_datastore: false, demands: true },
     Verb { name: "backup verify", arguments: "/nowhere/backups", on_datastore: false, demands: true },
     verb("backup restore", "/nowhere/backups vm1"),

@@ -165,7 +165,7 @@ const ITEMS: &[Item] = &[
         "crates/backup/src/pack.rs",
         "Head",
         PACK,
-        &[("body_sum", "CRC32C of the body"), ("index_sum", "CRC32C of the index")],
+        &[("body_sum", "CRC32C of the body as it is stored"), ("index_sum", "CRC32C of the index")],
     ),
     item("crates/backup/src/pack.rs", "Zeros", PACK, &[("first", "first block of the disk")]),
     item("crates/disk/src/snapshot_group.rs", "Group", GROUP, &[]),

@@ -4,7 +4,7 @@
 use super::{Service, Watch};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
-    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Repository, RestoreOptions, StreamLevel,
+    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, Repository, RestoreOptions, StreamLevel,
     StreamReader, create_file, create_stream, manifest_of, restore, verify_file,
 };
 use disk::transfer::{SnapshotIdentity, new_identity};
@@ -39,6 +39,11 @@ fn connect(path: &Path) -> Result<UnixStream> {
         .map_err(|error| Error::io("connecting to the command that reads or writes the stream of the backup", error))
 }
 
+/// The key in a file.
+fn read_key(path: Option<&Path>) -> Result<Option<Arc<Key>>> {
+    path.map(|path| Key::read(path).map(Arc::new)).transpose()
+}
+
 /// Carries out a request that needs no datastore.
 pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
     let progress: &dyn Progress = watch;
@@ -47,14 +52,16 @@ pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
             Ok(Reply::Backups(vec![BackupInfo::of(&manifest_of(&path)?)]))
         }
         BackupRequest::List { place } => Ok(Reply::Backups(repository(&place)?.list()?)),
-        BackupRequest::Verify { place: BackupPlace::File(path), backups } => match backups.first() {
-            None => Ok(Reply::Verified(Box::new(verify_file(&path, progress)?))),
+        BackupRequest::Verify { place: BackupPlace::File(path), backups, key } => match backups.first() {
+            None => Ok(Reply::Verified(Box::new(verify_file(&path, read_key(key.as_deref())?.as_ref(), progress)?))),
             Some(name) => Err(invalid(format!("a file has one backup: leave out '{}'", name.escape_debug()))),
         },
-        BackupRequest::Verify { place, backups } => {
-            Ok(Reply::Verified(Box::new(repository(&place)?.verify(&backups, progress)?)))
+        BackupRequest::Verify { place, backups, key } => {
+            let key = read_key(key.as_deref())?;
+            Ok(Reply::Verified(Box::new(repository(&place)?.verify(&backups, key.as_ref(), progress)?)))
         }
         BackupRequest::Delete { place, backups } => delete(&repository(&place)?, &backups),
+        BackupRequest::Key { path } => Ok(Reply::BackupKey { id: Key::create(&path)?.id().to_owned(), path }),
         BackupRequest::Prune { place, keep, dry_run } => {
             Ok(Reply::Pruned(Box::new(repository(&place)?.prune(&keep, dry_run)?)))
         }
@@ -84,7 +91,8 @@ fn delete(repository: &Repository, names: &[String]) -> Result<Reply> {
 pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
     match request {
         BackupRequest::Create(create) => {
-            let creating = Creating { service, datastore: &service.datastore, create: &create, progress: watch };
+            let key = read_key(create.key.as_deref())?;
+            let creating = Creating { service, datastore: &service.datastore, create: &create, key, progress: watch };
             creating.run().map(|created| Reply::BackedUp(Box::new(created)))
         }
         BackupRequest::Restore(restore) => restored(&service.datastore, &restore, watch),
@@ -96,12 +104,18 @@ struct Creating<'a> {
     service: &'a Service,
     datastore: &'a Datastore,
     create: &'a BackupCreate,
+    key: Option<Arc<Key>>,
     progress: &'a dyn Progress,
 }
 
 impl Creating<'_> {
-    fn options(&self) -> CreateOptions {
-        CreateOptions { level: self.create.level, rate: self.create.rate, ..CreateOptions::default() }
+    fn options(&self) -> CreateOptions<'_> {
+        CreateOptions {
+            level: self.create.level,
+            rate: self.create.rate,
+            key: self.key.as_ref(),
+            ..CreateOptions::default()
+        }
     }
 
     fn run(&self) -> Result<Created> {
@@ -221,6 +235,8 @@ fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -
     if let Some(backup) = request.backup.as_ref().filter(|_| !matches!(request.place, BackupPlace::Folder(_))) {
         return Err(invalid(format!("a file or stream has one backup: leave out '{}'", backup.escape_debug())));
     }
+    let key = read_key(request.key.as_deref())?;
+    let key = key.as_ref();
     let done = match &request.place {
         BackupPlace::Folder(_) => {
             if request.update {
@@ -228,17 +244,17 @@ fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -
                 return Err(invalid(text));
             }
             let which = request.backup.as_ref().unwrap_or(&request.name);
-            let (manifest, mut chain) = Chain::of(&repository(&request.place)?, which)?;
+            let (manifest, mut chain) = Chain::of(&repository(&request.place)?, which, key)?;
             restore(datastore, &mut chain, (&manifest.backup, false), &options, progress)?
         }
         BackupPlace::File(path) => {
-            let level = FileLevel::open(path)?;
+            let level = FileLevel::open(path, key)?;
             let description = level.manifest().backup.clone();
             let mut chain = Chain::new(vec![Box::new(level)], description.capacity);
             restore(datastore, &mut chain, (&description, true), &options, progress)?
         }
         BackupPlace::Process(path) => {
-            let stream = StreamReader::new(BufReader::with_capacity(1 << 18, connect(path)?), STREAM)?;
+            let stream = StreamReader::new(BufReader::with_capacity(1 << 18, connect(path)?), STREAM, key)?;
             let description = stream.description().clone();
             let mut chain = Chain::new(vec![Box::new(StreamLevel::new(stream))], description.capacity);
             restore(datastore, &mut chain, (&description, true), &options, progress)?

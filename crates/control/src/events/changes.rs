@@ -90,6 +90,7 @@ fn of_backup(request: &BackupRequest) -> Vec<Change> {
         }
         BackupRequest::Restore(restore) => vec![Change::DiskCreated { disk: restore.name.clone(), origin: None }],
         BackupRequest::Create(_)
+        | BackupRequest::Key { .. }
         | BackupRequest::List { .. }
         | BackupRequest::Verify { .. }
         | BackupRequest::Delete { .. }

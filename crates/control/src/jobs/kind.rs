@@ -101,7 +101,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
 fn backup(request: &BackupRequest) -> Option<(&'static str, String)> {
     let several = |all: &[String]| names(all.iter().map(String::as_str));
     Some(match request {
-        BackupRequest::List { .. } => return None,
+        BackupRequest::List { .. } | BackupRequest::Key { .. } => return None,
         BackupRequest::Create(create) => ("backup create", create.disk.clone()),
         BackupRequest::Restore(restore) => ("backup restore", restore.name.clone()),
         BackupRequest::Verify { backups, .. } => ("backup verify", several(backups)),

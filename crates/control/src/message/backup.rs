@@ -32,6 +32,8 @@ pub struct BackupCreate {
     pub from: Option<String>,
     /// Level of compression.
     pub level: i32,
+    /// The file of the key with which data is encrypted.
+    pub key: Option<PathBuf>,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
 }
@@ -49,6 +51,8 @@ pub struct BackupRestore {
     pub name: String,
     /// Whether an existing disk is updated by an increment in a file or stream.
     pub update: bool,
+    /// The file of the key of an encrypted backup.
+    pub key: Option<PathBuf>,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
 }
@@ -59,6 +63,11 @@ pub struct BackupRestore {
 pub enum BackupRequest {
     /// Back up a snapshot.
     Create(BackupCreate),
+    /// Make a key for encrypting backups.
+    Key {
+        /// The new file.
+        path: PathBuf,
+    },
     /// List backups.
     List {
         /// Where they are.
@@ -70,6 +79,8 @@ pub enum BackupRequest {
         place: BackupPlace,
         /// In a repository: the backups; empty for all.
         backups: Vec<String>,
+        /// The file of the key of encrypted backups.
+        key: Option<PathBuf>,
     },
     /// Restore a backup as a disk.
     Restore(BackupRestore),
@@ -97,27 +108,29 @@ impl BackupRequest {
         matches!(self, Self::Create(_) | Self::Restore(_))
     }
 
-    /// Where the backups are.
-    pub fn place(&self) -> &BackupPlace {
-        match self {
+    /// Where the backups are; `None` for a request without backups.
+    pub fn place(&self) -> Option<&BackupPlace> {
+        Some(match self {
+            Self::Key { .. } => return None,
             Self::Create(create) => &create.place,
             Self::Restore(restore) => &restore.place,
             Self::List { place }
             | Self::Verify { place, .. }
             | Self::Delete { place, .. }
             | Self::Prune { place, .. } => place,
-        }
+        })
     }
 
     /// As [`BackupRequest::place`], to change it.
-    pub fn place_mut(&mut self) -> &mut BackupPlace {
-        match self {
+    pub fn place_mut(&mut self) -> Option<&mut BackupPlace> {
+        Some(match self {
+            Self::Key { .. } => return None,
             Self::Create(create) => &mut create.place,
             Self::Restore(restore) => &mut restore.place,
             Self::List { place }
             | Self::Verify { place, .. }
             | Self::Delete { place, .. }
             | Self::Prune { place, .. } => place,
-        }
+        })
     }
 }

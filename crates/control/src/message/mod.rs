@@ -105,7 +105,7 @@ impl Request {
             | Self::Events => true,
             Self::Machine(request) => request.verb.takes_long(),
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
-            Self::Backup(request) => !matches!(request, BackupRequest::List { .. }),
+            Self::Backup(request) => !matches!(request, BackupRequest::List { .. } | BackupRequest::Key { .. }),
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),

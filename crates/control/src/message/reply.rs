@@ -87,6 +87,13 @@ pub enum Reply {
     Verified(Box<Verified>),
     /// Reply to `BackupRequest::Restore`.
     Restored(Box<Restored>),
+    /// Reply to `BackupRequest::Key`.
+    BackupKey {
+        /// The file of the new key.
+        path: PathBuf,
+        /// Identity of the key.
+        id: String,
+    },
     /// Reply to `BackupRequest::Prune`.
     Pruned(Box<Pruned>),
     /// Reply to `Settle`.

@@ -90,6 +90,15 @@ pub enum BackupCommand {
         /// Limit of bytes read per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
+        /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+    /// Make a key for encrypting backups. Without the key, they cannot be restored.
+    Key {
+        /// The new file.
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
     },
     /// List the backups in a repository, or the one in a file.
     List {
@@ -105,6 +114,9 @@ pub enum BackupCommand {
         /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT. Default: all.
         #[arg(value_name = "BACKUP")]
         backups: Vec<String>,
+        /// The key of encrypted backups.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
     },
     /// Restore a backup as a disk. An interrupted restore continues when the command is repeated.
     Restore {
@@ -124,6 +136,9 @@ pub enum BackupCommand {
         /// Limit of bytes written per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
+        /// The key of an encrypted backup.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
     },
     /// Delete backups of a repository, on which no other backup is based.
     Delete {
@@ -152,12 +167,13 @@ pub enum BackupCommand {
 impl BackupCommand {
     /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
+        let key = |path: &Option<PathBuf>| path.as_deref().map(absolute).transpose();
         let stored = |target: &PlaceAddress| match target {
             PlaceAddress::Stream => Err("give the folder of a repository, or file:PATH".to_owned()),
             target => target.place(),
         };
         Ok(Request::Backup(match self {
-            Self::Create { source, target, full, from, level, rate } => BackupRequest::Create(BackupCreate {
+            Self::Create { source, target, full, from, level, rate, key_file } => BackupRequest::Create(BackupCreate {
                 disk: source.disk.clone(),
                 snapshot: match &source.at {
                     Point::Snapshot(name) => Some(name.clone()),
@@ -168,17 +184,20 @@ impl BackupCommand {
                 from: from.clone(),
                 level: *level,
                 rate: *rate,
+                key: key(key_file)?,
             }),
+            Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
             Self::List { target } => BackupRequest::List { place: stored(target)? },
-            Self::Verify { target, backups } => {
-                BackupRequest::Verify { place: stored(target)?, backups: backups.clone() }
+            Self::Verify { target, backups, key_file } => {
+                BackupRequest::Verify { place: stored(target)?, backups: backups.clone(), key: key(key_file)? }
             }
-            Self::Restore { source, name, backup, update, rate } => BackupRequest::Restore(BackupRestore {
+            Self::Restore { source, name, backup, update, rate, key_file } => BackupRequest::Restore(BackupRestore {
                 place: source.place()?,
                 backup: backup.clone(),
                 name: name.clone(),
                 update: *update,
                 rate: *rate,
+                key: key(key_file)?,
             }),
             Self::Delete { repository, backups } => {
                 BackupRequest::Delete { place: folder(repository)?, backups: backups.clone() }
