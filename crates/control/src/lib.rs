@@ -18,6 +18,7 @@
 //! dispatch   from requests to calls; a file for each group
 //! jobs       long operations: listed, waited for and cancelled by other requests
 //! events     notifications of changes to subscribers
+//! scrubs     starts scrubs of a served datastore when they are due
 //! owner      the process that owns a datastore: an existing one, or this one for one request
 //! socket     requests of other processes
 //! uri        URIs by which clients reach an export
@@ -30,12 +31,13 @@ pub mod events;
 pub mod jobs;
 pub mod message;
 mod owner;
+pub mod scrubs;
 pub mod socket;
 pub mod uri;
 
 pub use dispatch::claims::refuse_to_replace;
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest, MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest, MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

@@ -9,7 +9,7 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch, OPEN_OPTIONS,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch, OPEN_OPTIONS,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -18,8 +18,7 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
-    Location, NewDisk, Point, Progress, Provisioning, SettingsChange, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -49,6 +48,10 @@ macro_rules! verbs {
 verbs! {
     "status": Request::Status,
     "check": Request::Check { .. },
+    "scrub --every": Request::Scrub(ScrubRequest::Schedule { .. }),
+    "scrub start": Request::Scrub(ScrubRequest::Start { .. }),
+    "scrub status": Request::Scrub(ScrubRequest::Status),
+    "scrub cancel": Request::Scrub(ScrubRequest::Cancel),
     "disk create": Request::Disk(DiskRequest::Create { .. }),
     "disk list": Request::Disk(DiskRequest::List),
     "disk list --label": Request::Disk(DiskRequest::Labelled { .. }),
@@ -383,6 +386,14 @@ fn disks(face: &Face) {
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));
     let check = Request::Check { data: true, repair: false };
     assert!(matches!(face.done(check), Reply::Check(report) if report.findings.is_empty()));
+    let schedule = ScrubRequest::Schedule { every: Some(604_800), rate: 0 };
+    let Reply::ScrubState(state) = face.done(Request::Scrub(schedule)) else { panic!("a schedule is a schedule") };
+    assert_eq!((state.every, state.state), (Some(604_800), ScrubState::Never));
+    face.fails(Request::Scrub(ScrubRequest::Cancel), ErrorKind::NotFound);
+    for request in [ScrubRequest::Start { rate: None, restart: false }, ScrubRequest::Status] {
+        let Reply::Scrub(report) = face.done(Request::Scrub(request)) else { panic!("a scrub has a report") };
+        assert_eq!((report.summary.state, report.summary.damaged), (ScrubState::Done, 0));
+    }
     assert_eq!(face.done(Request::Settle), Reply::Settled);
 }
 

@@ -18,6 +18,7 @@ use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
 use crate::privacy;
+use crate::scrub::Scrubs;
 use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
@@ -96,6 +97,8 @@ pub struct Datastore {
     samples: Samples,
     /// Names of disks that a replication session is receiving.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
+    /// The state of scrubs.
+    pub(crate) scrubs: Scrubs,
     pub(crate) this: Weak<Datastore>,
     kept_space: Option<KeptSpace>,
     _owner: Arc<Owner>,
@@ -234,6 +237,7 @@ impl Datastore {
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, folders, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
+        let scrubs = Scrubs::open(&**native.engine.directory());
         let uses = Arc::<Uses>::default();
         for record in &doubt.damaged {
             let problem = record.problem();
@@ -263,6 +267,7 @@ impl Datastore {
             samples,
             receptions: Mutex::default(),
             unended: Mutex::default(),
+            scrubs,
             this: Weak::clone(this),
             kept_space,
             _owner: owner,
@@ -379,6 +384,7 @@ impl Datastore {
             limits: self.native.settings.quotas().info(false)?,
             growth: self.samples.of_datastore(room.available.saturating_add(bytes(counts.data.free))),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
+            scrub: self.scrub_summary(),
             background_work: background_work as u64,
             background_rate,
             engine: kind.into(),

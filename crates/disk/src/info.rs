@@ -3,6 +3,7 @@
 use crate::file_system::FileSystemInfo;
 use crate::growth::Growth;
 use crate::quota::LimitInfo;
+use crate::scrub::ScrubSummary;
 use crate::settings::DiskSettings;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
@@ -407,6 +408,9 @@ pub struct Status {
     pub waiting: Vec<WaitingWrites>,
     /// Blocks that failed their checksum since the datastore was opened.
     pub checksum_errors: u64,
+    /// Scrubs: state, last end, and damage that was found.
+    #[serde(default)]
+    pub scrub: ScrubSummary,
     /// Number of running background operations that are paced by the latency of clients.
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.

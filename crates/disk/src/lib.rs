@@ -20,6 +20,7 @@ pub mod pace;
 mod privacy;
 mod quota;
 pub mod salvage;
+mod scrub;
 pub mod sealed;
 mod settings;
 mod snapshot_group;
@@ -40,6 +41,9 @@ pub use info::*;
 pub use location::Location;
 pub use quota::{LimitInfo, Limits};
 pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
+pub use scrub::{
+    DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
+};
 pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

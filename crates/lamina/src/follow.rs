@@ -3,7 +3,7 @@
 
 use crate::output::{self, Extents, Form};
 use control::{
-    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch,
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, ScrubRequest, SnapshotRequest, Watch,
 };
 use disk::Progress;
 use error::{Error, Result};
@@ -79,6 +79,7 @@ impl Bar {
 fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
+        Request::Scrub(ScrubRequest::Start { .. }) => ("scrubbing", BYTES),
         Request::Disk(DiskRequest::Space { .. }) => ("counting", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),

@@ -314,6 +314,7 @@ fn is_interruptible(request: &Request) -> bool {
 fn finds_fault(reply: &Reply) -> bool {
     match reply {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
+        Reply::Scrub(report) => report.summary.damaged > 0,
         Reply::ImageCheck(check) => check.problems > 0,
         Reply::Image(info) => info.problem.is_some(),
         Reply::Converted(made) => !made.lost.is_empty(),

@@ -21,10 +21,13 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 93] = [
+const VERBS: [Verb; 97] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
+    verb("scrub start", ""),
+    verb("scrub status", ""),
+    verb("scrub cancel", ""),
     Verb { name: "salvage", arguments: "/nowhere --list", on_datastore: false, demands: true },
     verb("disk create", "vm1 10G"),
     verb("disk list", ""),
@@ -101,6 +104,7 @@ const VERBS: [Verb; 93] = [
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     // For groups of commands, a verb is mandatory.
+    Verb { name: "scrub", arguments: "status", on_datastore: false, demands: true },
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },

@@ -44,6 +44,8 @@ const GROUP: (&str, &str) = ("docs/format/snapshot-group.md", "");
 const CLIENTS: (&str, &str) = ("docs/format/clients.md", "");
 const GROWTH: (&str, &str) = ("docs/format/growth.md", "");
 const SETTINGS: (&str, &str) = ("docs/format/settings.md", "");
+const SCRUB: (&str, &str) = ("docs/format/scrub.md", "");
+const SCRUB_RECORD: &str = "crates/disk/src/scrub/record.rs";
 const DISK: (&str, &str) = ("docs/format/vmdk-disk.md", "");
 const MACHINE: (&str, &str) = ("docs/format/machines.md", "machine.toml");
 const MACHINE_INTENT: (&str, &str) = ("docs/format/machines.md", "intent.toml");
@@ -127,6 +129,7 @@ const ITEMS: &[Item] = &[
     item("crates/control/src/message/mod.rs", "Request", REQUESTS, &[]),
     item("crates/control/src/message/disk.rs", "DiskRequest", REQUESTS, &[]),
     item("crates/control/src/message/disk.rs", "Reconnect", REQUESTS, &[]),
+    item("crates/control/src/message/scrub.rs", "ScrubRequest", REQUESTS, &[]),
     item("crates/control/src/message/snapshot.rs", "SnapshotRequest", REQUESTS, &[]),
     item("crates/control/src/message/image.rs", "ImageRequest", REQUESTS, &[]),
     item("crates/control/src/message/send.rs", "SendRequest", REQUESTS, &[]),
@@ -175,6 +178,12 @@ const ITEMS: &[Item] = &[
     item("crates/disk/src/growth.rs", "GrowthRecord", GROWTH, &[]),
     item("crates/disk/src/settings.rs", "SettingsRecord", SETTINGS, &[]),
     item("crates/disk/src/settings.rs", "DiskSettings", SETTINGS, &[]),
+    item(SCRUB_RECORD, "ScrubRecord", SCRUB, &[]),
+    item(SCRUB_RECORD, "ScrubSchedule", SCRUB, &[]),
+    item(SCRUB_RECORD, "ScrubRun", SCRUB, &[]),
+    item(SCRUB_RECORD, "ScrubResult", SCRUB, &[]),
+    item(SCRUB_RECORD, "DamageRecord", SCRUB, &[]),
+    item(SCRUB_RECORD, "ReferenceRecord", SCRUB, &[]),
     item(VMDK_RECORD, "DeltaFormat", DISK, &[]),
     item(VMDK_RECORD, "ImageOwnership", DISK, &[]),
     item(VMDK_RECORD, "Node", DISK, &[]),

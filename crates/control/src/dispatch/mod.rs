@@ -11,6 +11,7 @@ mod clone;
 mod disk;
 mod image;
 mod machine;
+mod scrub;
 mod send;
 mod snapshot;
 
@@ -180,6 +181,7 @@ impl Service {
         Ok(match request {
             Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
             Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
+            Request::Scrub(request) => scrub::dispatch(self, request, progress)?,
             Request::Disk(request) => disk::dispatch(self, request, watch)?,
             Request::Label(request) => label(datastore, request)?,
             Request::Snapshot(request) => snapshot::dispatch(self, request, watch)?,

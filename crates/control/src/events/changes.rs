@@ -71,6 +71,7 @@ pub fn of(request: &Request) -> Changes {
         | Request::Status
         | Request::Label(LabelRequest::List)
         | Request::Check { .. }
+        | Request::Scrub(_)
         | Request::Salvage(_)
         | Request::ExportArchive(_)
         | Request::Image(_)

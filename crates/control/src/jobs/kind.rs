@@ -1,6 +1,6 @@
 //! Which requests are jobs, and how jobs are named.
 
-use crate::message::{BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
+use crate::message::{BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, ScrubRequest, SnapshotRequest};
 use disk::convert::Address;
 
 /// Most names in the object of a job.
@@ -23,6 +23,7 @@ pub fn of(request: &Request) -> Option<Kind> {
     }
     let (verb, object) = match request {
         Request::Status
+        | Request::Scrub(ScrubRequest::Status | ScrubRequest::Cancel | ScrubRequest::Schedule { .. })
         | Request::ExportList
         | Request::Label(_)
         | Request::Settle
@@ -36,6 +37,7 @@ pub fn of(request: &Request) -> Option<Kind> {
             | JobRequest::Cancel { .. },
         ) => return None,
         Request::Check { .. } => ("check", String::new()),
+        Request::Scrub(ScrubRequest::Start { .. }) => ("scrub", String::new()),
         Request::Disk(request) => disk(request)?,
         Request::Snapshot(request) => snapshot(request)?,
         Request::Clone { disk, .. } => ("clone", disk.clone()),

@@ -111,6 +111,15 @@ pub enum Change {
         /// The reception's id.
         id: String,
     },
+    /// A scrub has found damage.
+    DamageFound {
+        /// What is wrong.
+        problem: String,
+        /// From what the damage was repaired; `None` if no good copy exists.
+        repaired: Option<String>,
+        /// The disks and snapshots that refer to the damaged place, as far as they are known.
+        objects: Vec<String>,
+    },
     /// A job has begun.
     JobStarted {
         /// The job.

@@ -10,6 +10,7 @@ mod label;
 mod line;
 mod machine;
 mod reply;
+mod scrub;
 mod send;
 mod snapshot;
 
@@ -27,6 +28,7 @@ pub use machine::{
     MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
 };
 pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
+pub use scrub::ScrubRequest;
 pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;
 
@@ -48,6 +50,8 @@ pub enum Request {
         /// Repair what can be repaired.
         repair: bool,
     },
+    /// About scrubs.
+    Scrub(ScrubRequest),
     /// About disks.
     Disk(DiskRequest),
     /// About snapshots.
@@ -107,6 +111,7 @@ impl Request {
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
             Self::Backup(request) => !matches!(request, BackupRequest::List { .. } | BackupRequest::Key { .. }),
             Self::Image(request) => request.takes_long(),
+            Self::Scrub(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
             Self::Clone { full, .. } => *full,

@@ -7,7 +7,7 @@ use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
 use disk::{
-    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, SnapshotInfo, Status, WouldFree,
+    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, ScrubReport, ScrubSummary, SnapshotInfo, Status, WouldFree,
 };
 use replication::Sent;
 use serde::{Deserialize, Serialize};
@@ -27,6 +27,10 @@ pub enum Reply {
     },
     /// Reply to `Check`.
     Check(CheckReport),
+    /// Reply to `ScrubRequest::Start` and `ScrubRequest::Status`.
+    Scrub(Box<ScrubReport>),
+    /// Reply to `ScrubRequest::Cancel` and `ScrubRequest::Schedule`.
+    ScrubState(Box<ScrubSummary>),
     /// Reply to `DiskRequest::Resize`.
     Resized(Box<Resized>),
     /// Reply to requests that create or change one disk, and to `DiskRequest::Show`.

@@ -4,11 +4,12 @@ pub mod address;
 mod arguments;
 pub mod complete;
 pub mod format;
+pub mod interval;
 pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
+    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ScrubArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
 };
 
 use address::location;
@@ -75,6 +76,8 @@ pub enum Command {
     Status,
     /// Check all metadata and report problems.
     Check(CheckArguments),
+    /// Read all metadata and data in the background, and report and restore what is damaged.
+    Scrub(ScrubArguments),
     /// Extract disks and snapshots from a datastore that cannot be opened, or read a damaged image, without writing to
     /// either.
     Salvage(SalvageArguments),
@@ -130,6 +133,7 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
+            Self::Scrub(arguments) => arguments.request()?,
             Self::Salvage(arguments) => arguments.request()?,
             Self::Disk(command) => command.request()?,
             Self::Label(command) => command.request(),

@@ -16,6 +16,17 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
             value
         }
         Reply::Check(report) => json!(report),
+        Reply::Scrub(report) => {
+            let mut value = json!(report.summary);
+            if let Some(members) = value.as_object_mut() {
+                members.insert("last".into(), json!(report.last));
+                members.insert("touched".into(), json!(report.touched));
+                members.insert("damage".into(), json!(report.damage));
+                members.insert("unlisted".into(), json!(report.unlisted));
+            }
+            value
+        }
+        Reply::ScrubState(summary) => json!(summary),
         Reply::Disk(disk) => json!(disk),
         Reply::Resized(resized) => {
             let mut value = json!(resized.disk);

@@ -29,6 +29,7 @@ use backend::local::KeptSpace;
 use backend::private;
 use connections::{Address, Limits, Listen, TlsConfig, group_id};
 use control::jobs::Jobs;
+use control::scrubs::ScrubScheduler;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
 use disk::{Datastore, Location, OpenOptions, file_system};
 use error::{Error, ErrorKind, Result};
@@ -143,7 +144,7 @@ fn serve(
         served: Some(Served { nbd: Arc::clone(&nbd), serving: Arc::clone(&serving) }),
         jobs: Some(Arc::clone(&jobs)),
     };
-    let target = Target::Open(service);
+    let target = Target::Open(service.clone());
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
     let control = socket::Server::start(location, groups.control, handler)?;
     let_reach(location, arguments, groups.nbd);
@@ -160,6 +161,7 @@ fn serve(
     );
     datastore.start_imports();
     let sampling = Sampling::start(datastore)?;
+    let mut scrubs = ScrubScheduler::start(service)?;
     let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
@@ -177,6 +179,8 @@ fn serve(
     // The receiver stops before the control socket, because a reception may end with a control request.
     drop(receiver);
     nbd.stop();
+    scrubs.stop();
+    drop(scrubs);
     jobs.stop();
     drop(sampling);
     control.stop();

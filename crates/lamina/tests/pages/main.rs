@@ -95,6 +95,7 @@ pages! {
     measuring: "docs/manual/measuring.md",
     moving_from_vmware: "docs/manual/moving-from-vmware.md",
     remote_clones: "docs/manual/remote-clones.md",
+    scrub: "docs/manual/scrub.md",
     serving: "docs/manual/serving.md",
     snapshots: "docs/manual/snapshots.md",
     troubleshooting: "docs/manual/troubleshooting.md",

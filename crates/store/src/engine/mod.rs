@@ -88,6 +88,7 @@ mod replay;
 mod reserve;
 mod running;
 mod salvage;
+mod scrub;
 mod verify;
 mod write;
 mod writeback;
@@ -104,6 +105,9 @@ pub use owner::Owner;
 pub use read::{Part, Planned, Stored};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
+pub use scrub::{
+    Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
+};
 
 use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;

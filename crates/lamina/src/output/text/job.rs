@@ -83,6 +83,11 @@ pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
         Change::SnapshotCreated { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} created"),
         Change::SnapshotDeleted { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} deleted"),
         Change::ReceptionDeleted { id } => writeln!(out, "reception {id} deleted"),
+        Change::DamageFound { problem, repaired, objects } => {
+            let of = if objects.is_empty() { String::new() } else { format!(" ({})", objects.join(", ")) };
+            let how = repaired.as_ref().map(|how| format!("; repaired: {how}")).unwrap_or_default();
+            writeln!(out, "damage found: {problem}{of}{how}")
+        }
         Change::JobStarted { job } => writeln!(out, "job {} started: {}", job.id, what(job)),
         Change::JobEnded { job } => writeln!(out, "job {} {}: {}", job.id, job.state.name(), what(job)),
         Change::Missed { count } => writeln!(out, "{} lost: query the present state", human::count(*count, "event")),

@@ -7,6 +7,7 @@ mod job;
 mod label;
 mod machine;
 mod salvage;
+mod scrub;
 mod send;
 mod snapshot;
 mod space;
@@ -28,6 +29,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
     match reply {
         Reply::Status { status, serving } => print_status(out, status, serving.as_ref()),
         Reply::Check(report) => print_check(out, report),
+        Reply::Scrub(report) => scrub::print(out, report),
+        Reply::ScrubState(summary) => scrub::print_state(out, request, summary),
         Reply::Disk(one) => disk::print(out, request, one),
         Reply::Resized(resized) => disk::print_resized(out, resized),
         Reply::Disks(disks) => match request {
@@ -123,6 +126,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("disks", status.disks.to_string()),
         ("snapshots", status.snapshots.to_string()),
         ("checksum errors", status.checksum_errors.to_string()),
+        ("scrub", scrub::short(&status.scrub)),
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
