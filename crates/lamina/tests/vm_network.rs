@@ -68,6 +68,11 @@ fn passt_of(room: &Room, name: &str, slot: u8) -> u32 {
 fn a_passt_process_serves_a_card_as_long_as_the_machine_runs() {
     let room = Room::new();
     room.boot("web", "192M", "");
+    if room.show("web")["why_not_passt"].as_str().is_some_and(|why| why.contains("before 2025")) {
+        // The version of Debian 12 is not used.
+        assert!(room.run("vm show web").ok().contains("not passt: connections hang"));
+        return room.close();
+    }
     assert_eq!((&room.show("web")["passt"], &room.show("web")["why_not_passt"]), (&json!(true), &json!(null)));
     assert!(room.run("vm show web").ok().contains("passt"));
     room.until("the guest has its address", || room.shell("web", "ip addr show eth0").contains("10.0.2.15/24"));

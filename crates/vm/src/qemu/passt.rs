@@ -8,8 +8,7 @@
 //!    only into a process that has it too. So states record whether passt is allowed for them. A state that was saved
 //!    with passt can be loaded with both.
 //! 4. passt of 2023 (Debian 12) acknowledges the guest's answer to a forwarded connection only with data of the client.
-//!    So protocols in which the server speaks first hang, and ports are forwarded by passt only if its version is known
-//!    to be newer.
+//!    So protocols in which the server speaks first hang, and passt is used only if its version is known to be newer.
 //! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most of them.
 
 use super::command::RunFolder;
@@ -99,7 +98,10 @@ pub fn installed(features: &Features) -> std::result::Result<Passt, &'static str
     let told = Command::new(&found).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
     let told = told.map_err(|_| "passt cannot be started")?;
     let forwards = year(&String::from_utf8_lossy(&told.stdout)).is_some_and(|year| year >= FORWARDS_SINCE);
-    Ok(Passt { program: found, forwards })
+    match forwards {
+        true => Ok(Passt { program: found, forwards }),
+        false => Err("connections hang with versions of passt before 2025, or of unknown date"),
+    }
 }
 
 /// The year in a version, such as `passt 2025_02_17.a1e48a0` or `passt 0.0~git20230309.7c7625d-1`.
