@@ -38,6 +38,10 @@ pub mod uri;
 pub use dispatch::claims::refuse_to_replace;
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest, MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest,
+    Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest,
+    MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest,
+    MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized,
+    ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

@@ -9,7 +9,10 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch, OPEN_OPTIONS,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest,
+    JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot,
+    MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply, Request, ScrubRequest, SendHow,
+    SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -18,7 +21,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
+    Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;

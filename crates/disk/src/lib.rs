@@ -40,10 +40,10 @@ pub use growth::{Growth, GrowthRate};
 pub use info::*;
 pub use location::Location;
 pub use quota::{LimitInfo, Limits};
-pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
 pub use scrub::{
     DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
 };
+pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
 pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

@@ -3,7 +3,8 @@
 
 use crate::output::{self, Extents, Form};
 use control::{
-    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, ScrubRequest, SnapshotRequest, Watch,
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, ScrubRequest, SnapshotRequest,
+    Watch,
 };
 use disk::Progress;
 use error::{Error, Result};

@@ -206,7 +206,7 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     let file = beside.text("web");
     let made = here.run(&format!("--json backup create web@a file:{file}")).json();
     assert_eq!(number(&made, "data"), 3 * PIECE);
-    assert_eq!(number(&made, "stored") < std::fs::metadata(&file).unwrap().len(), true, "{made}");
+    assert!(number(&made, "stored") < std::fs::metadata(&file).unwrap().len(), "{made}");
     // A file that was cut anywhere continues, and a damaged one is found.
     let whole = std::fs::read(&file).unwrap();
     let mut random = Random::new(5);

@@ -16,8 +16,8 @@
 use crate::busy;
 use crate::definition::{Chipset, Definition, Disk, Link, Network};
 use crate::machine::{Machine, remove_if_there};
-use crate::qemu::{command, drives, network, passt};
 use crate::qemu::features::Features;
+use crate::qemu::{command, drives, network, passt};
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;

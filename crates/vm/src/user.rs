@@ -141,7 +141,9 @@ pub fn disks_of(machines: &Path, user: u32) -> Result<BTreeSet<String>> {
     let mut disks = BTreeSet::new();
     match fs::metadata(machines) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(disks),
-        found => drop(found.during(|| format!("looking at '{}'", machines.display()))?),
+        found => {
+            found.during(|| format!("looking at '{}'", machines.display()))?;
+        }
     }
     let default = Defaults::read(machines)?.run_as;
     let mut known: BTreeMap<String, bool> = BTreeMap::new();

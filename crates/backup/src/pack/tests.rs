@@ -101,7 +101,8 @@ fn every_damaged_byte_is_found() {
 #[test]
 fn an_index_that_contradicts_itself_is_refused() {
     // The entries: chunk 32 at 0 with 3 runs, chunk 47 at 26 with 1 run, zeros at 48 and 68, chunk 64 at 88.
-    let changes: [(&str, &dyn Fn(&mut Vec<u8>)); 16] = [
+    type Change<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let changes: [(&str, Change<'_>); 16] = [
         ("an unknown kind", &|index| index[0] = 3),
         ("an unknown codec", &|index| index[1] = 2),
         ("no runs", &|index| index[2] = 0),

@@ -13,7 +13,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     let progress: &dyn Progress = watch;
     Ok(match request {
         DiskRequest::Create { name, new, settings } => {
-            Reply::Disk(datastore.create_disk_with(&name, &new, &settings, progress)?)
+            Reply::Disk(Box::new(datastore.create_disk_with(&name, &new, &settings, progress)?))
         }
         DiskRequest::List => {
             let mut disks = datastore.disks()?;
@@ -30,14 +30,14 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let mut disk = datastore.disk(&name)?;
             claims::show(std::slice::from_mut(&mut disk), &service.clients);
             disk.machine = claims::machine_of(&service.location, &name)?;
-            Reply::Disk(disk)
+            Reply::Disk(Box::new(disk))
         }
         DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: _ } => {
             resize(service, &name, capacity, shrink, reconnect)?
         }
         DiskRequest::Rename { name, to, force } => {
             claims::refuse(service, &name, Deed::Rename, force)?;
-            Reply::Disk(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?)
+            Reply::Disk(Box::new(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?))
         }
         DiskRequest::Delete { name, promote, force } => {
             claims::refuse(service, &name, Deed::Delete, force)?;
@@ -55,12 +55,12 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             Reply::WouldFree(Box::new(datastore.would_free(&deletion, progress)?))
         }
         DiskRequest::Space { name } => Reply::Space(Box::new(datastore.space(name.as_deref(), progress)?)),
-        DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
+        DiskRequest::Detach { name } => Reply::Disk(Box::new(datastore.detach(&name, progress)?)),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),
-        DiskRequest::Edit { name, settings } => Reply::Disk(datastore.edit_disk(&name, &settings)?),
-        DiskRequest::Reopen { name } => Reply::Disk(datastore.reopen_disk(&name, progress)?),
-        DiskRequest::Inflate { name } => Reply::Disk(datastore.inflate_disk(&name, progress)?),
+        DiskRequest::Edit { name, settings } => Reply::Disk(Box::new(datastore.edit_disk(&name, &settings)?)),
+        DiskRequest::Reopen { name } => Reply::Disk(Box::new(datastore.reopen_disk(&name, progress)?)),
+        DiskRequest::Inflate { name } => Reply::Disk(Box::new(datastore.inflate_disk(&name, progress)?)),
         DiskRequest::PunchZero { name } => {
             Reply::Reclaimed { reclaimed: datastore.punch_zeros(&name, progress)?, name }
         }
@@ -68,20 +68,20 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
         DiskRequest::Migrate { name, target, to, rate } => {
             let progress = &Throttled { progress, rate };
-            Reply::Disk(match to {
+            Reply::Disk(Box::new(match to {
                 Some(location) => datastore.migrate_away(&name, &target, location, progress)?,
                 None => datastore.migrate(&name, &target, progress)?,
-            })
+            }))
         }
         DiskRequest::Import { name, import } => {
             let info = datastore.import(&name, &import, progress)?;
             if service.served.is_some() {
                 datastore.start_imports();
             }
-            Reply::Disk(info)
+            Reply::Disk(Box::new(info))
         }
         DiskRequest::Consolidate { name, rate } => {
-            Reply::Disk(datastore.consolidate_disk(&name, &Throttled { progress, rate })?)
+            Reply::Disk(Box::new(datastore.consolidate_disk(&name, &Throttled { progress, rate })?))
         }
     })
 }

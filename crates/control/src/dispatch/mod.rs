@@ -179,7 +179,9 @@ impl Service {
         // Converts the trait object to its supertrait.
         let progress: &dyn Progress = watch;
         Ok(match request {
-            Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
+            Request::Status => {
+                Reply::Status { status: Box::new(datastore.status()?), serving: self.serving().cloned() }
+            }
             Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
             Request::Scrub(request) => scrub::dispatch(self, request, progress)?,
             Request::Disk(request) => disk::dispatch(self, request, watch)?,

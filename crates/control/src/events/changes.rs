@@ -1,6 +1,8 @@
 //! The events that a request causes.
 
-use crate::message::{BackupRequest, Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
+use crate::message::{
+    BackupRequest, Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest,
+};
 use disk::DiskInfo;
 use disk::convert::Address;
 use disk::full::WaitNotice;

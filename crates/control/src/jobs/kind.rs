@@ -1,6 +1,8 @@
 //! Which requests are jobs, and how jobs are named.
 
-use crate::message::{BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, ScrubRequest, SnapshotRequest};
+use crate::message::{
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, ScrubRequest, SnapshotRequest,
+};
 use disk::convert::Address;
 
 /// Most names in the object of a job.

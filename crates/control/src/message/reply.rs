@@ -7,7 +7,8 @@ use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
 use disk::{
-    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, ScrubReport, ScrubSummary, SnapshotInfo, Status, WouldFree,
+    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, ScrubReport, ScrubSummary,
+    SnapshotInfo, Status, WouldFree,
 };
 use replication::Sent;
 use serde::{Deserialize, Serialize};
@@ -21,7 +22,7 @@ pub enum Reply {
     /// Reply to `Status`.
     Status {
         /// The datastore.
-        status: Status,
+        status: Box<Status>,
         /// The server, if the datastore is served.
         serving: Option<Serving>,
     },
@@ -34,7 +35,7 @@ pub enum Reply {
     /// Reply to `DiskRequest::Resize`.
     Resized(Box<Resized>),
     /// Reply to requests that create or change one disk, and to `DiskRequest::Show`.
-    Disk(DiskInfo),
+    Disk(Box<DiskInfo>),
     /// Reply to `DiskRequest::List` and `Clone`.
     Disks(Vec<DiskInfo>),
     /// Reply to `SnapshotRequest::Show`.

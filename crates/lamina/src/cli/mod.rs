@@ -9,7 +9,9 @@ pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ScrubArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
+    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand,
+    JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ScrubArguments, ServeArguments, SnapshotCommand,
+    VmArguments, VmCommand,
 };
 
 use address::location;
