@@ -16,35 +16,20 @@ fn du(store: &Store) -> u64 {
     text.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// Bytes that a file of the datastore occupies.
-fn occupied(store: &Store, file: &str) -> u64 {
-    std::fs::metadata(store.path().join(file)).unwrap().blocks() * 512
-}
-
 /// Bytes that the map occupies. The map reserves nodes for a full write buffer, so that a flush has the space that it
 /// needs.
 fn map(store: &Store) -> u64 {
-    occupied(store, "map")
-}
-
-/// Bytes of the datastore without the map and the file of page images. These two files do not shrink. The file of page
-/// images doubles when more than a quarter of it would be needed for a checkpoint. Whether this happens depends on how
-/// much of a deletion is done before the next checkpoint, and so on the load of the machine.
-fn without_reserves(store: &Store) -> u64 {
-    let (whole, reserves) = (du(store), map(store) + occupied(store, "checkpoint"));
-    whole.saturating_sub(reserves)
+    std::fs::metadata(store.path().join("map")).unwrap().blocks() * 512
 }
 
 /// Most bytes by which a write buffer of 16 MiB makes the map grow.
 const MAP_GROWTH_MAX: u64 = 6 * MIB;
-/// Most bytes of the file of page images in a datastore with few pages.
-const IMAGES_MAX: u64 = 16 * MIB;
 
-/// Waits until a measured number of bytes is at most `most`; returns it.
-fn shrinks_to(measured: impl Fn() -> u64, most: u64, patience: Duration) -> u64 {
+/// Waits until `du` is at most `most`; returns its value.
+fn shrinks_to(store: &Store, most: u64, patience: Duration) -> u64 {
     let begin = Instant::now();
     loop {
-        let now = measured();
+        let now = du(store);
         if now <= most || begin.elapsed() > patience {
             return now;
         }
@@ -65,7 +50,7 @@ fn status_shows_the_reserved_space_of_thick_disks() {
 #[test]
 fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
     let store = Store::new();
-    let (empty, empty_data) = (du(&store), without_reserves(&store));
+    let empty = du(&store);
     store.run("disk create thin 256M").ok();
     assert!(du(&store) < empty + MIB, "a thin disk takes no space");
     for kind in ["zeroedthick", "eagerzeroedthick"] {
@@ -77,7 +62,7 @@ fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
         assert_eq!(shown["blocks_allocated"], 64 * MIB / 4096, "{made}");
         assert_eq!(shown["blocks_to_be_zeroed"], to_be_zeroed, "{kind}");
     }
-    let (before, map_before) = (without_reserves(&store), map(&store));
+    let (before, map_before) = (du(&store), map(&store));
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), "thin").unwrap();
     for at in 0..16 {
@@ -87,17 +72,15 @@ fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
     assert_eq!(server.stop("TERM"), Some(0));
     let map_grown = map(&store) - map_before;
     assert!(map_grown <= MAP_GROWTH_MAX, "the map has taken {map_grown} bytes");
-    let grown = without_reserves(&store) - before;
+    let grown = du(&store) - before - map_grown;
     assert!((16 * MIB..20 * MIB).contains(&grown), "16 MiB written take {grown} bytes");
     store.run("disk delete zeroedthick").ok();
     store.run("disk delete eagerzeroedthick").ok();
     store.run("disk delete thin").ok();
     let mut server = store.serve("");
-    let most = empty_data + 2 * MIB;
-    let left = shrinks_to(|| without_reserves(&store), most, Duration::from_secs(10));
-    assert!(left <= most, "deleted disks return their space: {left}, initially {empty_data}");
-    let images = occupied(&store, "checkpoint");
-    assert!(images <= IMAGES_MAX, "the file of page images has {images} bytes");
+    let most = empty + map_grown + 2 * MIB;
+    let left = shrinks_to(&store, most, Duration::from_secs(10));
+    assert!(left <= most, "deleted disks return their space: {left}, initially {empty}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }
@@ -121,12 +104,12 @@ fn discarded_blocks_are_returned_to_the_file_system() {
         }
         client.flush().unwrap();
         let wanted = full - 32 * MIB * 99 / 100;
-        let left = shrinks_to(|| du(&store), wanted, Duration::from_secs(2));
+        let left = shrinks_to(&store, wanted, Duration::from_secs(2));
         assert!(left <= wanted, "{options}: 32 MiB in runs of 64 KiB: {full} became {left} within 2 s");
         client.trim(64 * MIB, (64 * MIB) as u32).unwrap();
         client.flush().unwrap();
         let wanted = full - 96 * MIB * 99 / 100;
-        let left = shrinks_to(|| du(&store), wanted, Duration::from_secs(2));
+        let left = shrinks_to(&store, wanted, Duration::from_secs(2));
         assert!(left <= wanted, "{options}: 96 MiB in all: {full} became {left} within 2 s");
         for run in 0..2048 {
             let content = client.read(run << 16, 64 << 10).unwrap();
