@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 90] = [
+const VERBS: [Verb; 91] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -112,6 +112,7 @@ const VERBS: [Verb; 90] = [
     Verb { name: "receive", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "backup", arguments: "list /nowhere/backups", on_datastore: false, demands: true },
     Verb { name: "job", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "label", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];

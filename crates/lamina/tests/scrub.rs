@@ -53,7 +53,8 @@ fn status(store: &Store) -> Value {
 /// Runs a command that finds damage. Returns its JSON output.
 fn finds(store: &Store, arguments: &str) -> Value {
     let done = store.run(&format!("{arguments} --json"));
-    assert_eq!((done.code, done.stderr.as_str()), (6, ""), "{done:?}");
+    // Without a server, the log of the engine, which names each damaged block too, is on stderr.
+    assert_eq!(done.code, 6, "{done:?}");
     serde_json::from_str(&done.stdout).unwrap()
 }
 

@@ -84,6 +84,7 @@ macro_rules! pages {
 pages! {
     readme: "README.md",
     manual: "docs/manual/README.md",
+    backups: "docs/manual/backups.md",
     clients: "docs/manual/clients.md",
     clones: "docs/manual/clones.md",
     cloud_machines: "docs/manual/cloud-machines.md",
