@@ -354,6 +354,23 @@ impl Settings {
         })
     }
 
+    /// Gives the settings of a disk to the UUID that the disk has from now on. A failure is only logged, because the
+    /// disk has its new UUID already.
+    pub fn rekey(&self, from: &str, to: &str) {
+        if from == to || !self.state.lock().record.disks.contains_key(from) {
+            return;
+        }
+        let moved = self.update(|record| {
+            if let Some(settings) = record.disks.remove(from) {
+                record.disks.insert(to.to_owned(), settings);
+            }
+            Ok(())
+        });
+        if let Err(error) = moved {
+            tracing::warn!(%error, uuid = to, "a migrated disk has the default settings");
+        }
+    }
+
     /// Removes the settings of a disk that does not exist any more. A failure is only logged: without its disk, an
     /// entry has no effect, and the next change removes it.
     pub fn forget(&self, uuid: &str) {

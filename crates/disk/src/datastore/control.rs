@@ -97,7 +97,7 @@ impl Datastore {
     }
 
     /// The UUID of a disk, under which its settings are stored.
-    pub(super) fn uuid_of(&self, name: &str) -> Result<String> {
+    pub(crate) fn uuid_of(&self, name: &str) -> Result<String> {
         match self.foreign.find(name) {
             Some(entry) => Ok(entry.disk.uuid()),
             None => self.native.find_disk(name).map(|disk| names::uuid_text(&disk.uuid)),

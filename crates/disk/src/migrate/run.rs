@@ -209,6 +209,7 @@ impl Datastore {
                 if away.is_some() {
                     self.native.settings.forget(&uuid);
                 }
+                there.native.settings.rekey(&uuid, &there.uuid_of(name)?);
                 there.disk(name)
             }
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
