@@ -323,6 +323,7 @@ mod tests {
         let datastore = open(&path);
         assert!(datastore.foreign.find("adopted").is_none());
         datastore.close().unwrap();
+        drop(datastore);
         assert_eq!(names(&outside), ["own-flat.vmdk", "own.vmdk"]);
         // A folder that root has created in the datastore with an earlier version.
         chown(path.join("images/own"), Some(0), None).unwrap();
@@ -344,6 +345,7 @@ mod tests {
         assert!(datastore.foreign.create_disk(&new, &NoProgress).is_err());
         assert!(datastore.foreign.remove_folder("own").is_err());
         datastore.close().unwrap();
+        drop(datastore);
         assert_eq!((names(&elsewhere), names(&elsewhere.join("own"))), (before, within));
         give(&elsewhere, USER);
         let datastore = open(&path);
