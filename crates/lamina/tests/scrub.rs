@@ -112,7 +112,9 @@ fn damage_is_named_and_leaves_the_list_when_it_is_gone() {
     let text = store.run("scrub status").ok();
     assert!(text.ends_with("no damage\n"), "{text}");
     assert_eq!(status(&store)["damaged"], 0);
-    assert!(store.run("scrub start --restart").ok().ends_with("no damage\n"));
+    // The blocks of the deleted snapshot may not be free yet. The scrub reports them, but they belong to no disk.
+    let again = store.run("scrub start --restart");
+    assert!(again.code == 0 && again.stdout.ends_with("no damage\n"), "{again:?}");
     store.is_clean();
 }
 

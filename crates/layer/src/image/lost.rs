@@ -5,12 +5,12 @@
 //!    seconds, and tables are read once for each grain that they map.
 
 use crate::{Error, ErrorKind, Extent, Layer, Result, Usage};
-use backend::{BLOCK_SIZE, File, LocalPart};
+use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalPart};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
@@ -69,18 +69,33 @@ impl Layer for Lost {
 /// A file that is only read, and that remembers which blocks of 4 KiB could not be read.
 pub(super) struct Remembering {
     inner: Arc<dyn File>,
+    /// The same file past the page cache, which reads more than a block at once.
+    past_cache: OnceLock<Option<Arc<dyn File>>>,
     /// Start and end of each run of unreadable blocks.
     unreadable: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Remembering {
     pub(super) fn over(inner: Arc<dyn File>) -> Arc<dyn File> {
-        Arc::new(Self { inner, unreadable: Mutex::default() })
+        Arc::new(Self { inner, past_cache: OnceLock::new(), unreadable: Mutex::default() })
     }
 
     fn is_known(&self, range: &Range<u64>) -> bool {
         let known = self.unreadable.lock();
         known.range(..range.end).next_back().is_some_and(|(_, end)| *end > range.start)
+    }
+
+    /// Reads a part of one block.
+    fn read_part(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let past_cache = self.past_cache.get_or_init(|| {
+            let local = self.inner.local().filter(|local| local.mode == IoMode::Buffered)?;
+            local.file.past_cache().ok()
+        });
+        let Some(file) = past_cache else { return self.inner.read_at(buffer, offset) };
+        let mut block = Buffer::zeroed(1);
+        file.read_at(&mut block, offset / BLOCK * BLOCK)?;
+        buffer.copy_from_slice(&block[(offset % BLOCK) as usize..][..buffer.len()]);
+        Ok(())
     }
 
     fn note(&self, block: u64) {
@@ -109,7 +124,7 @@ impl File for Remembering {
         for block in blocks.step_by(BLOCK_SIZE) {
             let part = (block.max(offset) - offset) as usize..((block + BLOCK).min(end) - offset) as usize;
             // Other blocks may be readable even if a read of several blocks fails.
-            if self.inner.read_at(&mut buffer[part], block.max(offset)).is_err() {
+            if self.read_part(&mut buffer[part], block.max(offset)).is_err() {
                 self.note(block);
                 failed = true;
             }
@@ -144,7 +159,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use backend::IoMode;
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
     #[test]
