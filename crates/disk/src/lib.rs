@@ -3,6 +3,10 @@
 
 #![forbid(unsafe_code)]
 
+// `testbed.rs` names the crate as the tests in `tests` do.
+#[cfg(test)]
+extern crate self as disk;
+
 pub mod convert;
 pub mod datastore;
 pub mod device;
@@ -27,6 +31,8 @@ mod snapshot_group;
 mod space;
 mod spare;
 pub mod switch;
+#[cfg(test)]
+mod testbed;
 pub mod transfer;
 mod zeros;
 

@@ -5,11 +5,13 @@
 
 #[path = "conversion/refusals.rs"]
 mod refusals;
+#[path = "../src/testbed.rs"]
+mod testbed;
 
 use chain::Chain;
 use disk::convert::{Address, Conversion, Converted, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{self, ImageKind, NewImage};
-use disk::{Datastore, InitOptions, NoProgress, OpenOptions, Progress, QueueChoice};
+use disk::{Datastore, InitOptions, NoProgress, Progress, QueueChoice};
 use error::{Error, ErrorKind, Result};
 use layer::image::{Format, Place, open_chain};
 use std::path::{Path, PathBuf};
@@ -91,13 +93,7 @@ fn convert(from: &Path, to: &Path, format: TargetFormat) -> Result<Converted> {
 
 fn store(path: &Path) -> Arc<Datastore> {
     Datastore::init(path, InitOptions { journal_size: 4 << 20 }).unwrap();
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Threads,
-        metadata_cache: 16 << 20,
-        write_buffer: 16 << 20,
-    };
-    Datastore::open(path, options).unwrap()
+    Datastore::open(path, testbed::options(QueueChoice::Threads)).unwrap()
 }
 
 fn disk_content(store: &Datastore, name: &str) -> Vec<u8> {

@@ -1,17 +1,15 @@
 //! A short run through all operations of a datastore.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../src/testbed.rs"]
+mod testbed;
+
 use backend::{Buffer, SharedSlice};
 use disk::*;
 use error::ErrorKind;
 
 fn options() -> OpenOptions {
-    OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Auto,
-        metadata_cache: 16 << 20,
-        write_buffer: 8 << 20,
-    }
+    testbed::options(QueueChoice::Auto)
 }
 
 /// A datastore with one disk, `a`, that has a snapshot `s1`.

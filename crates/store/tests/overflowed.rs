@@ -148,3 +148,16 @@ fn a_datastore_whose_journal_version_0_1_0_has_filled_opens_with_its_content() {
         engine.close().unwrap();
     }
 }
+
+#[test]
+fn the_page_of_the_format_names_the_version_that_0_1_0_writes() {
+    let file = restored().directory().open("superblock", IoMode::Buffered).unwrap();
+    let mut copies = Buffer::zeroed(2);
+    file.read_at(&mut copies, 0).unwrap();
+    let version = |copy: &[u8]| u32::from_le_bytes(copy[8..12].try_into().unwrap());
+    let written: Vec<u32> = copies.chunks(BLOCK_SIZE).map(version).filter(|version| *version > 0).collect();
+    assert!(!written.is_empty() && written.iter().all(|version| *version == 1), "{written:?}");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/format/native.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("\n| 1 | 0.1.0 |") && page.contains("\n| 2 | after 0.1.0 |"));
+}

@@ -86,6 +86,8 @@ pub(crate) struct State {
     /// Whether an interrupted operation has to be finished before images are opened. It could not be finished for lack
     /// of space, or because the device failed.
     pub unsettled: bool,
+    /// Whether the durable record still names a snapshot that was undone: `record` replaces it before anything else.
+    pub unrecorded: bool,
     /// Whether the last replacement of the record failed in its last step, so that either record may be durable.
     pub failed: bool,
 }
@@ -143,6 +145,7 @@ impl Disk {
             doubtful: false,
             stale: BTreeSet::new(),
             unsettled: false,
+            unrecorded: false,
             failed: false,
         };
         Self {
@@ -305,7 +308,9 @@ impl Disk {
     fn committed(&self, record: Record, outcome: std::result::Result<(), NotStored>) -> Result<()> {
         match outcome {
             Ok(()) => {
-                self.state.lock().record = record;
+                let mut state = self.state.lock();
+                state.record = record;
+                state.unrecorded = false;
                 Ok(())
             }
             Err(failed) => {
@@ -319,6 +324,16 @@ impl Disk {
                 }
                 Err(failed.error)
             }
+        }
+    }
+
+    /// Makes `record` the current one although it could not be written. The durable record remains valid, and every
+    /// later operation writes `record` first.
+    pub(crate) fn leave_unrecorded(&self, record: Record) {
+        let mut state = self.state.lock();
+        if !state.failed {
+            state.record = record;
+            state.unrecorded = true;
         }
     }
 
@@ -471,6 +486,10 @@ impl Disk {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
             return Err(Error::new(ErrorKind::Busy, text));
         };
+        let unrecorded = self.state.lock().unrecorded;
+        if unrecorded && let Err(error) = self.noting(|| self.finish_pending()) {
+            tracing::warn!(%error, disk = self.name(), "a failed snapshot is not undone, and its name stays");
+        }
         let mut head = self.head.lock();
         if let Some(line) = &*head {
             let closed = line.chain.close();

@@ -79,6 +79,7 @@ impl Disk {
         {
             let mut state = self.state.lock();
             state.record = record;
+            state.unrecorded = false;
             state.failed = false;
             state.stale.clear();
         }

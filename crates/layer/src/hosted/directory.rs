@@ -6,6 +6,7 @@
 
 use super::copies::{Doubt, Merged, Rules, alone, merge};
 use super::header::{FLAG_COMPRESSED, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header};
+use crate::aligned::read_sectors;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use parking_lot::Mutex;
@@ -304,18 +305,6 @@ fn read_directory(file: &dyn File, header: &Header, offset: u64, writable: bool)
     }
     read.during(|| format!("cannot read the grain directory at sector {offset}"))?;
     Ok(words(&buffer))
-}
-
-/// Reads sector by sector, and sets all bits of unreadable sectors. Returns false if no sector could be read.
-pub(crate) fn read_sectors(file: &dyn File, buffer: &mut [u8], start: u64) -> bool {
-    let mut any = false;
-    for (at, sector) in (start..).step_by(SECTOR as usize).zip(buffer.chunks_mut(SECTOR as usize)) {
-        match file.read_at(sector, at) {
-            Ok(()) => any = true,
-            Err(_) => sector.fill(0xff),
-        }
-    }
-    any
 }
 
 /// Decodes little-endian words.

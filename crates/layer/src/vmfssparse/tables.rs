@@ -6,8 +6,7 @@
 //!    fails.
 
 use super::header::{HEADER_SECTORS, Header, TABLE_ENTRIES, TABLE_SECTORS, TABLE_SIZE};
-use crate::aligned::AlignedFile;
-use crate::hosted::directory::read_sectors;
+use crate::aligned::{AlignedFile, read_sectors};
 use crate::runs::cache::RunCache;
 use crate::runs::options::OpenOptions;
 use crate::runs::{EntryRun, RunList};

@@ -348,7 +348,8 @@ impl Scrubber<'_> {
         let text = error.to_string();
         // The advice of the error to run a check is for requests that need the page.
         let problem = text.split(';').next().unwrap_or_default().to_owned();
-        Ok(is_needed(&mut self.engine.meta.lock(), key, &bytes).then_some(problem))
+        let needed = self.engine.meta.look(|meta| Ok(is_needed(meta, key, &bytes)))?;
+        Ok(needed.then_some(problem))
     }
 
     fn read_data(&self, first: u64, step: &mut ScrubStep) -> Result<Option<u64>> {

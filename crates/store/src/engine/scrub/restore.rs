@@ -10,15 +10,15 @@
 //! an older content, another block) would be "corrected" into data that was never written.
 
 use super::{Scrubber, check_page};
-use crate::engine::Engine;
 use crate::engine::log::Cost;
 use crate::engine::rebuild::mender;
 use crate::engine::scrub::Reference;
 use crate::engine::verify::{Expected, Found, read_one};
+use crate::engine::{Engine, Meta};
 use crate::pages::{PageFile, PageKey};
 use crate::space::Run;
 use crate::{IoContext, Result, checksum};
-use backend::Buffer;
+use backend::{BLOCK_SIZE, Block, Buffer};
 
 /// The cost of having the next checkpoint write a page.
 const PAGE_COST: Cost = Cost { bytes: 0, pages: 4 };
@@ -57,6 +57,24 @@ impl Copies for PageCache<'_> {
     }
 }
 
+/// Has the next checkpoint write a damaged page of which the content is in memory. Returns from what it was restored.
+fn renew_page(meta: &mut Meta, key: PageKey) -> Option<String> {
+    let number = key.number();
+    if meta.pages.write_again(key) {
+        return Some("written again from memory".to_owned());
+    }
+    match key.file() {
+        PageFile::MapSummary => meta.map.renew_summaries(&mut meta.pages, number),
+        PageFile::DataSummary => meta.data.renew_summaries(&mut meta.pages, number),
+        PageFile::Catalog if !meta.catalog.lost().contains_key(&number) => {
+            meta.catalog.renew_page(&mut meta.pages, number);
+            return Some("written again from memory".to_owned());
+        }
+        _ => return None,
+    }
+    Some("counted again from memory".to_owned())
+}
+
 impl Scrubber<'_> {
     /// Has the next checkpoint write a damaged page, if its content is known. Returns from what it was restored.
     pub(super) fn restore_page(&self, key: PageKey) -> Result<Option<String>> {
@@ -64,36 +82,24 @@ impl Scrubber<'_> {
         let _grant = engine.admit(PAGE_COST)?;
         // The images of the last checkpoint describe the files as long as no checkpoint is under way.
         let _checkpoint = engine.log.lock_checkpoints();
-        let mender = mender(engine);
-        let mut guard = engine.meta.lock();
-        let meta = &mut *guard;
-        let number = key.number();
-        let restored = if meta.pages.write_again(key) {
-            Some("written again from memory".to_owned())
-        } else {
-            match key.file() {
-                PageFile::MapSummary => {
-                    meta.map.renew_summaries(&mut meta.pages, number);
-                    Some("counted again from memory".to_owned())
+        let mut restored = renew_page(&mut engine.meta.lock(), key);
+        if restored.is_none() {
+            // The medium may take seconds to fail a read, so it is not read under the metadata lock.
+            let mender = mender(engine);
+            let mut raw = Block([0; BLOCK_SIZE]);
+            let is_read = engine.meta.file(key.file()).read_at(&mut raw.0, key.offset()).is_ok();
+            let proven = mender.restore(key, is_read.then_some(&raw));
+            if let Some(page) = proven.filter(|page| check_page(&page.0, key).is_ok()) {
+                let mut meta = engine.meta.lock();
+                // A request may have read the page meanwhile, if not every read of it fails.
+                restored = renew_page(&mut meta, key);
+                if restored.is_none() {
+                    meta.pages.restore(key, page);
+                    restored = mender.take_mended().remove(&key).map(|proof| proof.to_string());
                 }
-                PageFile::DataSummary => {
-                    meta.data.renew_summaries(&mut meta.pages, number);
-                    Some("counted again from memory".to_owned())
-                }
-                PageFile::Catalog if !meta.catalog.lost().contains_key(&number) => {
-                    meta.catalog.renew_page(&mut meta.pages, number);
-                    Some("written again from memory".to_owned())
-                }
-                _ => match mender.restore(key, meta.pages.read_raw(key).as_ref()) {
-                    Some(page) if check_page(&page.0, key).is_ok() => {
-                        meta.pages.restore(key, page);
-                        mender.take_mended().remove(&key).map(|proof| proof.to_string())
-                    }
-                    _ => None,
-                },
             }
-        };
-        engine.count_changes(meta);
+        }
+        engine.count_changes(&engine.meta.lock());
         Ok(restored)
     }
 
