@@ -83,6 +83,48 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
 }
 
 #[test]
+fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
+    let fleet = Fleet::new();
+    let plain = format!("--memory {MEMORY} --disk-size 1M --network none");
+    fleet.run(&format!("create bad {plain} --cpus 4 --cores 3")).fails(2, "sockets of 3 cores");
+    fleet.run(&format!("create bad {plain} --cpu-model help")).fails(2, "'qemu-system-x86_64 -cpu help' lists");
+    fleet.run(&format!("create bad {plain} --secure-boot")).fails(2, "secure_boot needs firmware");
+    assert!(fleet.names().is_empty());
+    let own = "--cpus 4 --cores 2 --cpu-model qemu64,+ssse3 --clock local";
+    fleet.run(&format!("create web {plain} {own}")).ok();
+    let of = |name: &str| {
+        let shown = fleet.show(name);
+        let platform = &shown["platform"];
+        json!([shown["cpu_model"], platform["cores"], platform["clock"]])
+    };
+    assert_eq!(of("web"), json!(["qemu64,+ssse3", 2, "local"]));
+    let shown = fleet.run("show web").ok();
+    assert!(shown.contains("qemu64,+ssse3") && shown.contains("2 cores in a socket, clock in local time"), "{shown}");
+    fleet.run("start web").ok();
+    let pid = fleet.processes().into_keys().next().unwrap();
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    for part in ["-cpu\0qemu64,+ssse3\0", "-smp\x004,sockets=2,cores=2,threads=1\0", "-rtc\0base=localtime\0"] {
+        assert!(line.contains(part), "{part:?}: {line:?}");
+    }
+    for change in ["--cpu-model default", "--cores 0", "--clock utc"] {
+        fleet.run(&format!("edit web {change}")).fails(7, "stop it first");
+    }
+    // A state with memory and instant clones have the same processors.
+    fleet.run("snapshot create web@live --memory").ok();
+    fleet.run("revert web@live").ok();
+    fleet.run("clone web copy").ok();
+    assert_eq!(of("copy"), of("web"));
+    fleet.run("stop web --force").ok();
+    fleet.run("edit web --cpu-model default --cores 0 --clock utc").ok();
+    assert_eq!(of("web"), json!([null, null, "utc"]));
+    // QEMU checks whether it knows the model, and its message is passed on.
+    fleet.run("edit copy --cpu-model nonsense").ok();
+    fleet.run("start copy").fails(1, "unable to find CPU model 'nonsense'");
+    fleet.run("edit copy --cpus 2 --cpu-model default").ok();
+    fleet.run("start copy").ok();
+}
+
+#[test]
 fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     let fleet = Fleet::new();
     fleet.make("web", "1M");

@@ -1,7 +1,9 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument, VncArgument, VncTlsArguments, WriteErrorsArgument};
+use super::machine_create::{
+    BootArgument, NetworkArgument, ProcessorArguments, VncArgument, VncTlsArguments, WriteErrorsArgument,
+};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
@@ -20,6 +22,9 @@ pub struct VmEdit {
     /// Virtual CPUs.
     #[arg(long, value_name = "N")]
     pub cpus: Option<u32>,
+    /// Model and sockets of the CPUs, and the clock.
+    #[command(flatten)]
+    pub processors: ProcessorArguments,
     /// Memory, in whole MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
@@ -130,6 +135,9 @@ impl VmEdit {
         }
         let edit = Edit {
             cpus: self.cpus,
+            cpu_model: self.processors.cpu_model.clone(),
+            cores: self.processors.cores,
+            clock: self.processors.clock.map(Into::into),
             memory: self.memory,
             arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
             qemu_memory: self.qemu_memory,
