@@ -125,6 +125,33 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
 }
 
 #[test]
+fn controllers_and_cards_are_exchanged_while_the_machine_is_off() {
+    let fleet = Fleet::new();
+    fleet.store.run("disk create data 1M").ok();
+    fleet.run(&format!("create web --memory {MEMORY} --disk-size 1M --disk data --network unplugged")).ok();
+    let found = |kind: &str| {
+        let shown = fleet.show("web");
+        let of = |list: &str, key: &str| -> Vec<Value> {
+            shown[list].as_array().unwrap().iter().map(|one| one[key].clone()).collect()
+        };
+        assert_eq!(of("disks", "name"), ["web", "data"]);
+        json!([of("disks", kind), of("networks", "model")])
+    };
+    fleet.run("edit web --bus ide").fails(2, "use sata");
+    fleet.run("edit web --virtio --bus sata").fails(2, "--bus");
+    fleet.run("edit web --bus sata --card e1000e").ok();
+    assert_eq!(found("bus"), json!([["sata", "sata"], ["e1000e"]]));
+    assert_eq!(found("unit"), json!([[0, 1], ["e1000e"]]));
+    fleet.run("start web").ok();
+    fleet.run("edit web --virtio").fails(7, "stop it first");
+    fleet.run("stop web --force").ok();
+    fleet.run("edit web --virtio").ok();
+    assert_eq!(found("bus"), json!([["virtio", "virtio"], ["virtio"]]));
+    assert_eq!(found("slot"), json!([[8, 9], ["virtio"]]));
+    fleet.run("start web").ok();
+}
+
+#[test]
 fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     let fleet = Fleet::new();
     fleet.make("web", "1M");
