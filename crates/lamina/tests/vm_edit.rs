@@ -88,7 +88,7 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
     let plain = format!("--memory {MEMORY} --disk-size 1M --network none");
     fleet.run(&format!("create bad {plain} --cpus 4 --cores 3")).fails(2, "sockets of 3 cores");
     fleet.run(&format!("create bad {plain} --cpu-model help")).fails(2, "'qemu-system-x86_64 -cpu help' lists");
-    fleet.run(&format!("create bad {plain} --secure-boot")).fails(2, "secure_boot needs firmware");
+    fleet.run(&format!("create bad {plain} --secure-boot")).fails(2, "Secure Boot needs UEFI");
     assert!(fleet.names().is_empty());
     let own = "--cpus 4 --cores 2 --cpu-model qemu64,+ssse3 --clock local";
     fleet.run(&format!("create web {plain} {own}")).ok();

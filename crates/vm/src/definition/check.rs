@@ -140,7 +140,7 @@ impl Definition {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         let platform = &self.platform;
         if platform.secure_boot && (platform.firmware != Firmware::Uefi || platform.chipset != Chipset::Q35) {
-            return invalid("secure_boot needs firmware \"uefi\" and chipset \"q35\"".into());
+            return invalid("Secure Boot needs UEFI and the chipset q35: firmware \"uefi\", chipset \"q35\"".into());
         }
         if self.vnc.is_some() && platform.display == Display::None {
             return invalid("vnc needs a graphics card: display \"vga\"".into());
