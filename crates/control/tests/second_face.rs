@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Firmware, Seed, Vnc, WriteErrors};
+use vm::definition::{BootDevice, CloneKind, Platform, Seed, Vnc, WriteErrors};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -506,13 +506,14 @@ fn machines(face: &Face) {
     let new = NewMachine {
         name: text("web"),
         cpus: 1,
+        cpu_model: None,
         memory: 32 << 20,
         disks: Vec::new(),
         disk_size: Some(4 << 20),
         networks: Vec::new(),
         cdroms: vec![iso.clone()],
         boot_order: vec![BootDevice::Cdrom, BootDevice::Disk],
-        firmware: Firmware::Bios,
+        platform: Platform::default(),
         write_errors: WriteErrors::Stop,
         kernel: None,
         initrd: None,

@@ -370,7 +370,7 @@ impl Completion {
 }
 
 #[test]
-fn names_of_disks_snapshots_and_machines_are_completed() {
+fn names_of_disks_snapshots_machines_and_jobs_are_completed() {
     let store = Store::new();
     let completion = Completion::new();
     let datastore = store.path();
@@ -396,6 +396,10 @@ fn names_of_disks_snapshots_and_machines_are_completed() {
     assert_eq!(of("vm clone w"), ["web", "web@before"]);
     assert!(of("disk create we").is_empty() && of("disk show x").is_empty());
     assert!(completion.of("-D /nowhere disk show x").is_empty());
+    let copying = store.run("clone other copy --full --background --json").json();
+    let job = copying["id"].as_str().unwrap();
+    assert!(of("job wait ").iter().any(|word| word == job), "{job}");
+    assert_eq!(of("backup create web-root@"), ["web-root@monday"]);
 }
 
 #[test]

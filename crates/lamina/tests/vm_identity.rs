@@ -6,8 +6,7 @@
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
-use testkit::machines::{Room, debian, guest};
+use testkit::machines::Room;
 use testkit::process::{Done, output};
 
 #[test]
@@ -94,21 +93,8 @@ fn without_seed(room: &Room, name: &str) {
 
 #[test]
 fn clones_of_a_debian_that_has_run_are_distinct() {
-    let folder = debian();
     let room = Room::new();
-    let import = |image: &Path| -> Done {
-        output(room.store.command("disk import").arg(image).args(["base", "--from", "raw"])).into()
-    };
-    import(&folder.join("debian.img")).ok();
-    let mut create = room.store.command("vm create base --disk base --memory 256M --start --ssh-key");
-    create.arg("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA test").arg("--kernel").arg(guest().join("vmlinuz"));
-    create.arg("--initrd").arg(guest().join("vm-initrd")).args(["--append", "console=ttyS0 quiet"]);
-    let done: Done = output(&mut create).into();
-    done.ok();
-    room.until_answers("base");
-    // The configuration that cloud-init makes is for this machine's card only, and one of the clones has no cloud-init.
-    let network = "/etc/systemd/network/05-all.network";
-    room.shell("base", &format!("printf '[Match]\\nName=e*\\n[Network]\\nDHCP=ipv4\\n' >{network}"));
+    room.boot_debian("base");
     let source = identity(&room, "base");
     room.shell("base", "sync");
     room.run("vm stop base --force").ok();

@@ -457,6 +457,14 @@ fn an_exported_machine_can_be_imported() {
     fleet.run("stop --force back").ok();
     same_bytes(&fleet, "back", &left.content("snap-root"));
     same_bytes(&fleet, "back-2", &left.content("snap-data"));
+    // An OVA is a tar archive of an OVF package, which is imported too.
+    let package = left.path().join("package");
+    fs::create_dir(&package).unwrap();
+    testkit::process::tool("tar", &["-xf", archive.to_str().unwrap(), "-C", package.to_str().unwrap()]);
+    let descriptor = testkit::process::files(&package).into_iter().find(|name| name.ends_with(".ovf")).unwrap();
+    import(&fleet, &package.join(descriptor), "--name loose").ok();
+    same_bytes(&fleet, "loose", &left.content("snap-root"));
+    same_bytes(&fleet, "loose-2", &left.content("snap-data"));
     fs::remove_file(&archive).unwrap();
     // With `--virtio`, the imported machine has virtio devices in place of VMware's, and the command lists the
     // differences.

@@ -86,6 +86,30 @@ impl Room {
         }
     }
 
+    /// Creates and starts a machine with Debian: systemd, cloud-init, an SSH server and QEMU's guest agent. Returns
+    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on that of a clone.
+    pub fn boot_debian(&self, name: &str) {
+        let mut import = self.store.command("disk import");
+        import.arg(debian().join("debian.img")).args([name, "--from", "raw"]);
+        let done: Done = output(&mut import).into();
+        done.ok();
+        let mut create = self.store.command(&format!("vm create {name} --disk {name} --memory 256M --start --ssh-key"));
+        create.arg("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA test").arg("--kernel").arg(guest().join("vmlinuz"));
+        create.arg("--initrd").arg(guest().join("vm-initrd")).args(["--append", "console=ttyS0 quiet"]);
+        let done: Done = output(&mut create).into();
+        done.ok();
+        self.until_answers(name);
+        // The configuration that cloud-init makes is for the card of this machine only.
+        let network = "/etc/systemd/network/05-all.network";
+        self.shell(name, &format!("printf '[Match]\\nName=e*\\n[Network]\\nDHCP=ipv4\\n' >{network}"));
+        self.until(&format!("cloud-init of {name} has ended"), || {
+            let ended = "systemctl is-active ssh && ! systemctl is-active cloud-final | grep activating";
+            let mut command = self.store.command(&format!("vm exec {name} -- /bin/sh -c"));
+            let done: Done = output(command.arg(ended)).into();
+            done.code == 0
+        });
+    }
+
     /// The console output of a machine.
     pub fn console(&self, name: &str) -> String {
         self.run(&format!("vm console {name} --said")).stdout

@@ -11,6 +11,7 @@
 //! vnc = "unix"
 //! run_as = "qemu"
 //! qemu_arguments = ["-vga", "std"]
+//! cpu_model = "Skylake-Server,+pcid"
 //!
 //! [boot]                      # default: the firmware boots the first disk
 //! kernel = "/srv/guest/vmlinuz"
@@ -92,6 +93,10 @@ pub const PORTS_MAX: u8 = 8;
 pub const PORTS_DEFAULT: u8 = 4;
 /// Least limit of the memory that QEMU takes besides the memory of the guest, in bytes: less does not start a guest.
 pub const QEMU_MEMORY_MIN: u64 = 256 << 20;
+/// The text that stands for no model of CPUs in requests, so that the machine has the usual one.
+pub const CPU_MODEL_USUAL: &str = "default";
+/// Longest model of CPUs with its features, in bytes.
+pub const CPU_MODEL_MAX: usize = 1024;
 /// Most further arguments of QEMU.
 pub const ARGUMENTS_MAX: usize = 256;
 
@@ -100,9 +105,9 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `run_as`, `write_errors`,
-    /// `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards `bus`, `unit` and
-    /// `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `cpu_model`, `ports`, `autostart`, `qemu_arguments`, `run_as`,
+    /// `write_errors`, `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards
+    /// `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -112,6 +117,9 @@ pub struct Definition {
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
+    /// QEMU's name for the model of the CPUs, with features; `None` for all that the host or QEMU's emulation has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
     /// Memory in bytes; written in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
@@ -293,6 +301,7 @@ impl Definition {
             name: name.to_owned(),
             uuid: new_uuid()?,
             cpus,
+            cpu_model: None,
             memory,
             platform: Platform::default(),
             ports: PORTS_DEFAULT,
@@ -376,6 +385,7 @@ impl Definition {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
             && self.qemu_memory.is_none()
+            && self.cpu_model.is_none()
             && self.run_as.is_none()
             && self.new_identity.is_none()
             && self.write_errors == WriteErrors::default()

@@ -1,5 +1,5 @@
-//! Changing a machine: its name, processors, memory, boot order, user and further arguments of QEMU, disks, images in
-//! CD-ROM drives, and network cards.
+//! Changing a machine: its name, processors, memory, clock, boot order, user and further arguments of QEMU, disks and
+//! their controllers, images in CD-ROM drives, and network cards.
 //!
 //! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]), and images are
 //!    inserted and ejected ([`crate::media`]). All other properties are those of a process that starts, so they are
@@ -8,7 +8,7 @@
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::{DISK_OF_CLIENTS, while_busy};
-use crate::definition::{BootDevice, Definition, Link, Vnc, VncTls, WriteErrors};
+use crate::definition::{BootDevice, Bus, CPU_MODEL_USUAL, Card, Clock, Definition, Link, Vnc, VncTls, WriteErrors};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
@@ -25,6 +25,12 @@ use std::path::{Path, PathBuf};
 pub struct Edit {
     /// Virtual CPUs.
     pub cpus: Option<u32>,
+    /// Model of the CPUs with its features; [`CPU_MODEL_USUAL`] for the usual one.
+    pub cpu_model: Option<String>,
+    /// CPUs in each socket; 0 to let QEMU choose.
+    pub cores: Option<u32>,
+    /// What the hardware clock shows.
+    pub clock: Option<Clock>,
     /// Memory in bytes.
     pub memory: Option<u64>,
     /// Further arguments of QEMU, which replace the present ones.
@@ -42,6 +48,10 @@ pub struct Edit {
     pub write_errors: Option<WriteErrors>,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
+    /// The kind of controller of all disks, except those in ports.
+    pub bus: Option<Bus>,
+    /// The model of all network cards.
+    pub card: Option<Card>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Option<Vec<BootDevice>>,
     /// Where to serve its screen by VNC.
@@ -74,7 +84,11 @@ impl Edit {
     /// Whether the edit changes a property that only a new process can have.
     fn needs_off(&self) -> bool {
         let sizes = self.cpus.is_some() || self.memory.is_some() || self.ports.is_some();
+        let processors = self.cpu_model.is_some() || self.cores.is_some() || self.clock.is_some();
         sizes
+            || processors
+            || self.bus.is_some()
+            || self.card.is_some()
             || self.arguments.is_some()
             || self.qemu_memory.is_some()
             || self.run_as.is_some()
@@ -108,8 +122,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports, boot order, write errors, VNC, CD-ROM drives, and user and \
-             arguments of QEMU change only while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, clock, controllers, models of cards, ports, boot order, write errors, \
+             VNC, CD-ROM drives, and user and arguments of QEMU change only while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -119,6 +133,13 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     if let Some(cpus) = edit.cpus {
         definition.set_cpus(cpus);
     }
+    if let Some(model) = &edit.cpu_model {
+        definition.cpu_model = (model != CPU_MODEL_USUAL).then(|| model.clone());
+    }
+    if let Some(cores) = edit.cores {
+        definition.platform.cores = (cores > 0).then_some(cores);
+    }
+    definition.platform.clock = edit.clock.unwrap_or(definition.platform.clock);
     definition.memory = edit.memory.unwrap_or(definition.memory);
     definition.qemu_memory = edit.qemu_memory.map_or(definition.qemu_memory, |limit| (limit > 0).then_some(limit));
     definition.write_errors = edit.write_errors.unwrap_or(definition.write_errors);
@@ -131,6 +152,12 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     }
     if let Some(ports) = edit.ports {
         definition.set_ports(ports)?;
+    }
+    if let Some(bus) = edit.bus {
+        definition.set_bus(bus)?;
+    }
+    if let Some(model) = edit.card {
+        definition.set_card(model);
     }
     if let Some(order) = &edit.boot_order {
         definition.boot_order.clone_from(order);

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc, VncTls, WriteErrors};
+use vm::definition::{BootDevice, CloneKind, Definition, Link, Platform, Seed, Vnc, VncTls, WriteErrors};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -219,6 +219,8 @@ pub struct NewMachine {
     pub name: String,
     /// Virtual CPUs.
     pub cpus: u32,
+    /// Model of the CPUs with its features; `None` for the usual one.
+    pub cpu_model: Option<String>,
     /// Memory in bytes.
     pub memory: u64,
     /// Existing disks of the datastore for the machine.
@@ -231,8 +233,8 @@ pub struct NewMachine {
     pub cdroms: Vec<PathBuf>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Vec<BootDevice>,
-    /// Its firmware.
-    pub firmware: Firmware,
+    /// Its firmware, the sockets of its CPUs, and its clock.
+    pub platform: Platform,
     /// What QEMU does when a write of the guest fails.
     pub write_errors: WriteErrors,
     /// Absolute path of a kernel to boot without a boot loader.

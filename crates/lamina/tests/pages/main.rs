@@ -101,6 +101,7 @@ pages! {
     snapshots: "docs/manual/snapshots.md",
     troubleshooting: "docs/manual/troubleshooting.md",
     virtual_machines: "docs/manual/virtual-machines.md",
+    windows: "docs/manual/windows.md",
 }
 
 #[test]

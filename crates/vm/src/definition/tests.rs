@@ -9,6 +9,7 @@ fn machine() -> Definition {
         name: "web".into(),
         uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
         cpus: 2,
+        cpu_model: Some("qemu64,+ssse3".into()),
         memory: 256 << 20,
         platform: Platform::default(),
         ports: 2,
@@ -50,6 +51,10 @@ fn inconsistent_definitions_are_refused() {
         ("cpus = 2", "cpus = 0"),
         ("cpus = 2", "cpus = 256"),
         ("cpus = 2", "cpu = 2"),
+        ("qemu64,+ssse3", ""),
+        ("qemu64,+ssse3", "help"),
+        ("qemu64,+ssse3", "-qemu64"),
+        ("qemu64,+ssse3", "qemu64 -S"),
         ("256M", "256K"),
         ("256M", "+256M"),
         ("256M", "15M"),
@@ -107,6 +112,7 @@ fn the_hardware_of_other_programs_survives_encoding_and_cloning() {
         autostart: false,
         arguments: Vec::new(),
         qemu_memory: None,
+        cpu_model: None,
         write_errors: WriteErrors::default(),
         ..super::tests::machine()
     };

@@ -72,6 +72,7 @@ impl Reader<'_> {
         machine.memory = bytes.ok_or_else(|| self.wrong(memory, "the amount of memory cannot be read"))?;
         let cores = domain.at(&["cpu", "topology"]).and_then(|it| it.attribute("cores")?.parse::<u32>().ok());
         machine.platform.cores = cores.filter(|cores| *cores > 0 && machine.cpus.is_multiple_of(*cores));
+        processors(&mut machine, domain);
         self.firmware(&mut machine, domain)?;
         let devices = domain.child("devices").ok_or_else(|| self.wrong(domain, "it has no devices"))?;
         let model = |video: &Element| video.child("model").and_then(|it| it.attribute("type")).map(str::to_owned);
@@ -157,7 +158,8 @@ impl Reader<'_> {
             match disk.attribute("device").unwrap_or("disk") {
                 "disk" => {}
                 kind @ ("cdrom" | "floppy") => {
-                    machine.note(label, Effect::LeftOut, format!("it is a {kind} drive; machines have none"));
+                    let image = disk.child("source").and_then(|it| it.attribute("file"));
+                    models::removable(machine, &label, kind, image);
                     continue;
                 }
                 kind => {
@@ -291,6 +293,32 @@ fn number_of(name: &str) -> u32 {
         number = number * 26 + u32::from(letter - b'a') + 1;
     }
     number.saturating_sub(1)
+}
+
+/// Adds notes on properties of the CPUs that the machine does not have.
+fn processors(machine: &mut Foreign, domain: &Element) {
+    if let Some(model) = domain.child("cpu").and_then(|cpu| cpu.text_of("model")) {
+        let features = domain.child("cpu").into_iter().flat_map(|cpu| cpu.all("feature"));
+        let features = features.filter_map(|feature| {
+            let sign = match feature.attribute("policy") {
+                Some("disable" | "forbid") => '-',
+                _ => '+',
+            };
+            Some(format!(",{sign}{}", feature.attribute("name")?))
+        });
+        let model: String = std::iter::once(model.to_owned()).chain(features).collect();
+        let reason = format!(
+            "the guest has all features of this host's CPU; 'lamina vm edit --cpu-model {}' restricts it to those of the \
+             source",
+            model.escape_debug()
+        );
+        machine.note("cpu", Effect::Changed, reason);
+    }
+    if domain.at(&["features", "hyperv"]).is_some() {
+        let reason = "Windows runs slower without these interfaces; 'lamina vm edit --cpu-model \
+                      max,hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time' adds the usual ones";
+        machine.note("hyperv", Effect::LeftOut, reason);
+    }
 }
 
 /// The number of bytes of a unit in libvirt's XML.

@@ -188,10 +188,8 @@ impl Reader<'_> {
                     item.text_of("AutomaticAllocation").is_none_or(|text| !text.eq_ignore_ascii_case("false"));
                 machine.add_card(ForeignCard { label, model, mac, network, connected })?;
             }
-            resource::CD | resource::DVD => {
-                machine.note(label, Effect::LeftOut, "it is a CD drive; machines have none")
-            }
-            resource::FLOPPY => machine.note(label, Effect::LeftOut, "machines have no floppy drives"),
+            resource::CD | resource::DVD => models::removable(machine, &label, "cd", None),
+            resource::FLOPPY => models::removable(machine, &label, "floppy", None),
             resource::USB => {
                 machine.note(label, Effect::LeftOut, "machines have no USB; keyboard and mouse are PS/2");
             }

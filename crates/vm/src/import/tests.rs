@@ -165,6 +165,20 @@ fn what_libvirt_writes() {
     for words in ["tpm", "no bus 'usb'", "no 'ne2k_pci'"] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
     }
+    let removable = "<disk device='cdrom'><source file='/x.iso'/><target dev='sda'/></disk>\
+                     <disk device='floppy'><target dev='fda'/></disk>";
+    let processors = "<cpu mode='custom'><model>EPYC</model><feature policy='require' name='pcid'/>\
+                      <feature policy='disable' name='sse4a'/></cpu>\
+                      <features><hyperv><relaxed state='on'/></hyperv></features><devices>";
+    let plan = planned(Format::Libvirt, &domain(removable).replace("<devices>", processors), &options());
+    for words in [
+        "sda: it is a CD drive ('/x.iso'); 'lamina vm edit --cdrom FILE' adds one",
+        "fda: machines have no floppy drives",
+        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts it to those of the source",
+        "hyperv: Windows runs slower without",
+    ] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
 }
 
 #[test]
@@ -280,7 +294,12 @@ fn what_virtualbox_writes() {
         ("08:00:27:aa:bb:ce".to_owned(), Card::Virtio, Link::None),
     ];
     assert_eq!(cards, expected);
-    for words in ["IDE port 1: it is a DVD drive", "AudioAdapter", "share", "it was on 'NAT'"] {
+    for words in [
+        "IDE port 1: it is a CD drive; 'lamina vm edit --cdrom FILE' adds one",
+        "AudioAdapter",
+        "share",
+        "it was on 'NAT'",
+    ] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
     }
     let plain = format!("{hardware}<SmbiosUuidLittleEndian enabled=\"true\"/>");

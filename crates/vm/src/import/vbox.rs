@@ -115,7 +115,7 @@ impl Reader<'_> {
             match device.attribute("type").unwrap_or_default() {
                 "HardDisk" => {}
                 kind => {
-                    machine.note(place, Effect::LeftOut, format!("it is a {kind} drive; machines have none"));
+                    models::removable(machine, &place, kind, None);
                     continue;
                 }
             }

@@ -187,7 +187,7 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
     let kind = file.get(&format!("{device}.deviceType")).unwrap_or_default().to_ascii_lowercase();
     let is_cd = kind.contains("cdrom") || (kind.is_empty() && name.to_ascii_lowercase().ends_with(".iso"));
     if is_cd {
-        machine.note(device, Effect::LeftOut, format!("it is a CD drive ('{name}'); machines have none"));
+        models::removable(machine, device, "cdrom", Some(name).filter(|name| !name.is_empty()));
         return Ok(None);
     }
     if !["", "disk", "harddisk", "scsi-harddisk", "ata-harddisk", "nvme-harddisk"].contains(&&*kind) {

@@ -191,16 +191,12 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     for (option, argument) in platform(machine) {
         add(option, argument);
     }
-    match features.accelerator {
-        super::features::Accelerator::Kvm => {
-            add("-accel", "kvm".into());
-            add("-cpu", "host".into());
-        }
-        super::features::Accelerator::Tcg => {
-            add("-accel", format!("tcg,tb-size={}", translated(machine)));
-            add("-cpu", "max".into());
-        }
-    }
+    let (accelerator, usual_model) = match features.accelerator {
+        super::features::Accelerator::Kvm => ("kvm".to_owned(), "host"),
+        super::features::Accelerator::Tcg => (format!("tcg,tb-size={}", translated(machine)), "max"),
+    };
+    add("-accel", accelerator);
+    add("-cpu", definition.cpu_model.clone().unwrap_or_else(|| usual_model.to_owned()));
     if is_sandboxed(definition, features) {
         add("-sandbox", if machine.user.is_some() { SANDBOX_OF_USER } else { SANDBOX }.into());
     }
@@ -423,6 +419,7 @@ mod tests {
             name: "web".into(),
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 1,
+            cpu_model: None,
             memory: 256 << 20,
             platform: Platform::default(),
             ports: 2,
@@ -538,6 +535,9 @@ mod tests {
         {
             assert!(all.contains(part), "{part}: {all}");
         }
+        assert!(all.contains(" -cpu max "), "{all}");
+        definition.cpu_model = Some("max,hv_time,hv_spinlocks=0x1fff".into());
+        assert!(of(&definition, None).contains(" -cpu max,hv_time,hv_spinlocks=0x1fff "));
         for (vnc, option) in [
             ("unix", "unix:/run/vnc.sock"),
             ("127.0.0.1:5901", "127.0.0.1:1,password=on"),

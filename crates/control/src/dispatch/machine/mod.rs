@@ -198,7 +198,8 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
             append: new.append.clone(),
         });
     }
-    definition.platform.firmware = new.firmware;
+    definition.platform = new.platform;
+    definition.cpu_model.clone_from(&new.cpu_model);
     definition.boot_order.clone_from(&new.boot_order);
     definition.write_errors = new.write_errors;
     definition.set_vnc(new.vnc);

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use control::NewMachine;
 use std::path::PathBuf;
 use std::str::FromStr;
-use vm::definition::{BootDevice, Firmware, Link, Vnc, VncTls, WriteErrors};
+use vm::definition::{BootDevice, CPU_MODEL_USUAL, Clock, Firmware, Link, Platform, Vnc, VncTls, WriteErrors};
 
 /// The network of a card, or no card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,6 +114,39 @@ impl From<FirmwareArgument> for Firmware {
     }
 }
 
+/// What the hardware clock shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ClockArgument {
+    /// Universal time, which Unix-like guests expect.
+    Utc,
+    /// The host's local time, which Windows expects.
+    Local,
+}
+
+impl From<ClockArgument> for Clock {
+    fn from(argument: ClockArgument) -> Self {
+        match argument {
+            ClockArgument::Utc => Self::Utc,
+            ClockArgument::Local => Self::Local,
+        }
+    }
+}
+
+/// Options for the model and the sockets of the CPUs, and for the clock.
+#[derive(Debug, Args)]
+pub struct ProcessorArguments {
+    /// Model of the CPUs, as QEMU names it, with features: 'Skylake-Server,+pcid'. 'default' for all features of the
+    /// host.
+    #[arg(long, value_name = "MODEL")]
+    pub cpu_model: Option<String>,
+    /// CPUs in each socket, by which the number of CPUs is divisible; 0 to let QEMU choose.
+    #[arg(long, value_name = "N")]
+    pub cores: Option<u32>,
+    /// What the hardware clock shows. Default: utc.
+    #[arg(long, value_enum, value_name = "TIME")]
+    pub clock: Option<ClockArgument>,
+}
+
 /// What QEMU does when a write of the guest fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WriteErrorsArgument {
@@ -144,6 +177,9 @@ pub struct VmCreate {
     /// Virtual CPUs.
     #[arg(long, value_name = "N", default_value = "1")]
     pub cpus: u32,
+    /// Model and sockets of the CPUs, and the clock.
+    #[command(flatten)]
+    pub processors: ProcessorArguments,
     /// Memory, in whole MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
     pub memory: u64,
@@ -166,6 +202,9 @@ pub struct VmCreate {
     /// The firmware.
     #[arg(long, value_enum, value_name = "FIRMWARE", default_value = "bios")]
     pub firmware: FirmwareArgument,
+    /// Let UEFI start only boot loaders that are signed.
+    #[arg(long)]
+    pub secure_boot: bool,
     /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
     #[arg(long, value_enum, value_name = "ACTION", default_value = "enospc")]
     pub write_errors: WriteErrorsArgument,
@@ -207,16 +246,25 @@ impl VmCreate {
         if !networks.is_empty() && networks.len() < self.networks.len() {
             return Err("'--network none' means no card, and excludes other --network options".into());
         }
+        let ProcessorArguments { cpu_model, cores, clock } = &self.processors;
+        let platform = Platform {
+            firmware: self.firmware.into(),
+            secure_boot: self.secure_boot,
+            cores: cores.filter(|cores| *cores > 0),
+            clock: clock.map_or_else(Clock::default, Clock::from),
+            ..Platform::default()
+        };
         Ok(NewMachine {
             name: self.name.clone(),
             cpus: self.cpus,
+            cpu_model: cpu_model.clone().filter(|model| model != CPU_MODEL_USUAL),
             memory: self.memory,
             disks: self.disks.clone(),
             disk_size: self.disk_size,
             networks,
             cdroms: self.cdroms.iter().map(|file| absolute(file)).collect::<Result<_, _>>()?,
             boot_order: self.boot_order.iter().copied().map(BootDevice::from).collect(),
-            firmware: self.firmware.into(),
+            platform,
             write_errors: self.write_errors.into(),
             kernel: self.kernel.as_deref().map(absolute).transpose()?,
             initrd: self.initrd.as_deref().map(absolute).transpose()?,

@@ -1,13 +1,16 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument, VncArgument, VncTlsArguments, WriteErrorsArgument};
+use super::machine_create::{
+    BootArgument, NetworkArgument, ProcessorArguments, VncArgument, VncTlsArguments, WriteErrorsArgument,
+};
+use super::machine_import::{BusArgument, CardArgument};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
 use control::MachineVerb;
 use std::path::PathBuf;
-use vm::definition::{BootDevice, PORTS_MAX};
+use vm::definition::{BootDevice, Bus, Card, PORTS_MAX};
 use vm::edit::Edit;
 use vm::identity::Mac;
 
@@ -20,6 +23,9 @@ pub struct VmEdit {
     /// Virtual CPUs.
     #[arg(long, value_name = "N")]
     pub cpus: Option<u32>,
+    /// Model and sockets of the CPUs, and the clock.
+    #[command(flatten)]
+    pub processors: ProcessorArguments,
     /// Memory, in whole MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
@@ -47,6 +53,15 @@ pub struct VmEdit {
     /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
     pub ports: Option<u8>,
+    /// Attach all disks and network cards by virtio, for a guest that has the drivers.
+    #[arg(long, conflicts_with_all = ["bus", "card"])]
+    pub virtio: bool,
+    /// Controller of all disks, except those in ports.
+    #[arg(long, value_enum, value_name = "BUS")]
+    pub bus: Option<BusArgument>,
+    /// Model of all network cards.
+    #[arg(long, value_enum, value_name = "MODEL")]
+    pub card: Option<CardArgument>,
     /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
@@ -130,6 +145,9 @@ impl VmEdit {
         }
         let edit = Edit {
             cpus: self.cpus,
+            cpu_model: self.processors.cpu_model.clone(),
+            cores: self.processors.cores,
+            clock: self.processors.clock.map(Into::into),
             memory: self.memory,
             arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
             qemu_memory: self.qemu_memory,
@@ -138,6 +156,8 @@ impl VmEdit {
             write_errors: self.write_errors.map(Into::into),
             autostart: self.autostart,
             ports: self.ports,
+            bus: if self.virtio { Some(Bus::Virtio) } else { self.bus.map(Bus::from) },
+            card: if self.virtio { Some(Card::Virtio) } else { self.card.map(Card::from) },
             boot_order: self.boot_order()?,
             vnc: self.vnc.and_then(|vnc| vnc.0),
             no_vnc: self.vnc == Some(VncArgument(None)),

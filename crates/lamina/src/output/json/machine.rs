@@ -98,7 +98,8 @@ fn definition(definition: &Definition) -> Value {
     let networks: Vec<Value> = definition.networks.iter().map(card).collect();
     let platform = &definition.platform;
     json!({
-        "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
+        "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "cpu_model": definition.cpu_model,
+        "memory": definition.memory,
         "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "write_errors": definition.write_errors.name(), "qemu_arguments": definition.arguments,
         "run_as": definition.run_as, "new_identity": definition.new_identity,
         "platform": {

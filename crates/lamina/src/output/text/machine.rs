@@ -132,6 +132,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         ("cpus", defined.cpus.to_string()),
         ("memory", memory(defined.memory, info.memory)),
     ];
+    if let Some(model) = &defined.cpu_model {
+        facts.push(("CPU model", model.clone()));
+    }
     if let Some(limit) = defined.qemu_memory {
         facts.push(("QEMU's own memory", format!("at most {}", human::size(limit))));
     }
