@@ -1,4 +1,4 @@
-//! Levels: the backups of a chain, read pack by pack. A level knows the content of one segment at a time.
+//! Levels: the backups of a chain, read pack by pack. A level has the content of one segment in memory at a time.
 
 use crate::manifest::{Manifest, PackRecord};
 use crate::objects::Objects;

@@ -80,7 +80,7 @@ impl Run {
 /// A chunk as the index describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Its range of the disk begins at this number times [`CHUNK`].
+    /// The chunk's range of the disk begins at this number times [`CHUNK`].
     pub number: u32,
     /// The blocks that it contains.
     pub runs: Vec<Run>,

@@ -273,7 +273,7 @@ impl Service {
             tracing::error!(
                 service = name,
                 connections = self.connections(),
-                "connections do not end; the service stops without them"
+                "connections do not end; the service stops without waiting for them"
             );
         }
     }

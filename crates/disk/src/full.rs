@@ -122,11 +122,11 @@ impl From<OnFull> for String {
 /// How the wait of a write ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitEnd {
-    /// It was written.
+    /// The write succeeded.
     Written,
-    /// It failed: its time was over, or the policy was changed, or another error occurred.
+    /// The write failed: its time was over, or the policy was changed, or another error occurred.
     Refused,
-    /// Its connection ended, so it was not answered.
+    /// The connection ended, so the write was not answered.
     Dropped,
 }
 
@@ -193,7 +193,7 @@ struct Waiting {
 }
 
 impl SpaceWait {
-    /// The policy of a device that belongs to no datastore. Nobody receives its notices.
+    /// The policy of a device that belongs to no datastore. Its notices have no receiver.
     pub fn alone(disk: &str, policy: OnFull) -> Arc<Self> {
         Self::new(disk, policy, Arc::default())
     }

@@ -5,8 +5,8 @@
 //! age, so their number is bounded. They are in one small record of the datastore, whose layout is in
 //! `docs/format/growth.md`.
 //!
-//! 1. Only differences of counters have a meaning. A counter continues after a restart, without what happened while
-//!    nobody took samples.
+//! 1. Only differences of counters have a meaning. A counter continues after a restart, but does not include growth
+//!    from the time in which no process took samples.
 //! 2. A rate is given for a window only if the samples cover at least half of it.
 //! 3. Samples are statistics: a record that cannot be read is replaced, and a lost one harms no disk. So it is written
 //!    without a flush.

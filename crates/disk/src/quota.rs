@@ -206,7 +206,7 @@ impl Gate {
     /// Charges `new` bytes for a write, before it is carried out.
     ///
     /// # Errors
-    /// `NoSpace` if a quota does not allow the bytes, or if they would use space that is reserved for others.
+    /// `NoSpace` if a quota does not allow the bytes, or if they would use space reserved for other disks.
     pub fn charge(&self, new: u64) -> Result<Charge> {
         for budget in self.budgets.iter().chain(&self.reserved) {
             self.quotas.count_members(budget, false)?;
@@ -276,7 +276,8 @@ impl Gate {
         let accounting = self.quotas.accounting()?;
         let names: Vec<String> = self.reserved.iter().map(|budget| budget.title(accounting)).collect();
         let text = format!(
-            "the last {} of the datastore are reserved for others ({}): free some space, or reduce their reservations",
+            "the last {} of the datastore are reserved for other disks ({}): free some space, or reduce these \
+             reservations",
             size(free),
             names.join(", ")
         );

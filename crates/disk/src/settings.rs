@@ -41,10 +41,10 @@ pub struct DiskSettings {
     /// Whether writes of zeros become requests to zero their range.
     #[serde(default)]
     pub detect_zeroes: DetectZeroes,
-    /// Its labels: keys with values.
+    /// The disk's labels: keys with values.
     #[serde(default)]
     pub labels: Labels,
-    /// Its quota and reservation.
+    /// The disk's quota and reservation.
     #[serde(default)]
     pub limits: Limits,
 }

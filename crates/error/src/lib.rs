@@ -72,7 +72,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind with a name that a peer sent; [`ErrorKind::Io`] if this version does not know the name.
+    /// The kind with a name that a peer sent; [`ErrorKind::Io`] if this version has no kind of that name.
     pub fn from_name(name: &str) -> Self {
         Self::ALL.into_iter().find(|kind| kind.name() == name).unwrap_or(Self::Io)
     }

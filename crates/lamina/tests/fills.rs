@@ -92,8 +92,8 @@ struct Tally {
     deleted: u64,
 }
 
-/// Runs fills with seeds from `first` on, unless another first seed is given: so each file system is tested with other
-/// formats.
+/// Runs fills with seeds from `first` on, unless another first seed is given. `first` differs between file systems, so
+/// that different formats are tested on each.
 fn fills(folder: &Path, first: u64) {
     let (begin, wanted) = (Instant::now(), number("LAMINA_FILLS", FILLS));
     let first = number("LAMINA_FILL_FROM", first);

@@ -127,7 +127,7 @@ impl Retirement {
         self.releasing.clear();
         self.waiting += places.len();
         if !places.is_empty() {
-            // Their commit is complete and their epoch is over already.
+            // The commit and the epoch of these locations are complete already.
             self.batches.push_front(Batch { places, epoch: 0, commit: 0 });
         }
     }

@@ -235,8 +235,8 @@ pub fn page(kept: &[Kept]) -> String {
          <!-- Written by `lamina-study figures` from the result files in docs/figures: a change by hand does not last. -->\n\n\
          Every figure here is computed from a result file in [docs/figures](figures), which has every sample, the options\n\
          and the machine. [Measuring](manual/measuring.md) says what each study does and how to renew these pages.\n\
-         A ratio has no unit. *Asked* is the limit that the study holds the figure to. A study run with `--quick` shows\n\
-         where things stand and proves no limit.\n",
+         A ratio has no unit. *Asked* is the limit for the figure. A study run with `--quick` gives a first\n\
+         impression, and is too short to prove a limit.\n",
     );
     for kept in kept {
         let _ = write!(out, "\n## {}\n\n", kept.name);
@@ -262,7 +262,7 @@ fn about(study: &str) -> String {
 /// Machine, date and command of a result file.
 fn provenance(kept: &Kept) -> String {
     let machine = &kept.machine;
-    let quick = if kept.plan.quick { ", `--quick`: proves no limit" } else { "" };
+    let quick = if kept.plan.quick { ", with `--quick`, so too short to prove a limit" } else { "" };
     format!(
         "{}, {} processors, {:.1} GiB of memory, kernel {}, {}; {}. {} of revision {}, {}{quick}:\n`{}`",
         machine.processor,

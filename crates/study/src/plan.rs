@@ -170,7 +170,7 @@ fn size(text: &str) -> Result<u64, String> {
 /// How to measure.
 #[derive(Clone, Debug, Args)]
 pub struct Settings {
-    /// Shorter and fewer runs, smaller disks: a first impression that proves no limit
+    /// Shorter and fewer runs, smaller disks: a first impression, too short to prove a limit
     #[arg(long, global = true)]
     pub quick: bool,
     /// The lamina program to measure [default: next to this program]

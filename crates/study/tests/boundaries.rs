@@ -198,7 +198,7 @@ fn folders_import_nothing_that_the_page_forbids() {
                 let names = named(&code(text), levels);
                 for name in names.iter().filter(|name| forbidden_names.contains(*name) && **name != last(folder)) {
                     let file = file.strip_prefix(root()).unwrap().display();
-                    complaints.push(format!("{file} imports {name}, which {folder} may not know"));
+                    complaints.push(format!("{file} imports {name}, which {folder} must not import"));
                 }
             }
         }

@@ -152,7 +152,7 @@ pub struct Definition {
     /// How the guest is given an identity of its own at the next start; `None` if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_identity: Option<NewIdentity>,
-    /// What cloud-init in the guest is told; without it the guest has no disk for that.
+    /// The configuration of cloud-init in the guest. Without it, the machine has no disk for cloud-init.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<Seed>,
     /// The machine from which this one was cloned.
@@ -161,10 +161,10 @@ pub struct Definition {
     /// The machine's disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// Its CD-ROM drives.
+    /// The machine's CD-ROM drives.
     #[serde(default, rename = "cdrom", skip_serializing_if = "Vec::is_empty")]
     pub cdroms: Vec<Cdrom>,
-    /// Its network cards.
+    /// The machine's network cards.
     #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<Network>,
 }

@@ -35,7 +35,7 @@ pub struct Edit {
     pub qemu_memory: Option<u64>,
     /// The user as which QEMU runs.
     pub run_as: Option<String>,
-    /// Run QEMU as the default of the datastore says.
+    /// Run QEMU as the default user of the datastore.
     pub no_run_as: bool,
     /// What QEMU does when a write of the guest fails.
     #[serde(default)]

@@ -247,7 +247,7 @@ pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
     let mut all = list(folder)?;
     for name in durable::names(folder)?.into_iter().filter(|name| name.starts_with(NEW)) {
         match list(&folder.join(name)) {
-            // Its command has finished meanwhile.
+            // The command that creates the machine has finished meanwhile.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             new => all.extend(new?),
         }

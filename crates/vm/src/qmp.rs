@@ -101,8 +101,8 @@ impl Client {
     /// Sends a command, and waits for the reply.
     ///
     /// # Errors
-    /// `Unsupported` if the peer does not know the command, `Invalid` with the peer's message if it refuses, `Io` if it
-    /// has disconnected or does not answer.
+    /// `Unsupported` if the peer does not have the command, `Invalid` with the peer's message if the peer refuses it,
+    /// `Io` if the peer has disconnected or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let request = self.request(command, arguments);
         self.send(&request)?;

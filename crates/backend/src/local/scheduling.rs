@@ -78,8 +78,8 @@ fn ask(thread: rustix::thread::Pid, slice: u64) {
         deadline: 0,
         period: 0,
     };
-    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call. A kernel that does not know the
-    // call, or a thread that has ended, is answered with an error, which changes nothing.
+    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call. If the kernel does not have
+    // the call, or the thread has ended, the call returns an error and changes nothing.
     unsafe {
         libc::syscall(libc::SYS_sched_setattr, thread.as_raw_nonzero().get(), std::ptr::from_ref(&attributes), 0)
     };

@@ -231,7 +231,7 @@ pub struct NewMachine {
     pub cdroms: Vec<PathBuf>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Vec<BootDevice>,
-    /// Its firmware.
+    /// The machine's firmware.
     pub firmware: Firmware,
     /// What QEMU does when a write of the guest fails.
     pub write_errors: WriteErrors,
@@ -247,7 +247,7 @@ pub struct NewMachine {
     pub vnc_tls: Option<VncTls>,
     /// The user as which QEMU runs; `None` for the default of the datastore.
     pub run_as: Option<String>,
-    /// What cloud-init in the guest is told.
+    /// The configuration of cloud-init in the guest.
     pub seed: Option<Seed>,
     /// Whether to start the machine.
     pub start: bool,
@@ -285,7 +285,7 @@ pub struct CloneOptions {
     pub start: bool,
     /// How the identity inside the guests is changed: of instant clones at once, of others at their first start.
     pub identity: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 

@@ -171,8 +171,8 @@ impl Server {
     /// Replaces the access rules, and ends the sessions that lose the permission for the export that they have open.
     /// Returns the number of these sessions; `None` if the server was started without rules: then rules cannot be set.
     ///
-    /// Their connections are cut without further replies. Waits until the requests that they have begun have ended, at
-    /// most for the grace time.
+    /// The connections of these sessions are closed without further replies. Waits until the requests that the sessions
+    /// have begun have ended, at most for the grace time.
     pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
         let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
         let numbers = self.clients.revoke(&lost);

@@ -48,7 +48,7 @@ impl Flat {
     /// Reserves all space; on failure, frees what was reserved.
     fn take_space(&self) -> Result<()> {
         let length = self.bytes.end - self.bytes.start;
-        let during = || format!("taking {length} bytes of space for '{}'", self.name);
+        let during = || format!("reserving {length} bytes of space for '{}'", self.name);
         let reserved = self.file.reserve(self.bytes.start, length).during(during);
         for block in 0..self.blocks.count() {
             if self.blocks.state(block) != BlockType::Hole {

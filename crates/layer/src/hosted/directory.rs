@@ -47,8 +47,8 @@ pub(crate) type Places = [u32; 2];
 /// A grain table as read from the file.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven
-    /// are [`ENTRY_BAD`].
+    /// The table's entries, always as many as the header states. Invalid entries, and those for which neither copy is
+    /// proven, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// The first sectors of its copies.
     pub(crate) places: Places,

@@ -343,7 +343,7 @@ impl Hosted {
     fn back(&self, writer: &Writer, sector: u64, sectors: u64, piece: u64) -> Result<()> {
         let bytes = sector * SECTOR..(sector + sectors) * SECTOR;
         let taken = writer.backing.take(self.file.as_ref(), bytes, piece);
-        taken.during(|| format!("{}: cannot take space for its tables", self.image))
+        taken.during(|| format!("{}: cannot allocate space for its tables", self.image))
     }
 
     pub(super) fn zero_grains(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {

@@ -61,9 +61,9 @@ pub enum ReceiveCommit {
     Disk {
         /// The disk.
         id: u64,
-        /// Its name.
+        /// The disk's new name.
         name: String,
-        /// Its identity and creation time.
+        /// The disk's identity and creation time.
         like: DiskIdentity,
     },
     /// Another disk takes over the disk's snapshot, and the content of that snapshot. The disk itself is deleted.

@@ -63,7 +63,7 @@ pub struct Options {
     pub start: bool,
     /// How the identity inside the guests is changed.
     pub inside: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 

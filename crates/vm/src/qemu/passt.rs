@@ -75,7 +75,7 @@ pub fn find(features: &Features, definition: &Definition) -> std::result::Result
     let passt = installed(features)?;
     match definition.networks.iter().any(|network| passt.serves(network)) {
         true => Ok(passt),
-        false => Err("this version of passt does not forward ports as needed, as those of 2025 do"),
+        false => Err("this version of passt does not forward ports as needed; use a version of 2025 or newer"),
     }
 }
 
@@ -85,7 +85,7 @@ pub fn find(features: &Features, definition: &Definition) -> std::result::Result
 /// Why it cannot be used.
 pub fn installed(features: &Features) -> std::result::Result<Passt, &'static str> {
     if !features.stream_network {
-        return Err("this QEMU has no network backend 'stream', as 7.2 has");
+        return Err("this QEMU has no network backend 'stream'; use version 7.2 or newer");
     }
     let found = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
         .map(|folder| folder.join(PROGRAM))

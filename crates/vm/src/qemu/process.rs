@@ -159,14 +159,14 @@ impl Process {
         }
     }
 
-    /// Whether it has denied itself system calls.
+    /// Whether QEMU runs with its filter of system calls.
     pub fn is_sandboxed(&self) -> bool {
         // A process that has ended has no status.
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
         status.lines().any(|line| line.split_whitespace().eq(["Seccomp:", "2"]))
     }
 
-    /// Its pid.
+    /// The process id of QEMU.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }

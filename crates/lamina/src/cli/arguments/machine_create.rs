@@ -138,7 +138,7 @@ impl From<WriteErrorsArgument> for WriteErrors {
 /// `lamina vm create`.
 #[derive(Debug, Args)]
 pub struct VmCreate {
-    /// Its name: letters, digits and inner hyphens.
+    /// The machine's name: letters, digits and inner hyphens.
     #[arg(value_name = "VM", value_parser = parse_machine)]
     pub name: String,
     /// Virtual CPUs.
@@ -188,7 +188,7 @@ pub struct VmCreate {
     /// The command line of the kernel.
     #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
     pub append: Option<String>,
-    /// What cloud-init in the guest is told.
+    /// The configuration of cloud-init in the guest.
     #[command(flatten)]
     pub seed: SeedArguments,
     /// Start the machine.

@@ -35,7 +35,7 @@ pub struct VmEdit {
     /// The user as which QEMU runs, which only root can choose.
     #[arg(long, value_name = "USER")]
     pub run_as: Option<String>,
-    /// Run QEMU as the default of the datastore says.
+    /// Run QEMU as the default user of the datastore.
     #[arg(long, conflicts_with = "run_as")]
     pub no_run_as: bool,
     /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
