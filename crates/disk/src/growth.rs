@@ -42,7 +42,7 @@ pub struct GrowthRate {
     pub bytes: i64,
     /// The time in which it has grown by these bytes, in seconds: at least half of the window.
     pub seconds: u64,
-    /// The time until it is full if it grows on like that, in seconds; `None` if it does not grow.
+    /// The time until the datastore is full at this rate, in seconds; `None` if the datastore does not grow.
     pub full_in: Option<u64>,
 }
 

@@ -27,7 +27,7 @@ pub enum ErrorKind {
     Corrupt,
     /// The medium failed (EIO).
     Io,
-    /// Made by a newer version, or not available on this machine (ENOTSUP).
+    /// The data was written by a newer version, or the operation is not available on this machine (ENOTSUP).
     Unsupported,
     /// Cancelled on request; no partial result is left (EINTR).
     Interrupted,

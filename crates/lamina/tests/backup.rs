@@ -247,7 +247,7 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     assert_eq!(number(&received.json(), "data"), 2 * PIECE);
     assert_eq!(wait(&mut sender), Some(0));
     assert!(content(&there, "web") == second && content(&there, "web@a") == first);
-    // Output to a file is the same stream.
+    // A stream to standard output that is redirected to a file is a backup in a file.
     let piped = File::create(beside.path("piped")).unwrap();
     assert!(here.command("backup create web@a -").stdout(piped).status().unwrap().success());
     run(&format!("backup verify file:{}", beside.text("piped"))).ok();

@@ -22,7 +22,7 @@ const OBSERVED: Duration = Duration::from_secs(3);
 
 #[test]
 fn a_guest_waits_for_space_and_goes_on_by_itself() {
-    // Made before the test runs in a namespace.
+    // The guest is built before the test runs in a namespace.
     testkit::machines::guest();
     on_tmpfs("a_guest_waits_for_space_and_goes_on_by_itself", 128, |folder| {
         waits(folder, "native");

@@ -79,7 +79,7 @@ impl Made {
         compared(&self.contents[snapshot], &target, done)
     }
 
-    /// The same for the newest image by its path.
+    /// Salvages or converts the newest image of the disk by its path, and compares the content; returns the report.
     fn salvaged_by_path(&self, verb: &str, name: &str, content: &[u8]) -> (Lost, Value) {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("target.raw");

@@ -48,13 +48,21 @@ const HEADLINES: [Headline; 20] = [
         ("buffered randread-4k-qd16", RAW),
         "random 4 KiB reads, queue depth 16, buffered: rate against the best raw server",
     ),
-    headline(Study::Speed, ("buffered randread-4k-qd16", QCOW2), "the same against the best qcow2"),
+    headline(
+        Study::Speed,
+        ("buffered randread-4k-qd16", QCOW2),
+        "random 4 KiB reads, queue depth 16, buffered: rate against the best qcow2",
+    ),
     headline(
         Study::Speed,
         ("buffered randwrite-4k-qd16", RAW),
         "random 4 KiB writes, queue depth 16, buffered: rate against the best raw server",
     ),
-    headline(Study::Speed, ("buffered randwrite-4k-qd16", QCOW2), "the same against the best qcow2"),
+    headline(
+        Study::Speed,
+        ("buffered randwrite-4k-qd16", QCOW2),
+        "random 4 KiB writes, queue depth 16, buffered: rate against the best qcow2",
+    ),
     headline(
         Study::Speed,
         ("buffered flushed-write-4k-qd1", RAW),
@@ -71,7 +79,7 @@ const HEADLINES: [Headline; 20] = [
         "random reads below the deepest chain of snapshots measured: rate against a disk without snapshots",
     ),
     headline(Study::Snapshots, ("taking a snapshot, median", ""), "taking a snapshot under random writes, median"),
-    headline(Study::Snapshots, ("taking a snapshot, p99", ""), "the same, 99th percentile"),
+    headline(Study::Snapshots, ("taking a snapshot, p99", ""), "taking a snapshot under random writes, 99th percentile"),
     headline(Study::Clones, ("", " linked clones"), "linked clones of a disk, taken by one command"),
     headline(Study::Clones, ("full clone: speed against cp", ""), "full clone: speed against `cp` and flush"),
     headline(

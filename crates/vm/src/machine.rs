@@ -113,7 +113,7 @@ pub struct Start<'a> {
     pub nbd: &'a Path,
     /// The machine's memory.
     pub memory: Memory,
-    /// The same memory, as recorded in the run folder.
+    /// The record of the memory in the run folder.
     pub record: MemoryRecord,
     /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,

@@ -1,11 +1,12 @@
 //! The users as which QEMU runs.
 //!
-//! QEMU is started by root, opens its files, listens, connects to its disks, and then becomes the user for the rest of
-//! its life. So the files of a machine stay private to root, and the user needs no right to any of them. It needs one
-//! to the unix socket of the NBD server, because QEMU connects again after the server was restarted.
+//! QEMU is started by root, opens its files, listens, and connects to its disks. Then QEMU changes to the user, and
+//! cannot change back. So the files of a machine stay private to root, and the user needs no permissions for them. The
+//! user needs write permission for the unix socket of the NBD server, because QEMU connects again after the server was
+//! restarted.
 //!
-//! 1. Only root can become another user. A machine that is to run as another one is refused to everyone else.
-//! 2. The user is that of the definition, otherwise that of the defaults of the datastore ([`DEFAULTS`]).
+//! 1. Only root can become another user. Commands of other users cannot start a machine that runs as a different user.
+//! 2. The definition of the machine names the user; otherwise, the defaults of the datastore do ([`DEFAULTS`]).
 //! 3. [`disks_of`] tells a server which disks a user may open: those of the machines that run as it.
 
 use crate::definition::Definition;

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!            down, from C into F                           up, from F into C
-//! announce   the record says that F is written, hidden    the record says that C is filled where F
-//!            by C; F's snapshot loses its name            shows through
+//! announce   the record says that F is written, hidden    the record says that C is filled where it
+//!            by C; F's snapshot loses its name            reads from F
 //! merge      C's data is copied into F; the first write   F's data is copied into C; the first write
 //!            changes F's CID                              changes C's CID
 //! commit     F replaces C in the tree                     F's parent becomes C's parent

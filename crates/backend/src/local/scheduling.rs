@@ -32,7 +32,7 @@ pub enum Slice {
     /// Short: the thread runs soon after it wakes. For a thread that answers a user or a guest beside threads that
     /// always compute, or that outnumber the processors. On a busy machine this saves a few milliseconds per answer.
     Short,
-    /// That of threads that request nothing.
+    /// The kernel's default, which threads have that request no slice.
     Default,
     /// Long: every thread with another slice interrupts it. For a thread that computes and that nothing waits for.
     Long,

@@ -277,7 +277,7 @@ impl Work<'_> {
             if self.saved.elapsed() >= SAVE_INTERVAL {
                 self.save()?;
             }
-            // Checked at the beginning of the next round.
+            // A cancellation is checked at the beginning of the next round.
             let _ = self.throttle.step(done, total, step.read);
         }
         self.locate()?;
@@ -508,8 +508,8 @@ impl Datastore {
         self.scrubs.now()
     }
 
-    /// When a server has to start a scrub, in seconds since 1970: 0 for an interrupted scrub. `None` if it has not, or
-    /// while a scrub is running.
+    /// When a server has to start a scrub, in seconds since 1970: 0 for an interrupted scrub. `None` if there is no
+    /// interrupted scrub and no schedule, or while a scrub is running.
     pub fn scrub_due(&self) -> Option<u64> {
         let state = self.scrubs.state.lock();
         let usable = state.running.is_none() && self.scrubs.refused.get().is_none();

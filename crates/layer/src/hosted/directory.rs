@@ -143,7 +143,7 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Sets whether a parent shows through, and whether the primary is used if neither copy is proven.
+    /// Sets whether absent grains are read from a parent, and whether the primary is used if neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;

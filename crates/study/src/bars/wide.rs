@@ -73,7 +73,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     }
 
     let baseline = setting.baseline.as_ref().map(|program| -> Result<Datastore> {
-        say("writing the same with the baseline");
+        say("writing the same blocks with the baseline");
         let datastore = Datastore::init(program, &setting.scratch, "baseline")?;
         datastore.create(DISK, CAPACITY)?;
         let (server, _) = datastore.serve(&plain, DISK)?;

@@ -47,7 +47,7 @@ pub struct VmEdit {
     /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
     pub ports: Option<u8>,
-    /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
+    /// Devices that the firmware tries, in this order. 'default' restores the usual order: disk,cdrom.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
     /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses
