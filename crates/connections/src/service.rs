@@ -149,7 +149,7 @@ struct Place {
 }
 
 /// A connection in the register, which is removed when this value is dropped.
-struct Entry {
+struct RegisterEntry {
     // The fields are dropped in this order, so that all sockets are closed before the register is empty.
     connection: Arc<Connection>,
     registration: Registration,
@@ -346,7 +346,7 @@ impl Shared {
         socket: OwnedFd,
         peer: Peer,
         class: Class,
-    ) -> std::result::Result<Entry, (OwnedFd, Refusal)> {
+    ) -> std::result::Result<RegisterEntry, (OwnedFd, Refusal)> {
         let mut register = self.register.lock();
         if self.stops() {
             return Err((socket, Refusal::Stopping));
@@ -362,7 +362,7 @@ impl Shared {
         let connection = Arc::new(Connection { number, peer, socket, tcp, stop, service: Arc::clone(self) });
         register.places.insert(number, Place { connection: Arc::clone(&connection), class });
         register.counts[class as usize] += 1;
-        Ok(Entry { connection, registration: Registration { shared: Arc::clone(self), number } })
+        Ok(RegisterEntry { connection, registration: Registration { shared: Arc::clone(self), number } })
     }
 
     /// Makes a connection count as authenticated.

@@ -19,7 +19,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 pub const RETRY_INTERVAL: u64 = 600;
 
 #[derive(Default)]
-struct State {
+struct SchedulerState {
     stopped: bool,
     /// A change of the schedule or of the clock was reported.
     woken: bool,
@@ -29,7 +29,7 @@ struct State {
 
 struct Shared {
     service: Service,
-    state: Mutex<State>,
+    state: Mutex<SchedulerState>,
     changed: Condvar,
 }
 

@@ -146,7 +146,7 @@ pub(crate) struct Reading {
 }
 
 #[derive(Default)]
-struct State {
+struct GrowthState {
     record: GrowthRecord,
     /// The last reading of each disk in this process.
     readings: BTreeMap<String, Reading>,
@@ -155,7 +155,7 @@ struct State {
 /// The samples of a datastore.
 pub(crate) struct Samples {
     directory: Arc<dyn Directory>,
-    state: Mutex<State>,
+    state: Mutex<GrowthState>,
 }
 
 impl Samples {
@@ -166,7 +166,7 @@ impl Samples {
             tracing::warn!(%error, "earlier growth of the datastore is not known");
             None
         });
-        let state = State { record: record.unwrap_or_default(), readings: BTreeMap::new() };
+        let state = GrowthState { record: record.unwrap_or_default(), readings: BTreeMap::new() };
         Self { directory, state: Mutex::new(state) }
     }
 
@@ -174,7 +174,7 @@ impl Samples {
     /// are removed, because these disks do not exist any more.
     pub fn add(&self, now: u64, used: u64, disks: BTreeMap<String, Reading>) {
         let mut state = self.state.lock();
-        let State { record, readings } = &mut *state;
+        let GrowthState { record, readings } = &mut *state;
         record.datastore.add((now, i64::try_from(used).unwrap_or(i64::MAX)), &OF_DATASTORE);
         record.disks.retain(|uuid, _| disks.contains_key(uuid));
         for (uuid, reading) in &disks {

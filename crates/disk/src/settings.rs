@@ -196,7 +196,7 @@ impl OpenDisk {
 }
 
 #[derive(Default)]
-struct State {
+struct SettingsState {
     record: SettingsRecord,
     /// Disks that clients have open.
     open: BTreeMap<String, Weak<OpenDisk>>,
@@ -204,7 +204,7 @@ struct State {
     unreadable: Option<String>,
 }
 
-impl State {
+impl SettingsState {
     fn find_open(&self, uuid: &str) -> Option<Arc<OpenDisk>> {
         self.open.get(uuid).and_then(Weak::upgrade)
     }
@@ -215,7 +215,7 @@ pub(crate) struct Settings {
     directory: Arc<dyn Directory>,
     /// Serializes changes.
     changes: Mutex<()>,
-    state: Mutex<State>,
+    state: Mutex<SettingsState>,
     notices: Arc<Notices>,
     quotas: Arc<Quotas>,
 }
@@ -234,7 +234,7 @@ impl Settings {
                 Ok(record)
             }
         });
-        let mut state = State::default();
+        let mut state = SettingsState::default();
         match read {
             Ok(record) => state.record = record,
             Err(error) => {

@@ -89,7 +89,7 @@ pub struct Clients {
 
 struct Shared {
     grace: Duration,
-    state: Mutex<State>,
+    state: Mutex<ClientsState>,
     /// Signalled when a session has ended.
     left: Condvar,
     /// Signalled when the record may have to be written.
@@ -98,7 +98,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct ClientsState {
     next: u64,
     sessions: BTreeMap<u64, Session>,
     gone: Vec<Waiting>,
@@ -155,14 +155,14 @@ impl fmt::Debug for Clients {
 impl Clients {
     /// A list of clients without a record.
     pub fn in_memory(grace: Duration) -> Self {
-        Self::with(grace, None, State::default())
+        Self::with(grace, None, ClientsState::default())
     }
 
     /// The list for a server that is starting: clients of the previous server are in grace, for the whole grace time.
     /// The record is not changed until [`Clients::keep_record`].
     pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Self {
         let (grace, now) = (grace.min(CLIENT_GRACE_MAX), clock::seconds());
-        let mut state = State { changed: true, ..State::default() };
+        let mut state = ClientsState { changed: true, ..ClientsState::default() };
         for mut gone in record::read(&*directory).map(|record| record.clients).unwrap_or_default() {
             if gone.with_server || gone.ended.is_none() {
                 gone.with_server = true;
@@ -199,7 +199,7 @@ impl Clients {
             return Self::in_memory(CLIENT_GRACE_DEFAULT);
         };
         let (grace, now) = (Duration::from_secs(grace).min(CLIENT_GRACE_MAX), clock::seconds());
-        let mut state = State::default();
+        let mut state = ClientsState::default();
         for mut gone in clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
@@ -224,7 +224,7 @@ impl Clients {
         clients
     }
 
-    fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: State) -> Self {
+    fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: ClientsState) -> Self {
         let grace = grace.min(CLIENT_GRACE_MAX);
         let shared = Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
@@ -357,7 +357,7 @@ impl Drop for Clients {
     }
 }
 
-impl State {
+impl ClientsState {
     fn record(&self, grace: Duration) -> Record {
         let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
             Some(Gone {
@@ -376,7 +376,7 @@ impl State {
 
 impl Shared {
     /// If the list has changed, wakes the thread that writes the record.
-    fn touch(&self, state: &mut State, changed: bool) {
+    fn touch(&self, state: &mut ClientsState, changed: bool) {
         if changed {
             state.changed = true;
             self.due.notify_all();
@@ -478,7 +478,7 @@ impl Visit {
         let mut state = self.shared.state.lock();
         let own = self.number;
         // A session whose handshake is not complete has no requests to wait for.
-        let in_the_way = |state: &State| {
+        let in_the_way = |state: &ClientsState| {
             let ends =
                 |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
             state.sessions.iter().any(|(number, session)| *number != own && ends(session))

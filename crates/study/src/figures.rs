@@ -79,7 +79,11 @@ const HEADLINES: [Headline; 20] = [
         "random reads below the deepest chain of snapshots measured: rate against a disk without snapshots",
     ),
     headline(Study::Snapshots, ("taking a snapshot, median", ""), "taking a snapshot under random writes, median"),
-    headline(Study::Snapshots, ("taking a snapshot, p99", ""), "taking a snapshot under random writes, 99th percentile"),
+    headline(
+        Study::Snapshots,
+        ("taking a snapshot, p99", ""),
+        "taking a snapshot under random writes, 99th percentile",
+    ),
     headline(Study::Clones, ("", " linked clones"), "linked clones of a disk, taken by one command"),
     headline(Study::Clones, ("full clone: speed against cp", ""), "full clone: speed against `cp` and flush"),
     headline(

@@ -70,7 +70,7 @@ struct Running {
 }
 
 #[derive(Default)]
-struct State {
+struct ScrubsState {
     record: ScrubRecord,
     running: Option<Arc<Running>>,
 }
@@ -78,7 +78,7 @@ struct State {
 /// The scrubs of a datastore.
 #[derive(Default)]
 pub(crate) struct Scrubs {
-    state: Mutex<State>,
+    state: Mutex<ScrubsState>,
     ended: Condvar,
     writing: Mutex<()>,
     /// Why the record is not used and must not be replaced.
