@@ -45,7 +45,7 @@ pub enum Study {
     Background,
     /// An hour of mixed load beside every kind of background work: memory at the end
     Endurance,
-    /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness
+    /// 8 and 16 connections, to one disk and to a disk each, against nbdkit: latency at one rate, fairness
     Connections,
     /// A cached disk's reads beside a disk whose reads miss the metadata cache
     Neighbour,

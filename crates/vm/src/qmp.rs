@@ -150,8 +150,8 @@ impl Client {
         self.execute_with("getfd", json!({ "fdname": name }), file).map(drop)
     }
 
-    /// Passes an open file to QEMU for as long as `work` runs; `work` gets the name with which commands of QEMU that
-    /// open files by name find this one. So QEMU needs no right to open it itself.
+    /// Passes an open file to QEMU for as long as `work` runs. `work` gets a name by which commands of QEMU that open
+    /// files by name find the passed file. So QEMU needs no permission to open the file itself.
     pub fn lend<T>(&mut self, file: &impl AsFd, work: impl FnOnce(&mut Self, &str) -> Result<T>) -> Result<T> {
         let set = self.execute_with("add-fd", json!({}), file)?["fdset-id"].clone();
         let outcome = work(self, &format!("/dev/fdset/{set}"));

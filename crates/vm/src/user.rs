@@ -22,14 +22,14 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The file with what machines have that do not have it in their definitions, in the folder of machines.
+/// The file, in the folder of machines, with the defaults for values that definitions of machines lack.
 pub const DEFAULTS: &str = "defaults.toml";
 /// The version of that file.
 const VERSION: u32 = 1;
 /// Longest name of a user.
 const NAME_MAX: usize = 32;
 
-/// What machines have that do not have it in their definitions.
+/// Defaults for values that definitions of machines lack.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Defaults {
@@ -102,7 +102,7 @@ pub(crate) fn of(machine: &Machine, definition: &Definition, nbd: &Path) -> Resu
     Ok(Some(name))
 }
 
-/// Whether a user can connect to a unix socket. If the program that finds out is not installed, QEMU does.
+/// Whether a user can connect to a unix socket. If `setpriv` is not installed, returns true: QEMU then fails to connect.
 fn connects(account: Account, socket: &Path) -> bool {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &account.user.to_string(), "--regid", &account.group.to_string()]);

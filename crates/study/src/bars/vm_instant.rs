@@ -250,7 +250,7 @@ impl Frozen {
                 self.again[index].push(freeze(index)?);
             }
         }
-        say("their clones, three at a time, in turn");
+        say("clones of the frozen parents in turn, three clones at a time");
         let clone = |index: usize, batch: &str| -> Result<(Value, Vec<String>)> {
             let (pattern, count) = (format!("{}{batch}-%d", name(index)), AT_ONCE.to_string());
             let words = ["vm", "clone", &name(index), "--instant", "--count", &count, "--parallel", &count];

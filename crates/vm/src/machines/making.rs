@@ -132,8 +132,8 @@ impl Drop for Making {
 }
 
 /// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. The folder
-/// is given by its path and open. Root removes no more than the folder, if nothing is left in it, in a datastore of
-/// another user, who could have replaced a folder by a link: the next command of that user does.
+/// is given by its path and open. In a datastore of another user, who could have replaced a folder by a link, root
+/// removes only an empty folder: the next command of that user removes the rest.
 pub(super) fn take_away(
     (folder, opened): (&Path, &File),
     intent: &Intent,

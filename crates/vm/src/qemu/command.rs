@@ -331,8 +331,8 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
 }
 
 /// Size of the buffer for translated code, in MiB. When it is full, QEMU drops all of it. The start of a whole system
-/// needs more than 32 MiB, and with these takes twice as long as with 128 MiB. A clone that continues a guest needs
-/// little, and there may be a hundred of them.
+/// needs more than 32 MiB, and takes twice as long with 32 MiB as with 128 MiB. A clone that continues a guest needs
+/// little, and there may be a hundred clones.
 fn translated(machine: &Machine<'_>) -> u64 {
     match machine.memory {
         Memory::CopyOnWrite(_) => TRANSLATED_MIB[0],

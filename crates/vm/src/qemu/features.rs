@@ -50,7 +50,7 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Whether memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
-    /// Whether the process can deny itself system calls (`-sandbox`). Needs the kernel's support too.
+    /// Whether QEMU can filter its system calls (`-sandbox`), which needs the kernel's support too.
     pub sandbox: bool,
     /// Whether the option for another user is `-run-with user=`, and not `-runas`.
     pub run_with_user: bool,

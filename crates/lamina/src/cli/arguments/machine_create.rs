@@ -117,11 +117,11 @@ impl From<FirmwareArgument> for Firmware {
 /// What QEMU does when a write of the guest fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WriteErrorsArgument {
-    /// Pause the guest if there is no space; give it other errors.
+    /// Pause the guest if there is no space; pass other errors to the guest.
     Enospc,
     /// Pause the guest.
     Stop,
-    /// Give the guest the error.
+    /// Pass the error to the guest.
     Report,
 }
 
