@@ -58,7 +58,8 @@ fn list(repository: &str) -> Vec<Value> {
     run(&format!("backup list {repository} --json")).json()["backups"].as_array().unwrap().clone()
 }
 
-/// Deletes what restores that failed have restored. A further restore would continue it, and not read those bytes again.
+/// Deletes what restores that failed have restored. A further restore would continue it, and not read those bytes
+/// again.
 fn forget_receptions(store: &Store) {
     for reception in store.run("--json receive list").json()["receptions"].as_array().unwrap() {
         store.run(&format!("receive delete {}", reception["id"].as_str().unwrap())).ok();

@@ -292,8 +292,8 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all processes of the machine. Refused for root as [`Machine::change`] is. While the caller keeps the result,
-    /// no process can start in their folders.
+    /// Ends all processes of the machine. Refused for root as [`Machine::change`] is. While the caller keeps the
+    /// result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?;
         if !folders.is_empty() {

@@ -102,7 +102,8 @@ pub(crate) fn of(machine: &Machine, definition: &Definition, nbd: &Path) -> Resu
     Ok(Some(name))
 }
 
-/// Whether a user can connect to a unix socket. If `setpriv` is not installed, returns true: QEMU then fails to connect.
+/// Whether a user can connect to a unix socket. If `setpriv` is not installed, returns true: QEMU then fails to
+/// connect.
 fn connects(account: Account, socket: &Path) -> bool {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &account.user.to_string(), "--regid", &account.group.to_string()]);

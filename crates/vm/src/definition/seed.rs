@@ -32,8 +32,8 @@ pub struct Seed {
 }
 
 impl Seed {
-    /// The seed of a clone: the seed of its source without the host name, and with the values of `given` in place of the
-    /// source's.
+    /// The seed of a clone: the seed of its source without the host name, and with the values of `given` in place of
+    /// the source's.
     pub fn for_clone(source: Option<&Self>, given: Option<&Self>) -> Option<Self> {
         let Some(given) = given else { return source.map(|source| Self { hostname: None, ..source.clone() }) };
         let keys = source.map(|source| source.ssh_keys.clone());

@@ -4,9 +4,9 @@
 //! 1. QEMU listens on a socket in the run folder for each card. passt receives the connection to this socket as an open
 //!    file, so passt opens none of the machine's files. passt ends when QEMU closes the connection.
 //! 2. The guest has the addresses that it has on QEMU's own network.
-//! 3. If a process has QEMU's own network, the states that it saves contain the state of this network, and can be loaded
-//!    only into a process with QEMU's own network. So states record whether passt is allowed for them. A state that was
-//!    saved with passt can be loaded with both.
+//! 3. If a process has QEMU's own network, the states that it saves contain the state of this network, and can be
+//!    loaded only into a process with QEMU's own network. So states record whether passt is allowed for them. A state
+//!    that was saved with passt can be loaded with both.
 //! 4. passt of 2023 (Debian 12) acknowledges the guest's answer to a forwarded connection only with data of the client.
 //!    So protocols in which the server speaks first hang, and passt is used only if its version is known to be newer.
 //! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most of them.

@@ -193,8 +193,8 @@ impl Process {
         }
     }
 
-    /// Sends QEMU the command to quit, and kills QEMU if it does not end. QEMU completes requests to the disks before it
-    /// quits. The guest is not notified.
+    /// Sends QEMU the command to quit, and kills QEMU if it does not end. QEMU completes requests to the disks before
+    /// it quits. The guest is not notified.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
         // The connection stays open until the end, because QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
