@@ -213,7 +213,7 @@ impl<'a> Case<'a> {
         self.is_full(full);
     }
 
-    /// Waits until the server has noticed, without being told, that there is space, and has created its reserve files.
+    /// Waits until the server has detected without a request that there is space, and has created its reserve files.
     fn steps_are_made(&self) {
         let Ok(count) = std::fs::read_dir(self.store.path().join("reserve")).map(Iterator::count) else { return };
         let (begin, mut made) = (Instant::now(), count);
