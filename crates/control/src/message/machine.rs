@@ -550,8 +550,8 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
-    /// Whether its user networks are those of passt while it runs, or would be if it started now, and otherwise why
-    /// not; `None` if it has none.
+    /// Whether passt provides the machine's user networks while the machine runs, or would if the machine started now;
+    /// an error has the reason why it does not. `None` if the machine has no user network.
     pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,

@@ -94,7 +94,7 @@ impl Starting {
                 return Err(self.failed(&format!("ended ({status})")));
             }
             if Instant::now() >= deadline {
-                break Err(Error::new(ErrorKind::Io, "it is not ready in time"));
+                break Err(Error::new(ErrorKind::Io, "its monitor did not answer in time"));
             }
             thread::sleep(POLL);
         };

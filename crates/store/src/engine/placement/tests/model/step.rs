@@ -26,8 +26,8 @@ pub enum Action {
     /// One pending operation is appended to the journal.
     Append,
     PayloadBegin(usize),
-    /// The payload is written to its block. True: its write landed after every other write to the block that was under
-    /// way.
+    /// The payload is written to its block. True: this write took effect after every other write to the block that was
+    /// under way.
     PayloadEnd(bool),
     Capture,
     CheckpointEnd,
