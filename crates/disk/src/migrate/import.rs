@@ -204,9 +204,9 @@ impl Datastore {
             mirror.copy(progress)?;
             mirror.settle()
         })();
-        let like = Source::Foreign(ForeignOriginal { entry: Arc::clone(&from.entry) }).likeness();
+        let identity = Source::Foreign(ForeignOriginal { entry: Arc::clone(&from.entry) }).disk_identity();
         let done = copied.and_then(|()| match &target {
-            Target::Native(_) => self.native.complete_replica(&hidden, name, None, like?).map(|_| ()),
+            Target::Native(_) => self.native.complete_replica(&hidden, name, None, identity?).map(|_| ()),
             Target::Foreign(disk) => self.foreign.complete(&disk.folder),
         });
         match done {
