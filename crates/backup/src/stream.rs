@@ -204,7 +204,7 @@ fn record(reader: &mut dyn Read, length: usize, name: &str, at: &mut u64) -> Res
     Ok(bytes)
 }
 
-/// The level of a stream, whose segments are asked for in ascending order.
+/// The level of a stream, whose segments are read in ascending order.
 pub struct StreamLevel<R> {
     stream: StreamReader<R>,
     current: Option<(Head, Index, Vec<u8>)>,

@@ -98,7 +98,7 @@ impl Level {
             ));
         }
         let reuses = layer.epoch().is_some();
-        // The chain never asks a layer for less than a sector, so a smaller grain counts as a sector.
+        // The chain never queries a layer for less than a sector, so a smaller grain counts as a sector.
         let grain = grain.max(SECTOR);
         Ok(Self { identity, layer, unflushed: AtomicBool::new(false), reuses, grain })
     }

@@ -212,7 +212,7 @@ impl SpaceWait {
         self.policy.store(policy.to_number(), Ordering::Relaxed);
     }
 
-    /// The disk has another name now.
+    /// Records the new name of the disk.
     pub(crate) fn rename(&self, disk: &str) {
         disk.clone_into(&mut self.disk.lock());
     }

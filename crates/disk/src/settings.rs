@@ -296,7 +296,7 @@ impl Settings {
         all
     }
 
-    /// A disk has another name now.
+    /// Records the new name of a disk, for clients that have it open.
     pub fn renamed(&self, uuid: &str, name: &str) {
         let open = self.state.lock().find_open(uuid);
         if let Some(open) = open {

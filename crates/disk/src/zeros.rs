@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Writes below this length are not examined: they need no less work as zeros.
+/// Writes below this length are not examined: a request to zero such a range costs as much as the write.
 const LENGTH_MIN: usize = backend::BLOCK_SIZE;
 
 /// Whether writes of zeros become requests to zero their range.

@@ -345,7 +345,7 @@ impl Datastore {
     pub(crate) fn stop_imports(&self) {
         self.imports.closed.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
-        // All migrations are told to stop before the first one is waited for.
+        // The flag is set for all migrations before the end of the first one is awaited, so that they end concurrently.
         running.iter().for_each(|import| import.stop.store(true, Ordering::SeqCst));
         running.into_iter().for_each(Import::end);
     }

@@ -13,7 +13,7 @@
 //!    more, or it is valid when it is read again.
 //! 3. A record of a later version is never replaced.
 //!
-//! Locks: `state` is held for the time of a look or a change; nothing is read from the disks under it. `writing` is
+//! Locks: `state` is held while the state in memory is read or changed, and never during I/O on the disks. `writing` is
 //! held while the record is written, so that an older record never replaces a newer one.
 
 mod images;
@@ -298,8 +298,8 @@ impl Work<'_> {
         let located = self.datastore.locate(places.clone(), &|| self.throttle.wait(WALKED) && self.end().is_none());
         match located {
             Ok(_) => {}
-            // The end of the scrub is noticed by the caller. The places stay in the list, and are located when it is
-            // shown.
+            // The caller checks whether the scrub has ended. The places stay in the list, and are located when the
+            // list is shown.
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
@@ -400,7 +400,7 @@ impl Datastore {
                     ScrubRun { cancelled: None, rate, ..run }
                 }
                 _ => {
-                    // What earlier scrubs restored is of no interest any more.
+                    // Places that earlier scrubs restored are removed from the list.
                     record.damage.retain(DamageRecord::is_open);
                     record.unlisted = 0;
                     ScrubRun::new(self.scrubs.now(), options.rate.unwrap_or(planned))

@@ -1,6 +1,6 @@
 //! Computes how many pages a change of the map will change, without changing anything.
 //!
-//! The engine limits the pages that one operation may change. Before an operation it asks how far a step may go from
+//! The engine limits the pages that one operation may change. Before an operation it computes here how far a step may go from
 //! the beginning of a range, and how many pages the step changes at most. The answer is valid as long as no exclusive
 //! node of the tree becomes shared. An allowance for each level covers nodes that other changes split meanwhile.
 //!
