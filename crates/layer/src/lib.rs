@@ -147,8 +147,8 @@ pub trait Layer: Send + Sync {
         None
     }
 
-    /// Called after [`Layer::map`] has failed for a range that begins at `at`: the end of the range that the same damaged
-    /// table or file describes.
+    /// Called after [`Layer::map`] has failed for a range that begins at `at`: the end of the range that the same
+    /// damaged table or file describes.
     fn damage_end(&self, at: u64) -> u64 {
         grain_end(self, at)
     }
