@@ -285,7 +285,7 @@ mod tests {
     fn a_folder_is_created_with_the_rights_of_its_owner_and_otherwise_stays_roots() {
         let folder = folder();
         let path = |name: &str| folder.path().join(name);
-        // The process could not create the second folder if it still had the user of the owner.
+        // The process could not create the second folder if it still had the owner's user id.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
         private::create_folder(&path("a")).unwrap();
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o500)).unwrap();

@@ -35,7 +35,7 @@ pub(crate) struct Found {
 /// The state of one walk through the levels.
 pub(crate) struct Walk<'a> {
     pub levels: &'a Levels,
-    /// The levels to ask, as positions in the stack.
+    /// The levels to query, as positions in the stack.
     pub among: Range<usize>,
     pub demand: Range<u64>,
     pub window: Range<u64>,
@@ -127,7 +127,7 @@ impl Walk<'_> {
         Ok(Found { mappings, levels: asked })
     }
 
-    /// Asks one level for one gap.
+    /// Queries one level for one gap.
     fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<WalkPiece>) -> Result<()> {
         let level = &self.levels.stack[index];
         let demanded = gap.start >= self.demand.start && gap.end <= self.demand.end;

@@ -83,7 +83,7 @@ impl fmt::Display for Class {
 pub struct Drain {
     /// How long connections continue undisturbed.
     pub undisturbed: Duration,
-    /// How long connections may take to finish their requests after they are told to end.
+    /// How long connections may take to finish their requests after their end was requested.
     pub finish: Duration,
     /// How long to wait for the threads of connections that were cut. `None` for no limit.
     pub cut: Option<Duration>,
@@ -476,8 +476,8 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             }
         }
     }
-    // Clients in the backlog are told that the service is stopping. Their number is limited, because others may connect
-    // meanwhile.
+    // Clients in the backlog get a reply that the service is stopping. Their number is limited, because others may
+    // connect meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
         protocol.refuse(&socket, Refusal::Stopping);

@@ -51,18 +51,18 @@ pub struct Client {
     pub grace: Option<Duration>,
 }
 
-/// The clients that are told to reconnect.
+/// The clients whose connections are ended, so that they reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whose {
+pub enum ClientSelection {
     /// All clients.
     All,
     /// The connections of one process.
     Process(i32),
 }
 
-impl Whose {
+impl ClientSelection {
     /// Whether connections of the client `peer` have to end.
-    pub fn means(self, peer: &Peer) -> bool {
+    pub fn matches(self, peer: &Peer) -> bool {
         match self {
             Self::All => true,
             Self::Process(wanted) => matches!(peer, Peer::Process { pid, .. } if *pid == wanted),
@@ -263,11 +263,11 @@ impl Clients {
 
     /// Tells the matching sessions of an export to finish the requests they have begun and to end; returns their
     /// numbers.
-    pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
+    pub(super) fn retire(&self, export: &str, selection: ClientSelection) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
         for (number, session) in &mut state.sessions {
-            if whose.means(&session.peer) && session.export.as_deref() == Some(export) {
+            if selection.matches(&session.peer) && session.export.as_deref() == Some(export) {
                 session.retiring = true;
                 session.stop.store(true, Ordering::SeqCst);
                 if let Some(connection) = &session.connection {
@@ -471,8 +471,8 @@ impl Visit {
     /// Called when the client is about to open an export. Waits for those sessions of the export that have to end.
     ///
     /// # Errors
-    /// `Busy` if these sessions do not end within `patience`, if this session is told to end, or if a client of a disk
-    /// that had this name before may still reconnect under it.
+    /// `Busy` if these sessions do not end within `patience`, if this session has to end itself, or if a client of a
+    /// disk that had this name before may still reconnect under it.
     pub fn chooses(&self, export: &str, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// and standard error, up to 16 MiB each, in one line in base64.
 const LINE_MAX: usize = 48 << 20;
 
-/// Most events that are kept until the caller asks for them.
+/// Most events that are kept until the caller fetches them.
 const EVENTS_MAX: usize = 1024;
 
 /// Interval of attempts to connect to a socket that does not exist yet.

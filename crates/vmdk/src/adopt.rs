@@ -7,7 +7,7 @@
 //!
 //! 1. Adopting changes nothing outside the record's folder.
 //! 2. Three kinds of images are never written: images in other folders than that of the named image, the image of a
-//!    snapshot (another image may have it as its parent), and every image unless the caller asked for writing.
+//!    snapshot (another image may have it as its parent), and every image unless the caller has requested write access.
 
 use crate::create::{adapter_of, check_name, fresh_record};
 use crate::disk::{Disk, Options};

@@ -193,7 +193,7 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // A base of another owner is copied completely only if the user asks for that.
+            // A base of another owner is copied completely only if the user requests that.
             return Ok(None);
         }
         if can_up {

@@ -574,8 +574,8 @@ pub struct ClonedMachine {
     pub running_ms: Option<f64>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
-    /// own within a minute.
+    /// Whether lamina could not request the guest's kernel to reseed its random number generator. The kernel does so on
+    /// its own within a minute.
     pub same_randomness: bool,
 }
 

@@ -177,7 +177,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for the folder '{}'", path.display()))
 }
 
-/// A path without `.` and `..`, computed from its text without asking the file system; `None` if it leads above the
+/// A path without `.` and `..`, computed from its text without a query of the file system; `None` if it leads above the
 /// root directory.
 fn without_dots(path: &Path) -> Option<PathBuf> {
     let mut out = PathBuf::new();

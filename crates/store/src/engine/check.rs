@@ -139,7 +139,7 @@ impl Window {
     }
 }
 
-/// Reports progress (done, total), and fails if the caller asks to stop.
+/// Reports progress (done, total), and fails if the caller requests a stop.
 pub(super) struct Steps<'a> {
     done: u64,
     total: u64,

@@ -201,7 +201,8 @@ impl CommitLog {
         Ok(damaged)
     }
 
-    /// Removes the record of what openings repaired, after a check has reported it. Must not be called during a checkpoint.
+    /// Removes the record of what openings repaired, after a check has reported it. Must not be called during a
+    /// checkpoint.
     pub fn forget_unreported(&self) -> Result<()> {
         let mut commit = self.lock();
         if commit.superblock.unreported != Unreported::default() {
