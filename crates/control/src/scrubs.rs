@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The longest time between two looks at the clock, which may be set meanwhile.
+/// The longest time between two readings of the clock, which may be set meanwhile.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 /// Seconds after which a scrub that could not be started, or that failed, is tried again.
 pub const RETRY_INTERVAL: u64 = 600;

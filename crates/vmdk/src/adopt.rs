@@ -243,7 +243,7 @@ impl Tree<'_> {
 
 pub(crate) fn read_list(place: &Place) -> Result<Vmsd> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
-    let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
+    let length = file.len().during(|| format!("determining the length of '{}'", place.label()))?;
     if length > vmsd::TEXT_MAX as u64 {
         return Err(Error::new(ErrorKind::Corrupt, format!("'{}' has {length} bytes: too many", place.label())));
     }

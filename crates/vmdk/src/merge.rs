@@ -332,7 +332,8 @@ impl Disk {
             }
         }
         let directory = into.place().folder.directory();
-        let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
+        let room =
+            directory.room().map_err(|error| Error::io("determining the free space of the file system", error))?;
         let metadata = needed / METADATA_SHARE + tables * table + SMALL_FILES;
         if needed > 0 && needed + metadata > room.available {
             return Err(self.lacks_room(into, needed + metadata, &format!("has {}", room.available)));

@@ -186,7 +186,7 @@ impl Session<'_> {
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
         }
-        if request.is_of_asking_process() {
+        if request.is_for_requesting_process() {
             let sentence = "requests that start, change or notify a machine are carried out by the requesting process, \
                             not by the server: they cannot be jobs of the server";
             self.send(&failure(&Error::new(ErrorKind::Unsupported, sentence)))?;

@@ -145,7 +145,7 @@ impl Account<'_> {
         // If the loaded extents end within the block, the next part is loaded.
         while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
             let found: Vec<Placement> =
-                flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;
+                flat.file.placements(known_to).during(|| format!("listing the allocated ranges of '{}'", flat.name))?;
             known_to = found.last().map_or(u64::MAX, |last| last.range.end.max(known_to + 1));
             for placement in found.into_iter().filter(|placement| placement.written) {
                 match self.whole.last_mut() {

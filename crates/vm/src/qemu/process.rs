@@ -227,7 +227,7 @@ fn holder(file: &Path) -> Result<Option<Pid>> {
         Err(e) => return Err(Error::io(format!("opening '{}'", file.display()), e)),
     };
     let lock = fcntl_getlk(&opened, &Flock::from(FlockType::WriteLock))
-        .map_err(|e| Error::io(format!("asking which process holds '{}'", file.display()), e.into()))?;
+        .map_err(|e| Error::io(format!("determining which process has locked '{}'", file.display()), e.into()))?;
     Ok(lock.and_then(|lock| lock.pid))
 }
 
