@@ -34,10 +34,10 @@ const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum OnFull {
-    /// They fail at once.
+    /// The writes fail at once.
     #[default]
     Error,
-    /// They wait until there is space, at most for this time, and then fail; `None` for no limit.
+    /// The writes wait until there is space, at most for this time, and then fail; `None` for no limit.
     Wait(Option<Duration>),
 }
 

@@ -16,12 +16,12 @@ const LENGTH_MIN: usize = backend::BLOCK_SIZE;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DetectZeroes {
-    /// They are written like other data.
+    /// Zeros are written like other data.
     #[default]
     Off,
-    /// They become zeros; the range stays or becomes allocated.
+    /// The range is zeroed, and stays or becomes allocated.
     On,
-    /// They become zeros, and the range is unmapped if the disk is thin.
+    /// The range is zeroed, and is unmapped if the disk is thin.
     Unmap,
 }
 

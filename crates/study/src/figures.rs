@@ -120,7 +120,7 @@ const HEADLINES: [Headline; 20] = [
     headline(
         Study::Remote,
         ("remote clone: speed against a local one", ""),
-        "clone at another server over TLS on loopback: speed against a full clone on the spot",
+        "clone at another server over TLS on loopback: speed against a full clone in the same datastore",
     ),
     headline(
         Study::Remote,

@@ -67,7 +67,7 @@ pub enum Study {
     VmFull,
     /// Instant clones of frozen and running guests, and their parents' speed
     VmInstant,
-    /// A clone at another server over TLS against one on the spot; a second one after 5 % change
+    /// A clone at another server over TLS against one in the same datastore; a second one after 5 % change
     Remote,
     /// Run all studies
     All,

@@ -29,7 +29,7 @@ const EVENTS_MAX: usize = 1024;
 /// Interval of attempts to connect to a socket that does not exist yet.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// An event.
+/// An event that QEMU has reported.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// The event's name, such as `SHUTDOWN`.
@@ -38,7 +38,7 @@ pub struct Event {
     pub data: Value,
 }
 
-/// A connection.
+/// A connection to the monitor of QEMU, or to a guest agent.
 pub struct Client {
     stream: UnixStream,
     path: PathBuf,

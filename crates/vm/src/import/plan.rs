@@ -190,7 +190,7 @@ fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) 
                 foreign.note(
                     &*card.label,
                     Effect::Changed,
-                    format!("two cards have the address {mac}; it gets a new one"),
+                    format!("two cards have the address {mac}; the second card gets a new one"),
                 );
                 Mac::new()?
             }

@@ -243,7 +243,7 @@ fn card(machine: &mut Foreign, file: &Dictionary, number: u32) -> Result<()> {
         machine.note(
             &*label,
             Effect::Changed,
-            format!("'{}' is no address of a card; it gets a new one", text.escape_debug()),
+            format!("'{}' is no address of a card; the card gets a new one", text.escape_debug()),
         );
     }
     let network = get("networkName").or(get("vnet")).or(get("connectionType")).unwrap_or("bridged").to_owned();
