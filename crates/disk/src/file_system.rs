@@ -108,8 +108,9 @@ pub fn look_at(location: &Location) -> FileSystemInfo {
     let copied = copied_files(path);
     if let Some(first) = copied.first() {
         warnings.push(format!(
-            "btrfs copies files of the datastore on write ({first}, {} in all): once it is full, overwrites and flushes \
-             may fail; 'lamina disk migrate DISK --to PATH' moves disks to a datastore whose files are overwritten in place",
+            "btrfs copies files of the datastore on write ({first}, {} in all): once it is full, overwrites and \
+             flushes may fail; 'lamina disk migrate DISK --to PATH' moves disks to a datastore whose files are \
+             overwritten in place",
             copied.len()
         ));
     }
