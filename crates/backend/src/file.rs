@@ -196,11 +196,11 @@ pub trait LocalFile: Send + Sync {
     }
 
     /// The first allocated range at or after `offset`, up to the end of the file. A long range may be returned in
-    /// parts: the caller asks again from its end.
+    /// parts: the caller then repeats the call from the end of the part.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 
     /// All allocated ranges from `offset` to the end of the file, in order. Adjacent ranges are not merged. A long list
-    /// is returned in parts: the caller asks again from the end of the last range, until the list is empty. Data
+    /// is returned in parts: the caller repeats the call from the end of the last range, until the list is empty. Data
     /// written before the call counts as written, even while it is only in the page cache.
     fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         self.next_allocated(offset).map(Placement::of_run)

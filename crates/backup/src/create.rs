@@ -7,7 +7,7 @@
 //! 3. At most one segment and one pack are in memory, besides a chunk for each thread.
 
 use crate::manifest::{Description, Manifest, PackRecord, Parent, segments};
-use crate::pack::{Builder, CHUNK, CHUNK_BLOCKS, Chunk, Codec, Head, Index, PACK_FULL, Run, Zeros};
+use crate::pack::{BlockRun, Builder, CHUNK, CHUNK_BLOCKS, Chunk, Codec, Head, Index, PACK_FULL, Zeros};
 use crate::seal::Key;
 use backend::{BLOCK_SIZE, clock};
 use checksums::checksum;
@@ -270,7 +270,7 @@ impl Plan {
 /// The blocks of a chunk that have to be read.
 struct Job {
     number: u32,
-    runs: Vec<Run>,
+    runs: Vec<BlockRun>,
 }
 
 /// A chunk that was read, with the blocks in it that are zero.
@@ -403,7 +403,7 @@ fn add_jobs(jobs: &mut Vec<Job>, extent: Extent) {
             // The extent before may end in the block in which this one begins.
             match job.runs.last_mut() {
                 Some(run) if usize::from(run.last) + 1 >= usize::from(first) => run.last = run.last.max(last_in),
-                _ => job.runs.push(Run { first, last: last_in }),
+                _ => job.runs.push(BlockRun { first, last: last_in }),
             }
         }
         block = last + 1;
@@ -411,9 +411,9 @@ fn add_jobs(jobs: &mut Vec<Job>, extent: Extent) {
 }
 
 /// Removes blocks of zeros. Returns the runs of the others, and the removed blocks by their numbers on the disk.
-fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<Run>, Vec<u64>) {
+fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<BlockRun>, Vec<u64>) {
     let blocks = job.runs.iter().flat_map(|run| run.first..=run.last);
-    let (mut runs, mut zeros): (Vec<Run>, Vec<u64>) = (Vec::new(), Vec::new());
+    let (mut runs, mut zeros): (Vec<BlockRun>, Vec<u64>) = (Vec::new(), Vec::new());
     let mut kept = 0;
     for (place, block) in blocks.enumerate() {
         let bytes = place * BLOCK_SIZE..(place + 1) * BLOCK_SIZE;
@@ -427,7 +427,7 @@ fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<Run>, Vec<u64>) {
         kept += BLOCK_SIZE;
         match runs.last_mut() {
             Some(run) if usize::from(run.last) + 1 == usize::from(block) => run.last = block,
-            _ => runs.push(Run { first: block, last: block }),
+            _ => runs.push(BlockRun { first: block, last: block }),
         }
     }
     plain.truncate(kept);

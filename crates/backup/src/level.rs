@@ -1,4 +1,4 @@
-//! Levels: the backups of a chain, read pack by pack. A level knows the content of one segment at a time.
+//! Levels: the backups of a chain, read pack by pack. A level has the content of one segment in memory at a time.
 
 use crate::manifest::{Manifest, PackRecord};
 use crate::objects::Objects;
@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 /// A backup that is being read.
 pub trait Level {
-    /// The content of a segment; `None` if the backup has none there. Levels of streams are asked in ascending order
+    /// The content of a segment; `None` if the backup has none there. Segments of streams are read in ascending order
     /// only.
     fn content(&mut self, segment: u32) -> Result<Option<Content>>;
 
-    /// Bytes of the pack that covers the segment last asked for.
+    /// Bytes of the pack that covers the segment for which [`Level::content`] was called last.
     fn read(&mut self, range: Range<u64>) -> Result<Vec<u8>>;
 
     /// Called after the last segment was read: verifies what follows in a stream.

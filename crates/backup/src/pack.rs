@@ -63,14 +63,14 @@ pub enum Codec {
 
 /// Consecutive blocks of a chunk, by their numbers in the chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct BlockRun {
     /// The first block.
     pub first: u8,
     /// The last block.
     pub last: u8,
 }
 
-impl Run {
+impl BlockRun {
     /// Number of blocks.
     pub fn blocks(self) -> usize {
         usize::from(self.last) - usize::from(self.first) + 1
@@ -80,10 +80,10 @@ impl Run {
 /// A chunk as the index describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Its range of the disk begins at this number times [`CHUNK`].
+    /// The chunk's range of the disk begins at this number times [`CHUNK`].
     pub number: u32,
     /// The blocks that it contains.
-    pub runs: Vec<Run>,
+    pub runs: Vec<BlockRun>,
     /// How it is stored.
     pub codec: Codec,
     /// Stored bytes.
@@ -308,7 +308,7 @@ fn decode_index(head: &Head, bytes: &[u8]) -> Result<Index> {
         let count = usize::from(u16::from_le_bytes([entry[2], entry[3]]));
         let runs = rest.get(..2 * count).filter(|_| count > 0).ok_or_else(wrong)?;
         rest = &rest[2 * count..];
-        let runs: Vec<Run> = runs.chunks_exact(2).map(|run| Run { first: run[0], last: run[1] }).collect();
+        let runs: Vec<BlockRun> = runs.chunks_exact(2).map(|run| BlockRun { first: run[0], last: run[1] }).collect();
         let ordered = runs.iter().all(|run| run.first <= run.last)
             && runs.windows(2).all(|pair| usize::from(pair[0].last) + 1 < usize::from(pair[1].first));
         if !ordered {
@@ -334,7 +334,7 @@ fn decode_index(head: &Head, bytes: &[u8]) -> Result<Index> {
             Codec::Zstd => chunk.stored > 0 && (chunk.stored as usize) < plain,
         };
         let first = order * CHUNK_BLOCKS;
-        let blocks = |run: &Run| first + u64::from(run.first)..first + u64::from(run.last) + 1;
+        let blocks = |run: &BlockRun| first + u64::from(run.first)..first + u64::from(run.last) + 1;
         if !fits || !chunk.runs.iter().all(|run| mark(&mut taken, blocks(run))) {
             return Err(wrong());
         }

@@ -91,7 +91,8 @@ impl Repository {
             if same && known.parent == parent && resumed.is_none() {
                 resumed = Some(known);
             } else if (known.disk.as_str(), &known.point.name) == (disk, &outgoing.point().name) {
-                // It is of a deleted snapshot of this name, or is based on another backup: it cannot continue.
+                // This unfinished backup cannot continue: its snapshot was deleted, and another one has the name now,
+                // or it is based on another backup.
                 self.remove(&known.id)?;
             }
         }

@@ -204,7 +204,7 @@ fn record(reader: &mut dyn Read, length: usize, name: &str, at: &mut u64) -> Res
     Ok(bytes)
 }
 
-/// The level of a stream, whose segments are asked for in ascending order.
+/// The level of a stream, whose segments are read in ascending order.
 pub struct StreamLevel<R> {
     stream: StreamReader<R>,
     current: Option<(Head, Index, Vec<u8>)>,
@@ -368,7 +368,7 @@ fn resume(
     file.seek(SeekFrom::Start(0)).during(|| format!("reading {name}"))?;
     let mut stream = match StreamReader::without_key(io::BufReader::new(&mut *file), name) {
         Ok(stream) => stream,
-        // Its end, which nothing follows, was cut.
+        // The description of the stream was cut, and nothing follows it.
         Err(error) if error.kind() == ErrorKind::Io && length < Description::LENGTH_MAX => return Ok(Resumed::Nothing),
         Err(error) => return Err(error),
     };

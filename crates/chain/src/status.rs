@@ -1,5 +1,5 @@
-//! The allocation status of ranges, for NBD block status and changed-block tracking. The layers are asked directly: the
-//! scan of a whole disk for a backup evicts no cached extent of the guest.
+//! The allocation status of ranges, for NBD block status and changed-block tracking. The layers are queried directly,
+//! so that the scan of a whole disk for a backup evicts no cached extent of the guest.
 
 use crate::chain::Chain;
 use crate::levels::LevelKey;
@@ -59,7 +59,7 @@ impl Chain {
         let among = among.start..among.end.min(levels.stack.len());
         let _guard = Arc::clone(&levels).guard();
         let end = offset + length;
-        // Layers are asked for whole sectors.
+        // Layers are queried for whole sectors.
         let sectors_end = end.next_multiple_of(SECTOR).min(levels.capacity());
         let mut spans: Vec<Span> = Vec::new();
         let mut at = offset;

@@ -13,13 +13,13 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The longest time between two looks at the clock, which may be set meanwhile.
+/// The longest time between two readings of the clock, which may be set meanwhile.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 /// Seconds after which a scrub that could not be started, or that failed, is tried again.
 pub const RETRY_INTERVAL: u64 = 600;
 
 #[derive(Default)]
-struct State {
+struct SchedulerState {
     stopped: bool,
     /// A change of the schedule or of the clock was reported.
     woken: bool,
@@ -29,7 +29,7 @@ struct State {
 
 struct Shared {
     service: Service,
-    state: Mutex<State>,
+    state: Mutex<SchedulerState>,
     changed: Condvar,
 }
 

@@ -85,7 +85,7 @@ fn a_scrub_starts_at_each_interval() {
     for (time, scrubs) in [(5999, 0), (6000, 1), (6100, 1), (6999, 1), (7000, 2), (9500, 3), (10_499, 3), (10_500, 4)] {
         world.set(time);
         until(&format!("{scrubs} scrubs at {time}"), || world.ended().len() >= scrubs);
-        // The scheduler has looked at the clock when it has noticed a change of the schedule.
+        // The scheduler has time to read the clock and to start a scrub too many.
         std::thread::sleep(Duration::from_millis(20));
         let ended = world.ended();
         assert_eq!(ended.len(), scrubs, "at {time}: {ended:?}");
@@ -140,7 +140,7 @@ fn an_interrupted_scrub_continues_and_a_cancelled_one_waits() {
     until("a part is read", || state(&world).done > 1 << 20);
     let error = world.datastore.scrub(ScrubOptions::default(), &|_| (), &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
-    // The server stops: the next one continues.
+    // The server stops, and the next server continues the scrub.
     world.scheduler.stop();
     assert_eq!(running.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
     world.close();
@@ -148,7 +148,7 @@ fn an_interrupted_scrub_continues_and_a_cancelled_one_waits() {
     until("the scrub continues", || state(&world).state == ScrubState::Running);
     let before = state(&world).done;
     assert!(before > 1 << 20, "{before} bytes were read before");
-    // Once cancelled, it is not continued by itself.
+    // A cancelled scrub is not continued by itself.
     assert_eq!(world.datastore.cancel_scrub().unwrap().state, ScrubState::Cancelled);
     assert_eq!(world.datastore.cancel_scrub().unwrap_err().kind(), ErrorKind::NotFound);
     world.close();

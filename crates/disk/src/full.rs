@@ -34,10 +34,10 @@ const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum OnFull {
-    /// They fail at once.
+    /// The writes fail at once.
     #[default]
     Error,
-    /// They wait until there is space, at most for this time, and then fail; `None` for no limit.
+    /// The writes wait until there is space, at most for this time, and then fail; `None` for no limit.
     Wait(Option<Duration>),
 }
 
@@ -122,11 +122,11 @@ impl From<OnFull> for String {
 /// How the wait of a write ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitEnd {
-    /// It was written.
+    /// The write succeeded.
     Written,
-    /// It failed: its time was over, or the policy was changed, or another error occurred.
+    /// The write failed: its time was over, or the policy was changed, or another error occurred.
     Refused,
-    /// Its connection ended, so it was not answered.
+    /// The connection ended, so the write was not answered.
     Dropped,
 }
 
@@ -193,7 +193,7 @@ struct Waiting {
 }
 
 impl SpaceWait {
-    /// The policy of a device that belongs to no datastore. Nobody receives its notices.
+    /// The policy of a device that belongs to no datastore. Its notices have no receiver.
     pub fn alone(disk: &str, policy: OnFull) -> Arc<Self> {
         Self::new(disk, policy, Arc::default())
     }
@@ -212,7 +212,7 @@ impl SpaceWait {
         self.policy.store(policy.to_number(), Ordering::Relaxed);
     }
 
-    /// The disk has another name now.
+    /// Records the new name of the disk.
     pub(crate) fn rename(&self, disk: &str) {
         disk.clone_into(&mut self.disk.lock());
     }

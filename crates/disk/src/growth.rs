@@ -5,8 +5,8 @@
 //! age, so their number is bounded. They are in one small record of the datastore, whose layout is in
 //! `docs/format/growth.md`.
 //!
-//! 1. Only differences of counters have a meaning. A counter continues after a restart, without what happened while
-//!    nobody took samples.
+//! 1. Only differences of counters have a meaning. A counter continues after a restart, but does not include growth
+//!    from the time in which no process took samples.
 //! 2. A rate is given for a window only if the samples cover at least half of it.
 //! 3. Samples are statistics: a record that cannot be read is replaced, and a lost one harms no disk. So it is written
 //!    without a flush.
@@ -42,7 +42,7 @@ pub struct GrowthRate {
     pub bytes: i64,
     /// The time in which it has grown by these bytes, in seconds: at least half of the window.
     pub seconds: u64,
-    /// The time until it is full if it grows on like that, in seconds; `None` if it does not grow.
+    /// The time until the datastore is full at this rate, in seconds; `None` if the datastore does not grow.
     pub full_in: Option<u64>,
 }
 
@@ -146,7 +146,7 @@ pub(crate) struct Reading {
 }
 
 #[derive(Default)]
-struct State {
+struct GrowthState {
     record: GrowthRecord,
     /// The last reading of each disk in this process.
     readings: BTreeMap<String, Reading>,
@@ -155,7 +155,7 @@ struct State {
 /// The samples of a datastore.
 pub(crate) struct Samples {
     directory: Arc<dyn Directory>,
-    state: Mutex<State>,
+    state: Mutex<GrowthState>,
 }
 
 impl Samples {
@@ -166,7 +166,7 @@ impl Samples {
             tracing::warn!(%error, "earlier growth of the datastore is not known");
             None
         });
-        let state = State { record: record.unwrap_or_default(), readings: BTreeMap::new() };
+        let state = GrowthState { record: record.unwrap_or_default(), readings: BTreeMap::new() };
         Self { directory, state: Mutex::new(state) }
     }
 
@@ -174,7 +174,7 @@ impl Samples {
     /// are removed, because these disks do not exist any more.
     pub fn add(&self, now: u64, used: u64, disks: BTreeMap<String, Reading>) {
         let mut state = self.state.lock();
-        let State { record, readings } = &mut *state;
+        let GrowthState { record, readings } = &mut *state;
         record.datastore.add((now, i64::try_from(used).unwrap_or(i64::MAX)), &OF_DATASTORE);
         record.disks.retain(|uuid, _| disks.contains_key(uuid));
         for (uuid, reading) in &disks {

@@ -178,7 +178,7 @@ pub struct DiskInfo {
     pub exclusive: Option<u64>,
     /// Number of clients that have the disk open.
     pub clients: u64,
-    /// Connected clients, and disconnected clients that may reconnect, as far as the server knows them.
+    /// Connected clients, and disconnected clients that may reconnect, as far as the server has identified them.
     #[serde(default)]
     pub users: Vec<DiskUser>,
     /// The virtual machine that uses the disk; `None` if that was not requested.
@@ -207,7 +207,7 @@ pub struct WaitingWrites {
     pub disk: String,
     /// Number of writes.
     pub writes: u64,
-    /// Their length in bytes.
+    /// Total length of these writes in bytes.
     pub bytes: u64,
     /// When the first of them began to wait, in seconds since 1970. Writes that were carried out since do not count.
     pub since: u64,

@@ -168,7 +168,7 @@ pub(crate) struct Gate {
     own: Option<Arc<Use>>,
     /// Limits of the disk and its labels.
     budgets: Vec<Arc<Budget>>,
-    /// Reservations of others.
+    /// Reservations of other disks and labels.
     reserved: Vec<Arc<Budget>>,
 }
 
@@ -178,7 +178,7 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
-    /// Takes the charge back: nothing was written.
+    /// Reverts the charge of a write that was not carried out.
     fn undo(&self, new: u64) {
         if let Some(own) = &self.own {
             let less = |bytes: u64| Some(bytes.saturating_sub(new));
@@ -186,7 +186,7 @@ impl Charge {
         }
     }
 
-    /// The write has failed, so that it may have mapped less than it was charged for.
+    /// Called if the write has failed: it may have mapped fewer bytes than it was charged for.
     pub fn failed(&self) {
         if let Some(own) = &self.own {
             own.stale.store(true, Ordering::Relaxed);
@@ -206,7 +206,7 @@ impl Gate {
     /// Charges `new` bytes for a write, before it is carried out.
     ///
     /// # Errors
-    /// `NoSpace` if a quota does not allow the bytes, or if they would use space that is reserved for others.
+    /// `NoSpace` if a quota does not allow the bytes, or if they would use space reserved for other disks.
     pub fn charge(&self, new: u64) -> Result<Charge> {
         for budget in self.budgets.iter().chain(&self.reserved) {
             self.quotas.count_members(budget, false)?;
@@ -276,14 +276,15 @@ impl Gate {
         let accounting = self.quotas.accounting()?;
         let names: Vec<String> = self.reserved.iter().map(|budget| budget.title(accounting)).collect();
         let text = format!(
-            "the last {} of the datastore are reserved for others ({}): free some space, or reduce their reservations",
+            "the last {} of the datastore are reserved for other disks ({}): free some space, or reduce these \
+             reservations",
             size(free),
             names.join(", ")
         );
         Err(Error::new(ErrorKind::NoSpace, text))
     }
 
-    /// The disk may map less from now on.
+    /// Called when the disk may map fewer bytes than were counted.
     pub fn may_shrink(&self) {
         if let Some(own) = &self.own {
             own.stale.store(true, Ordering::Relaxed);
@@ -424,7 +425,8 @@ impl Quotas {
                 counted => counted?,
             };
             let _charges = self.charges.lock();
-            // What was charged meanwhile may be counted already or not; it counts, so that the use is not too low.
+            // It is unknown whether the count includes bytes that were charged during it. They are added, so that the
+            // use is never too low.
             let meanwhile = of.charged.load(Ordering::Relaxed) - before;
             if meanwhile > 0 {
                 of.stale.store(true, Ordering::Relaxed);
@@ -435,7 +437,8 @@ impl Quotas {
         Ok(())
     }
 
-    /// All limits with their use. With `count`, disks are counted if they are not yet, or if their use may be too high.
+    /// All limits with their use. With `count`, disks are counted that were not counted yet, or whose use may be too
+    /// high.
     pub fn info(&self, count: bool) -> Result<Vec<LimitInfo>> {
         let budgets = self.current.lock().budgets.clone();
         let mut all = Vec::new();

@@ -41,10 +41,10 @@ pub struct DiskSettings {
     /// Whether writes of zeros become requests to zero their range.
     #[serde(default)]
     pub detect_zeroes: DetectZeroes,
-    /// Its labels: keys with values.
+    /// The disk's labels: keys with values.
     #[serde(default)]
     pub labels: Labels,
-    /// Its quota and reservation.
+    /// The disk's quota and reservation.
     #[serde(default)]
     pub limits: Limits,
 }
@@ -196,7 +196,7 @@ impl OpenDisk {
 }
 
 #[derive(Default)]
-struct State {
+struct SettingsState {
     record: SettingsRecord,
     /// Disks that clients have open.
     open: BTreeMap<String, Weak<OpenDisk>>,
@@ -204,7 +204,7 @@ struct State {
     unreadable: Option<String>,
 }
 
-impl State {
+impl SettingsState {
     fn find_open(&self, uuid: &str) -> Option<Arc<OpenDisk>> {
         self.open.get(uuid).and_then(Weak::upgrade)
     }
@@ -215,7 +215,7 @@ pub(crate) struct Settings {
     directory: Arc<dyn Directory>,
     /// Serializes changes.
     changes: Mutex<()>,
-    state: Mutex<State>,
+    state: Mutex<SettingsState>,
     notices: Arc<Notices>,
     quotas: Arc<Quotas>,
 }
@@ -234,7 +234,7 @@ impl Settings {
                 Ok(record)
             }
         });
-        let mut state = State::default();
+        let mut state = SettingsState::default();
         match read {
             Ok(record) => state.record = record,
             Err(error) => {
@@ -296,7 +296,7 @@ impl Settings {
         all
     }
 
-    /// A disk has another name now.
+    /// Records the new name of a disk, for clients that have it open.
     pub fn renamed(&self, uuid: &str, name: &str) {
         let open = self.state.lock().find_open(uuid);
         if let Some(open) = open {

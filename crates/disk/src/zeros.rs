@@ -9,19 +9,19 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Writes below this length are not examined: they need no less work as zeros.
+/// Writes below this length are not examined: a request to zero such a range costs as much as the write.
 const LENGTH_MIN: usize = backend::BLOCK_SIZE;
 
 /// Whether writes of zeros become requests to zero their range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DetectZeroes {
-    /// They are written like other data.
+    /// Zeros are written like other data.
     #[default]
     Off,
-    /// They become zeros; the range stays or becomes allocated.
+    /// The range is zeroed, and stays or becomes allocated.
     On,
-    /// They become zeros, and the range is unmapped if the disk is thin.
+    /// The range is zeroed, and is unmapped if the disk is thin.
     Unmap,
 }
 

@@ -262,7 +262,7 @@ fn every_request_gets_one_reply() {
 #[test]
 fn a_flush_delays_no_other_request() {
     with_session(|memory, near, reply| {
-        // A request arrives during a slow flush: from here on flushes are handed over.
+        // A request arrives during a slow flush, so the session hands later flushes over to another thread.
         near.write_all(b"write 0 aaaa\nflush\n").unwrap();
         assert_eq!([reply(), reply()], ["1 ok", "2 ok"]);
         memory.hold(true);

@@ -65,7 +65,7 @@ impl From<io::Error> for End {
 fn main() -> ExitCode {
     generate::complete();
     let exec = cli::usage::is_exec(std::env::args_os());
-    // Determined before parsing, so that errors of parsing have the right form too.
+    // The form of the output is determined before parsing, so that errors of parsing have this form too.
     let form = Form::new(std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json"));
     let usage = if exec { exit::EXEC_FAILED } else { exit::USAGE };
     let end = match Cli::try_parse() {

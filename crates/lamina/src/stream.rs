@@ -89,7 +89,7 @@ impl Stream {
     pub fn finish(mut self) -> io::Result<()> {
         self.over.store(true, Ordering::Release);
         match self.thread.take() {
-            // The thread may wait for standard input, which nobody closes.
+            // The thread may wait for standard input, and no process may ever close the other end.
             Some(thread) if self.direction == Direction::Out => {
                 thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread of the backup failed")))
             }

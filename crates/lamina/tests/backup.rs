@@ -58,7 +58,8 @@ fn list(repository: &str) -> Vec<Value> {
     run(&format!("backup list {repository} --json")).json()["backups"].as_array().unwrap().clone()
 }
 
-/// Deletes what restores that failed have restored. A further restore would continue it, and not read those bytes again.
+/// Deletes what restores that failed have restored. A further restore would continue it, and not read those bytes
+/// again.
 fn forget_receptions(store: &Store) {
     for reception in store.run("--json receive list").json()["receptions"].as_array().unwrap() {
         store.run(&format!("receive delete {}", reception["id"].as_str().unwrap())).ok();
@@ -103,13 +104,14 @@ fn a_repository_has_increments_and_restores_each_of_them_equal() {
     assert!(backups.iter().all(|backup| backup["problem"].is_null() && backup["finished"].is_u64()), "{backups:?}");
     let verified = run(&format!("backup verify {repository}")).ok();
     assert!(verified.starts_with("5 backups verified") && verified.ends_with("clean\n"), "{verified}");
-    // Restored without a server, then compared through one. The id is that of the increment, not of the full backup.
+    // The backups are restored without a server, and compared through a server. Each id is that of the increment, not
+    // of the full backup.
     for (round, backup) in backups.iter().take(4).enumerate() {
         let id = &backup["id"].as_str().unwrap()[..8];
         let restored = there.run(&format!("--json backup restore {repository} r{round} --backup {id}")).json();
         assert_eq!(restored["snapshot"], format!("s{round}"));
     }
-    // By the name of the disk: its newest backup.
+    // The name of a disk stands for its newest backup.
     there.run(&format!("backup restore {repository} web")).ok();
     {
         let _server = there.serve("");
@@ -146,7 +148,7 @@ fn the_current_state_is_backed_up_by_a_snapshot_that_the_next_backup_replaces() 
     assert_eq!(snapshots(), 2);
     here.run(&format!("backup restore {repository} copy --backup web")).ok();
     assert!(content(&here, "copy") == content(&here, "web"));
-    // A job of the server.
+    // The server makes the backup as a job.
     let job = here.run(&format!("--json --background backup create web {repository}")).json();
     let done = here.run(&format!("job wait {}", job["id"].as_str().unwrap())).ok();
     assert!(done.starts_with("backed up web@backup-"), "{done}");
@@ -182,7 +184,7 @@ fn a_killed_or_interrupted_backup_or_restore_continues() {
     until("another pack was stored", || packs(2));
     server.kill();
     wait(&mut command);
-    // Without a server now.
+    // The next backup is made without a server.
     let made = here.run(&format!("--json backup create web@s {repository}")).json();
     assert!(number(&made, "resumed") > 16 << 20, "{made}");
     assert_eq!(number(&made, "data"), 80 * PIECE);
@@ -247,7 +249,7 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     assert_eq!(number(&received.json(), "data"), 2 * PIECE);
     assert_eq!(wait(&mut sender), Some(0));
     assert!(content(&there, "web") == second && content(&there, "web@a") == first);
-    // Output to a file is the same stream.
+    // A stream to standard output that is redirected to a file is a backup in a file.
     let piped = File::create(beside.path("piped")).unwrap();
     assert!(here.command("backup create web@a -").stdout(piped).status().unwrap().success());
     run(&format!("backup verify file:{}", beside.text("piped"))).ok();
@@ -321,7 +323,7 @@ fn encrypted_backups_are_restored_with_their_key_only() {
     there.run(&format!("backup restore {repository} web --key-file {repository}/repository")).fails(2, "not a key");
     there.run(&format!("backup restore {repository} web --key-file {key}")).ok();
     assert!(content(&there, "web") == content(&here, "web@b"));
-    // Through a pipe, with the key in the environment.
+    // The backup is sent through a pipe, with the key in the environment.
     let mut sender =
         here.command("backup create web@a -").env("LAMINA_BACKUP_KEY", &key).stdout(Stdio::piped()).spawn();
     let pipe = sender.as_mut().unwrap().stdout.take().unwrap();

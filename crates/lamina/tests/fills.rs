@@ -92,8 +92,8 @@ struct Tally {
     deleted: u64,
 }
 
-/// Runs fills with seeds from `first` on, unless another first seed is given: so each file system is tested with other
-/// formats.
+/// Runs fills with seeds from `first` on, unless another first seed is given. `first` differs between file systems, so
+/// that different formats are tested on each.
 fn fills(folder: &Path, first: u64) {
     let (begin, wanted) = (Instant::now(), number("LAMINA_FILLS", FILLS));
     let first = number("LAMINA_FILL_FROM", first);
@@ -213,7 +213,7 @@ impl<'a> Case<'a> {
         self.is_full(full);
     }
 
-    /// Waits until the server has noticed, without being told, that there is space, and has created its reserve files.
+    /// Waits until the server has detected without a request that there is space, and has created its reserve files.
     fn steps_are_made(&self) {
         let Ok(count) = std::fs::read_dir(self.store.path().join("reserve")).map(Iterator::count) else { return };
         let (begin, mut made) = (Instant::now(), count);

@@ -217,7 +217,7 @@ fn fill_images_up(folder: &Path) {
     written.verify(&mut vm1);
     drop(vm1);
 
-    // The same steps without a server, and after a kill.
+    // The steps are repeated without a server, after a kill.
     assert_eq!(server.stop("KILL"), None);
     fill_rest(folder, "rest-3");
     store.run("disk delete cold").ok();

@@ -1,6 +1,6 @@
-//! A real guest on a disk for which there is no space any more. With the policy `wait`, the guest's writes wait and it
-//! goes on by itself when there is space. With the policy `error` and QEMU's `werror=stop`, QEMU pauses the guest, and
-//! the guest repeats its writes when it is resumed. In both cases it sees no error, and loses nothing.
+//! A real guest on a disk for which there is no space any more. With the policy `wait`, the guest's writes wait, and
+//! complete without intervention when there is space. With the policy `error` and QEMU's `werror=stop`, QEMU pauses the
+//! guest, and repeats the writes when the guest is resumed. In both cases the guest sees no error, and loses nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ const OBSERVED: Duration = Duration::from_secs(3);
 
 #[test]
 fn a_guest_waits_for_space_and_goes_on_by_itself() {
-    // Made before the test runs in a namespace.
+    // The guest is built before the test runs in a namespace.
     testkit::machines::guest();
     on_tmpfs("a_guest_waits_for_space_and_goes_on_by_itself", 128, |folder| {
         waits(folder, "native");
@@ -69,7 +69,7 @@ fn waits(folder: &Path, format: &str) {
     let waiting = || store.run("status --json").json()["waiting"].as_array().unwrap().clone();
     until("the guest's writes wait for space", || !waiting().is_empty());
     std::thread::sleep(OBSERVED);
-    // The guest is neither told of an error nor ended, and other clients can read the disk.
+    // The guest receives no error and does not end, and other clients can read the disk.
     let stuck = guest.round();
     assert!((ROUNDS..32).contains(&stuck), "{stuck}");
     assert_eq!(waiting().len(), 1);

@@ -79,7 +79,7 @@ impl Made {
         compared(&self.contents[snapshot], &target, done)
     }
 
-    /// The same for the newest image by its path.
+    /// Salvages or converts the newest image of the disk by its path, and compares the content; returns the report.
     fn salvaged_by_path(&self, verb: &str, name: &str, content: &[u8]) -> (Lost, Value) {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("target.raw");
@@ -232,7 +232,7 @@ fn a_missing_image_of_a_chain_loses_what_the_images_above_lack() {
     let found = made.all_salvaged();
     assert_eq!((&found["s1"], &found["s2"]), (&Lost::new(), &Lost::from([(0, CAPACITY as u64)])));
     assert_eq!(found[""], lost);
-    // The same if the descriptor is missing too, and if the record is lost.
+    // The result is the same if the descriptor is missing too, and if the record is lost.
     std::fs::rename(made.file("vm1-000001.vmdk"), made.file("aside-2")).unwrap();
     assert_eq!(made.salvaged("").0, lost);
     assert_eq!(made.salvaged_by_path("salvage", "vm1-000002.vmdk", &made.contents[""]).0, lost);

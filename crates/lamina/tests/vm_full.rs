@@ -8,7 +8,7 @@ use testkit::mounted::{make_room, on_tmpfs, take_the_rest};
 
 #[test]
 fn a_machine_without_space_is_paused_and_resumed() {
-    // Made before the test runs in a namespace.
+    // The guest is built before the test runs in a namespace.
     testkit::machines::guest();
     on_tmpfs("a_machine_without_space_is_paused_and_resumed", 192, paused);
 }

@@ -41,7 +41,7 @@ fn the_agent_gives_an_identity_before_the_network_is_connected() {
     room.until_answers("plain");
     assert_eq!((id("plain"), carrier("plain")), (id("web"), "1".to_owned()));
 
-    // A guest that does not take an identity.
+    // The hook fails, so the guest keeps the identity of its source.
     room.shell("web", "printf '#!/bin/sh\\nexit 3\\n' >/etc/lamina/clone-hook; sync");
     let made = room.run("vm clone web auto --identity auto --start");
     assert_eq!(made.code, 0, "{made:?}");
@@ -64,7 +64,7 @@ fn the_agent_gives_an_identity_before_the_network_is_connected() {
     room.close();
 }
 
-/// What makes a Debian distinct: host name, machine id, SSH host key, client id of DHCP.
+/// The identity of a Debian guest: host name, machine id, SSH host key, client id of DHCP.
 fn identity(room: &Room, name: &str) -> [String; 4] {
     room.until(&format!("{name} has an address"), || {
         let ready = "cat /run/systemd/netif/leases/* && systemctl is-active ssh && \

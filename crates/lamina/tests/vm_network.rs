@@ -109,7 +109,7 @@ fn a_passt_process_serves_a_card_as_long_as_the_machine_runs() {
     assert_eq!(room.show("web")["passt"], json!(true));
     room.until_answers("web");
 
-    // It ends with QEMU. Without passt, the guest has QEMU's own network.
+    // The passt process ends with QEMU. If passt is not installed, the guest has QEMU's own network.
     let last = passt_of(&room, "web", 16);
     room.run("vm stop web --force").ok();
     room.until("its process has ended", || gone(last));

@@ -290,7 +290,7 @@ fn vnc_is_on_a_private_socket_or_behind_a_password() {
     fs::write(file, "secret\n").unwrap();
     fleet.run("start web").ok();
     assert!(accepts(port, "secret") && !accepts(port, &password));
-    // A frozen machine continues with it, and a clone has a socket.
+    // A frozen machine continues with VNC on its TCP port, and a clone has VNC on a socket.
     fleet.run("freeze web").ok();
     fleet.run("clone web twin --instant --identity keep").ok();
     fleet.run("start web").ok();

@@ -116,7 +116,7 @@ fn a_guest_works_in_a_process_of_another_user() {
 fn variables_of_uefi_are_written_by_another_user_and_stay_private() {
     let room = Room::serving(&format!("--machine-group {}", USER.1));
     open_parent(&room.store);
-    // The default of the datastore.
+    // The default user of the datastore applies to machines without a user.
     let defaults = room.store.path().join("machines/defaults.toml");
     room.run("vm list").ok();
     fs::write(&defaults, format!("version = 1\nrun_as = \"{}\"\n", USER.0)).unwrap();

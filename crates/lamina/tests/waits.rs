@@ -1,5 +1,5 @@
 //! Writes that wait for space: they complete by themselves when there is space, delay no other request, and wait no
-//! longer than the policy of the disk says, or than their connection and the server exist.
+//! longer than the policy of the disk permits, and no longer than their connection and the server exist.
 
 #![allow(clippy::unwrap_used)]
 
@@ -143,7 +143,8 @@ fn writes_wait(folder: &Path, format: &str) {
     let mut other = Client::connect(&store.socket(), "web").unwrap();
     assert_eq!(other.read(BLOCK, BLOCK as u32).unwrap(), changed);
     other.flush().unwrap();
-    // A snapshot may find no space either. If there is one, it does not have the write, which is not acknowledged.
+    // The snapshot may be refused for lack of space. If it is taken, it lacks the waiting write, which is not
+    // acknowledged.
     let snapshot = store.run("snapshot create web@full").code;
     assert!(snapshot == 0 || snapshot == 5, "{snapshot}");
     assert_eq!(waiting(&store).len(), 1);

@@ -1,4 +1,4 @@
-//! Writes of zeros become requests to zero their range, as the setting of the disk says.
+//! Writes of zeros become requests to zero their range, if the setting of the disk requests that.
 
 #![allow(clippy::unwrap_used)]
 
@@ -54,7 +54,7 @@ fn zeros_are_written_as_the_disk_says() {
                 ("unmap", _) => assert!(mapped <= MIB, "{name}: {mapped}"),
                 _ => assert!(mapped <= 3 * MIB, "{name}: {mapped}"),
             }
-            // The setting can be changed under the client.
+            // The setting can be changed while the client is connected.
             store.run(&format!("disk edit {name} --detect-zeroes unmap")).ok();
             client.write(0, &vec![0; 2 * MIB as usize]).unwrap();
             client.write(4 * MIB, &vec![0; MIB as usize]).unwrap();

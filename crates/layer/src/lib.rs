@@ -15,7 +15,7 @@
 //! ```
 //!
 //! A layer covers its own files only. It never reads a parent: it reports ranges that it does not store as
-//! [`Content::Absent`], and the chain asks the layer below. Invariants of every format:
+//! [`Content::Absent`], and the chain queries the layer below. Invariants of every format:
 //!
 //! 1. Bytes of an image are untrusted. Each offset, size and count is checked before it is used. Values in a header
 //!    never let memory or loops grow beyond the named limits.
@@ -147,8 +147,8 @@ pub trait Layer: Send + Sync {
         None
     }
 
-    /// After [`Layer::map`] has failed for the range that begins at `at`: the end of the range of which nothing else can
-    /// be learned, because the same table or file describes it.
+    /// Called after [`Layer::map`] has failed for a range that begins at `at`: the end of the range that the same
+    /// damaged table or file describes.
     fn damage_end(&self, at: u64) -> u64 {
         grain_end(self, at)
     }

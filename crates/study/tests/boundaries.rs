@@ -219,7 +219,7 @@ fn folders_import_nothing_that_the_page_forbids() {
                 let is_named = |name: &&String| names.contains(*name) || names.contains(&format!("{parent}{name}"));
                 for name in forbidden_names.iter().filter(|name| **name != last(folder)).filter(is_named) {
                     let file = file.strip_prefix(root()).unwrap().display();
-                    complaints.push(format!("{file} imports {name}, which {folder} may not know"));
+                    complaints.push(format!("{file} imports {name}, which {folder} must not import"));
                 }
             }
         }

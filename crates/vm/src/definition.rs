@@ -148,7 +148,7 @@ pub struct Definition {
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
-    /// Where its screen is served by VNC. Needs a graphics card.
+    /// Where the machine's screen is served by VNC, which needs a graphics card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vnc>,
     /// How VNC on a TCP port is encrypted; without it only loopback addresses are possible.
@@ -160,7 +160,7 @@ pub struct Definition {
     /// How the guest is given an identity of its own at the next start; `None` if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_identity: Option<NewIdentity>,
-    /// What cloud-init in the guest is told; without it the guest has no disk for that.
+    /// The configuration of cloud-init in the guest. Without it, the machine has no disk for cloud-init.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<Seed>,
     /// The machine from which this one was cloned.
@@ -169,10 +169,10 @@ pub struct Definition {
     /// The machine's disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// Its CD-ROM drives.
+    /// The machine's CD-ROM drives.
     #[serde(default, rename = "cdrom", skip_serializing_if = "Vec::is_empty")]
     pub cdroms: Vec<Cdrom>,
-    /// Its network cards.
+    /// The machine's network cards.
     #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<Network>,
 }
@@ -349,7 +349,8 @@ impl Definition {
         Ok(clone)
     }
 
-    /// Serves its screen by VNC, for which it gets a graphics card, or no more. Only a TCP port has certificates.
+    /// Sets where the machine's screen is served by VNC, and adds the graphics card that VNC needs; with `None`, VNC is
+    /// switched off. Certificates are kept only if VNC is on a TCP port.
     pub fn set_vnc(&mut self, vnc: Option<Vnc>) {
         self.vnc = vnc;
         self.vnc_tls = self.vnc_tls.take().filter(|_| matches!(vnc, Some(Vnc::Tcp(_))));
@@ -358,7 +359,7 @@ impl Definition {
         }
     }
 
-    /// The names of its disks.
+    /// The names of the machine's disks.
     pub fn disk_names(&self) -> Vec<String> {
         self.disks.iter().map(|disk| disk.name.clone()).collect()
     }

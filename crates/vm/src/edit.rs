@@ -41,7 +41,7 @@ pub struct Edit {
     pub qemu_memory: Option<u64>,
     /// The user as which QEMU runs.
     pub run_as: Option<String>,
-    /// Run QEMU as the default of the datastore says.
+    /// Run QEMU as the default user of the datastore.
     pub no_run_as: bool,
     /// What QEMU does when a write of the guest fails.
     #[serde(default)]
@@ -54,13 +54,13 @@ pub struct Edit {
     pub card: Option<Card>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Option<Vec<BootDevice>>,
-    /// Where to serve its screen by VNC.
+    /// Where to serve the machine's screen by VNC.
     pub vnc: Option<Vnc>,
-    /// Serve its screen no more.
+    /// Switch VNC off.
     pub no_vnc: bool,
     /// The certificates with which VNC is encrypted.
     pub vnc_tls: Option<VncTls>,
-    /// Encrypt VNC no more.
+    /// Switch the encryption of VNC off.
     pub no_vnc_tls: bool,
     /// Remove all CD-ROM drives.
     pub no_cdroms: bool,
@@ -286,7 +286,8 @@ impl Task<'_> {
     fn insert(&mut self, image: &Path) -> Result<()> {
         let image = media::readable(image)?;
         let drives = &self.definition.cdroms;
-        // A command that inserted it may have been killed before it had told the process.
+        // An earlier command may have been killed after it had added the image to the definition, and before it
+        // inserted the image in the process.
         let at = drives.iter().position(|drive| self.runs && drive.file.as_ref() == Some(&image));
         let at = match at.or_else(|| drives.iter().position(|drive| drive.file.is_none())) {
             Some(at) => at,

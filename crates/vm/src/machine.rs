@@ -113,7 +113,7 @@ pub struct Start<'a> {
     pub nbd: &'a Path,
     /// The machine's memory.
     pub memory: Memory,
-    /// The same memory, as recorded in the run folder.
+    /// The record of the memory in the run folder.
     pub record: MemoryRecord,
     /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,
@@ -292,7 +292,7 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all processes of the machine, with the refusal of [`Machine::change`] for root. While the caller keeps the
+    /// Ends all processes of the machine. Refused for root as [`Machine::change`] is. While the caller keeps the
     /// result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?;

@@ -75,8 +75,9 @@ pub fn add_network(
     })
 }
 
-/// Adds the user network of a card by passt, if the machine's other cards have it; returns whether it was added. If it
-/// cannot be added, the state of the machine will have that of QEMU's own network, which is used instead.
+/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether it was added.
+/// If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then contain the state
+/// of QEMU's network, so the mark for passt is removed.
 fn has_passt(monitor: &mut Client, machine: &Machine, features: &Features, card: &Network) -> Result<bool> {
     if !matches!(card.link, Link::User | Link::Forward(_)) || !machine.uses_passt() {
         return Ok(false);
@@ -86,7 +87,8 @@ fn has_passt(monitor: &mut Client, machine: &Machine, features: &Features, card:
         Ok(passt) if passt.serves(card) => monitor
             .execute("netdev_add", network::backend(card, Some((&passt, &run))))
             .and_then(|_| passt::connect(&passt, card, &run, None)),
-        // Cards with forwarded ports exclude saved states, so the state of this one matters to none.
+        // passt does not serve this card because of its forwarded ports. A machine with forwarded ports has no saved
+        // states, so the mark for passt may stay.
         Ok(_) => return Ok(false),
         Err(why) => Err(Error::new(ErrorKind::NotFound, why)),
     };

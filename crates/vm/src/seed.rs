@@ -22,8 +22,8 @@ use error::{IoContext, Result};
 use serde_json::json;
 use std::path::Path;
 
-/// PCI slot of the disk: behind those of the other disks, so that the guest numbers it last. In the chipset i440fx it
-/// is that of the last port.
+/// PCI slot of the disk on q35 and on i440fx: higher than the slots of the other disks, so that the guest numbers this
+/// disk last. On i440fx, it is the slot of the last port.
 const SLOTS: [u8; 2] = [25, 31];
 /// What cloud-init does once in every instance, before its other scripts. A guest that was not copied has one instance.
 const VENDOR: &str = "\

@@ -58,8 +58,8 @@ pub struct Record {
     pub created: u64,
     /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if the snapshot has the guest's memory.
     pub consistency: String,
-    /// For a snapshot with memory: whether it can be continued with the user networks of passt. Otherwise it has the
-    /// state of QEMU's own one.
+    /// For a snapshot with memory: whether it can be continued with the user networks of passt. Otherwise it contains
+    /// the state of QEMU's own user network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub passt: bool,
     /// The snapshots of the machine's disks, in the order of the disks.

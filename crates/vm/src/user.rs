@@ -1,11 +1,12 @@
 //! The users as which QEMU runs.
 //!
-//! QEMU is started by root, opens its files, listens, connects to its disks, and then becomes the user for the rest of
-//! its life. So the files of a machine stay private to root, and the user needs no right to any of them. It needs one
-//! to the unix socket of the NBD server, because QEMU connects again after the server was restarted.
+//! QEMU is started by root, opens its files, listens, and connects to its disks. Then QEMU changes to the user, and
+//! cannot change back. So the files of a machine stay private to root, and the user needs no permissions for them. The
+//! user needs write permission for the unix socket of the NBD server, because QEMU connects again after the server was
+//! restarted.
 //!
-//! 1. Only root can become another user. A machine that is to run as another one is refused to everyone else.
-//! 2. The user is that of the definition, otherwise that of the defaults of the datastore ([`DEFAULTS`]).
+//! 1. Only root can become another user. Commands of other users cannot start a machine that runs as a different user.
+//! 2. The definition of the machine names the user; otherwise, the defaults of the datastore do ([`DEFAULTS`]).
 //! 3. [`disks_of`] tells a server which disks a user may open: those of the machines that run as it.
 
 use crate::definition::Definition;
@@ -21,14 +22,14 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The file with what machines have that do not have it in their definitions, in the folder of machines.
+/// The file, in the folder of machines, with the defaults for values that definitions of machines lack.
 pub const DEFAULTS: &str = "defaults.toml";
 /// The version of that file.
 const VERSION: u32 = 1;
 /// Longest name of a user.
 const NAME_MAX: usize = 32;
 
-/// What machines have that do not have it in their definitions.
+/// Defaults for values that definitions of machines lack.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Defaults {
@@ -101,7 +102,8 @@ pub(crate) fn of(machine: &Machine, definition: &Definition, nbd: &Path) -> Resu
     Ok(Some(name))
 }
 
-/// Whether a user can connect to a unix socket. If the program that finds out is not installed, QEMU does.
+/// Whether a user can connect to a unix socket. If `setpriv` is not installed, returns true: QEMU then fails to
+/// connect.
 fn connects(account: Account, socket: &Path) -> bool {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &account.user.to_string(), "--regid", &account.group.to_string()]);

@@ -7,7 +7,7 @@
 //!
 //! 1. Adopting changes nothing outside the record's folder.
 //! 2. Three kinds of images are never written: images in other folders than that of the named image, the image of a
-//!    snapshot (another image may have it as its parent), and every image unless the caller asked for writing.
+//!    snapshot (another image may have it as its parent), and every image unless the caller has requested write access.
 
 use crate::create::{adapter_of, check_name, fresh_record};
 use crate::disk::{Disk, Options};
@@ -243,7 +243,7 @@ impl Tree<'_> {
 
 pub(crate) fn read_list(place: &Place) -> Result<Vmsd> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
-    let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
+    let length = file.len().during(|| format!("determining the length of '{}'", place.label()))?;
     if length > vmsd::TEXT_MAX as u64 {
         return Err(Error::new(ErrorKind::Corrupt, format!("'{}' has {length} bytes: too many", place.label())));
     }

@@ -69,7 +69,7 @@ struct Issued {
 }
 
 /// The state of an open disk in memory.
-pub(crate) struct State {
+pub(crate) struct DiskState {
     pub record: Record,
     issued: Vec<Issued>,
     /// Images that an operation is writing.
@@ -98,7 +98,7 @@ pub struct Disk {
     pub(crate) options: Options,
     operation: Mutex<()>,
     head: Mutex<Option<Arc<Line>>>,
-    pub(crate) state: Mutex<State>,
+    pub(crate) state: Mutex<DiskState>,
     owner: Owner,
 }
 
@@ -135,7 +135,7 @@ impl Disk {
     }
 
     pub(crate) fn assemble(home: Folder, record: Record, options: &Options, owner: Owner) -> Self {
-        let state = State {
+        let state = DiskState {
             record,
             issued: Vec::new(),
             changing: Vec::new(),

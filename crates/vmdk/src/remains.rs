@@ -39,7 +39,7 @@ enum Found {
 }
 
 impl Remains {
-    /// Looks at a folder, in which a disk is called `name` if its record is lost; `None` if nothing of a disk is there.
+    /// Examines a folder, in which a disk is called `name` if its record is lost; `None` if nothing of a disk is there.
     pub fn look(home: Folder, name: &str, options: &Options) -> Result<Option<Self>> {
         let options = options.clone();
         let mut notes = Vec::new();
@@ -106,8 +106,8 @@ impl Remains {
         }
     }
 
-    /// Opens the images of a state for reading, newest first. Images that are lost are represented by images that cannot
-    /// be read.
+    /// Opens the images of a state for reading, newest first. Images that are lost are represented by images that
+    /// cannot be read.
     ///
     /// # Errors
     /// `NotFound` if the disk has no such state. Every other error means that the newest image cannot be opened.

@@ -33,9 +33,9 @@ use std::time::Duration;
 /// Parameters of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewSnapshot {
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
-    /// Its description.
+    /// Description of the snapshot.
     pub description: String,
     /// The folder of the new head; `None` for the folder of the record.
     pub folder: Option<PathBuf>,
@@ -57,7 +57,7 @@ impl NewSnapshot {
 /// Information about a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
     /// The number of the snapshot in VMware's list of snapshots.
     pub uid: u32,
@@ -69,7 +69,7 @@ pub struct Snapshot {
     pub capacity: u64,
     /// Whether the head is based on the snapshot.
     pub current: bool,
-    /// Its description.
+    /// Description of the snapshot.
     pub description: String,
     /// Names of the snapshot's linked clones.
     pub clones: Vec<String>,

@@ -6,7 +6,7 @@ use testkit::Random;
 const ID: [u8; 16] = [7; 16];
 
 fn chunk(number: u32, runs: &[(u8, u8)], random: &mut Random, compressible: bool) -> (Chunk, Vec<u8>) {
-    let runs: Vec<Run> = runs.iter().map(|(first, last)| Run { first: *first, last: *last }).collect();
+    let runs: Vec<BlockRun> = runs.iter().map(|(first, last)| BlockRun { first: *first, last: *last }).collect();
     let length = runs.iter().map(|run| run.blocks()).sum::<usize>() * BLOCK_SIZE;
     let plain = if compressible { vec![random.next() as u8 | 1; length] } else { random.bytes(length) };
     let compressed = zstd::bulk::compress(&plain, 3).unwrap();

@@ -125,7 +125,7 @@ impl Creating<'_> {
                     let text = "a repository finds by itself on which snapshot a backup can be based: leave out --from";
                     return Err(invalid(text));
                 }
-                // Before the folder is made, so that a wrong name leaves none.
+                // The name is checked before the folder is made, so that a wrong name leaves no folder.
                 match &self.create.snapshot {
                     Some(snapshot) => drop(self.datastore.outgoing(&self.create.disk, snapshot)?),
                     None => drop(self.datastore.disk(&self.create.disk)?),

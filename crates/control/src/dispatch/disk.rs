@@ -5,7 +5,7 @@ use super::{Service, Watch};
 use crate::message::{DiskRequest, Reconnect, Reply, Resized};
 use disk::{Progress, Throttled, has_label};
 use error::Result;
-use export::clients::Whose;
+use export::clients::ClientSelection;
 
 /// Carries out a request about disks.
 pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
@@ -93,16 +93,16 @@ fn resize(service: &Service, name: &str, capacity: u64, shrink: bool, reconnect:
         || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);
     let before: Vec<_> = connected().map(|client| client.peer).collect();
     let mut disk = service.datastore.resize_disk(name, capacity, shrink)?;
-    let whose = match reconnect {
+    let selection = match reconnect {
         Reconnect::NoClient => None,
-        Reconnect::All => Some(Whose::All),
-        Reconnect::Process(pid) => Some(Whose::Process(pid)),
+        Reconnect::All => Some(ClientSelection::All),
+        Reconnect::Process(pid) => Some(ClientSelection::Process(pid)),
     };
-    let reconnected = match (&service.served, whose) {
-        (Some(served), Some(whose)) => served.nbd.reconnect(name, whose) as u64,
+    let reconnected = match (&service.served, selection) {
+        (Some(served), Some(selection)) => served.nbd.reconnect(name, selection) as u64,
         _ => 0,
     };
-    let meant = |peer: &connections::Peer| whose.is_some_and(|whose| whose.means(peer));
+    let meant = |peer: &connections::Peer| selection.is_some_and(|selection| selection.matches(peer));
     let unaware = before.iter().filter(|peer| !meant(peer)).map(ToString::to_string).collect();
     claims::show(std::slice::from_mut(&mut disk), &service.clients);
     let served = service.served.is_some();

@@ -233,7 +233,7 @@ pub struct NewMachine {
     pub cdroms: Vec<PathBuf>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Vec<BootDevice>,
-    /// Its firmware, the sockets of its CPUs, and its clock.
+    /// The machine's firmware, the sockets of its CPUs, and its clock.
     pub platform: Platform,
     /// What QEMU does when a write of the guest fails.
     pub write_errors: WriteErrors,
@@ -249,7 +249,7 @@ pub struct NewMachine {
     pub vnc_tls: Option<VncTls>,
     /// The user as which QEMU runs; `None` for the default of the datastore.
     pub run_as: Option<String>,
-    /// What cloud-init in the guest is told.
+    /// The configuration of cloud-init in the guest.
     pub seed: Option<Seed>,
     /// Whether to start the machine.
     pub start: bool,
@@ -287,7 +287,7 @@ pub struct CloneOptions {
     pub start: bool,
     /// How the identity inside the guests is changed: of instant clones at once, of others at their first start.
     pub identity: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 
@@ -552,8 +552,8 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
-    /// Whether its user networks are those of passt while it runs, or would be if it started now, and otherwise why
-    /// not; `None` if it has none.
+    /// Whether passt provides the machine's user networks while the machine runs, or would if the machine started now;
+    /// an error has the reason why it does not. `None` if the machine has no user network.
     pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,
@@ -576,8 +576,8 @@ pub struct ClonedMachine {
     pub running_ms: Option<f64>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
-    /// own within a minute.
+    /// Whether lamina could not request the guest's kernel to reseed its random number generator. The kernel does so on
+    /// its own within a minute.
     pub same_randomness: bool,
 }
 

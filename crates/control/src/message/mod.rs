@@ -121,10 +121,10 @@ impl Request {
     /// Whether the requesting process, never the server of the datastore, carries the request out: true for requests
     /// about machines and for a resize that notifies a running machine. They may start or change a QEMU process, which
     /// must not depend on a server.
-    pub fn is_of_asking_process(&self) -> bool {
+    pub fn is_for_requesting_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,
-            Self::Job(JobRequest::Start(request)) => request.is_of_asking_process(),
+            Self::Job(JobRequest::Start(request)) => request.is_for_requesting_process(),
             _ => false,
         }
     }

@@ -1,4 +1,4 @@
-//! What quotas and reservations need to know: what disks map, and the free space.
+//! The numbers on which quotas and reservations depend: how much each disk maps, and the free space.
 
 use super::Datastore;
 use crate::foreign::ChainedDevice;

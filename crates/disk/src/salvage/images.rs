@@ -89,7 +89,7 @@ pub(super) struct Images {
 }
 
 impl Images {
-    /// Looks at the folders of the disks.
+    /// Reads the folders of the disks.
     pub(super) fn look(folders: &ImageFolders, options: &ImageOptions) -> Result<Self> {
         let mut found = Self { disks: Vec::new(), notes: Vec::new(), incomplete: false };
         let finder = folders.clone();

@@ -1,7 +1,7 @@
 //! A chain of images of which parts are lost, as the source of a conversion.
 //!
 //! 1. A range is looked up from the newest level down. A range that a level cannot map is lost: the levels below, whose
-//!    content may be older, are not asked.
+//!    content may be older, are not read.
 //! 2. Data that cannot be read is lost in blocks of 4 KiB of the file, the unit in which the page cache reads. The rest
 //!    of the range is read.
 //! 3. Lost ranges read as zeros and are recorded to the byte.
@@ -21,7 +21,7 @@ use work::Progress;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// The range that is looked up at a time.
 const WINDOW: u64 = 64 << 20;
-/// The most extents for which a level is asked at a time.
+/// The most extents that one query of a level returns.
 const EXTENTS: usize = 1024;
 
 /// Lost ranges, as they are found while the disk is read.
@@ -48,9 +48,9 @@ impl LostRanges {
 /// Where a range of the disk is.
 #[derive(Clone, Copy)]
 enum Located {
-    /// It reads as zeros.
+    /// The range reads as zeros.
     Zero,
-    /// It is unknown.
+    /// The location of the range is unknown.
     Lost,
     /// At `offset` of file number `file` of a level.
     Data { level: usize, file: u16, offset: u64 },
@@ -65,7 +65,7 @@ struct LevelPiece {
     at: Located,
 }
 
-/// Images, newest first, as a source that is never an obstacle to a copy.
+/// Images, newest first, as a source whose damaged ranges read as zeros, so that a copy does not fail.
 pub(crate) struct LevelSource<'a> {
     images: Vec<Image>,
     capacity: u64,
@@ -83,7 +83,7 @@ impl<'a> LevelSource<'a> {
         Ok(Self { images, capacity, pieces: Vec::new(), lost, progress })
     }
 
-    /// Looks the whole disk up, which finds the ranges of which it is unknown where they are.
+    /// Looks up the whole disk, which finds the ranges whose location is unknown.
     pub(crate) fn survey(&mut self) -> Result<()> {
         let mut at = 0;
         while at < self.capacity {
@@ -119,7 +119,7 @@ impl<'a> LevelSource<'a> {
         let mut gaps = Vec::from([range]);
         let mut visible = u64::MAX;
         for number in 0..self.images.len() {
-            // Past the end of a level, the levels below it are not visible.
+            // Data of lower levels past the end of a level is not part of the disk.
             visible = visible.min(self.level(number).capacity());
             let mut below = Vec::new();
             for gap in gaps {
@@ -127,7 +127,7 @@ impl<'a> LevelSource<'a> {
                 if end < gap.end {
                     found.push(LevelPiece { start: end, end: gap.end, at: Located::Zero });
                 }
-                self.ask(number, gap.start..end, &mut found, &mut below)?;
+                self.look_up_in_level(number, gap.start..end, &mut found, &mut below)?;
             }
             gaps = below;
             if gaps.is_empty() {
@@ -139,8 +139,8 @@ impl<'a> LevelSource<'a> {
         Ok(found)
     }
 
-    /// Asks one level for a range. Ranges that it does not store are added to `below`.
-    fn ask(
+    /// Looks a range up in one level. Ranges that it does not store are added to `below`.
+    fn look_up_in_level(
         &self,
         number: usize,
         gap: Range<u64>,

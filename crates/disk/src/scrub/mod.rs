@@ -13,7 +13,7 @@
 //!    more, or it is valid when it is read again.
 //! 3. A record of a later version is never replaced.
 //!
-//! Locks: `state` is held for the time of a look or a change; nothing is read from the disks under it. `writing` is
+//! Locks: `state` is held while the state in memory is read or changed, and never during I/O on the disks. `writing` is
 //! held while the record is written, so that an older record never replaces a newer one.
 
 mod images;
@@ -70,7 +70,7 @@ struct Running {
 }
 
 #[derive(Default)]
-struct State {
+struct ScrubsState {
     record: ScrubRecord,
     running: Option<Arc<Running>>,
 }
@@ -78,7 +78,7 @@ struct State {
 /// The scrubs of a datastore.
 #[derive(Default)]
 pub(crate) struct Scrubs {
-    state: Mutex<State>,
+    state: Mutex<ScrubsState>,
     ended: Condvar,
     writing: Mutex<()>,
     /// Why the record is not used and must not be replaced.
@@ -277,7 +277,7 @@ impl Work<'_> {
             if self.saved.elapsed() >= SAVE_INTERVAL {
                 self.save()?;
             }
-            // Checked at the beginning of the next round.
+            // A cancellation is checked at the beginning of the next round.
             let _ = self.throttle.step(done, total, step.read);
         }
         self.locate()?;
@@ -298,8 +298,8 @@ impl Work<'_> {
         let located = self.datastore.locate(places.clone(), &|| self.throttle.wait(WALKED) && self.end().is_none());
         match located {
             Ok(_) => {}
-            // The end of the scrub is noticed by the caller. The places stay in the list, and are located when it is
-            // shown.
+            // The caller checks whether the scrub has ended. The places stay in the list, and are located when the
+            // list is shown.
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
@@ -400,7 +400,7 @@ impl Datastore {
                     ScrubRun { cancelled: None, rate, ..run }
                 }
                 _ => {
-                    // What earlier scrubs restored is of no interest any more.
+                    // Places that earlier scrubs restored are removed from the list.
                     record.damage.retain(DamageRecord::is_open);
                     record.unlisted = 0;
                     ScrubRun::new(self.scrubs.now(), options.rate.unwrap_or(planned))
@@ -474,8 +474,8 @@ impl Datastore {
         Ok(self.summary())
     }
 
-    /// Has servers scrub the datastore every `every` seconds, at a rate in bytes per second; 0 for no limit. With `None`
-    /// they start no scrubs.
+    /// Has servers scrub the datastore every `every` seconds, at a rate in bytes per second; 0 for no limit. With
+    /// `None` they start no scrubs.
     pub fn schedule_scrubs(&self, every: Option<u64>, rate: u64) -> Result<ScrubSummary> {
         if let Some(every) = every
             && !(EVERY_MIN..=EVERY_MAX).contains(&every)
@@ -508,8 +508,8 @@ impl Datastore {
         self.scrubs.now()
     }
 
-    /// When a server has to start a scrub, in seconds since 1970: 0 for an interrupted scrub. `None` if it has not, or
-    /// while a scrub is running.
+    /// When a server has to start a scrub, in seconds since 1970: 0 for an interrupted scrub. `None` if there is no
+    /// interrupted scrub and no schedule, or while a scrub is running.
     pub fn scrub_due(&self) -> Option<u64> {
         let state = self.scrubs.state.lock();
         let usable = state.running.is_none() && self.scrubs.refused.get().is_none();

@@ -249,7 +249,8 @@ impl ScrubRecord {
         });
     }
 
-    /// When a server has to start a scrub, in seconds since 1970; `None` if it has not.
+    /// When a server has to start a scrub, in seconds since 1970; `None` if no scrub is
+    /// unfinished and there is no schedule.
     pub fn due(&self) -> Option<u64> {
         let begun = match &self.run {
             // The scrub ended with its process.

@@ -6,7 +6,7 @@
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::{Terms, serve};
 use crate::access::{CurrentRules, Restricted, Rules, UserAccess};
-use crate::clients::{Clients, Whose};
+use crate::clients::{ClientSelection, Clients};
 use crate::exports::{Exports, ResizePolicy};
 use backend::local::{Slice, Thread};
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
@@ -98,7 +98,7 @@ impl Protocol for Nbd {
         let span = tracing::info_span!("nbd", connection = connection.number(), %peer);
         let _entered = span.enter();
         if connection.is_tcp() {
-            // Until the client is known to be one that may open an export.
+            // The thread has the long slice until the client has proven that it may open an export.
             Thread::current().set_slice(Slice::Long);
         } else {
             // A failure is ignored, because the larger buffer is only an optimization.
@@ -171,8 +171,8 @@ impl Server {
     /// Replaces the access rules, and ends the sessions that lose the permission for the export that they have open.
     /// Returns the number of these sessions; `None` if the server was started without rules: then rules cannot be set.
     ///
-    /// Their connections are cut without further replies. Waits until the requests that they have begun have ended, at
-    /// most for the grace time.
+    /// The connections of these sessions are closed without further replies. Waits until the requests that the sessions
+    /// have begun have ended, at most for the grace time.
     pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
         let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
         let numbers = self.clients.revoke(&lost);
@@ -188,8 +188,8 @@ impl Server {
 
     /// Ends sessions of an export after their requests are done, so that their clients reconnect and see the export's
     /// new properties. Sessions that have not ended after the grace time are cut. Returns the number of sessions.
-    pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
-        let numbers = self.clients.retire(export, whose);
+    pub fn reconnect(&self, export: &str, selection: ClientSelection) -> usize {
+        let numbers = self.clients.retire(export, selection);
         let left = self.clients.wait_ended(&numbers, self.stop_grace);
         if !left.is_empty() {
             tracing::warn!(

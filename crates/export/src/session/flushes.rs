@@ -2,8 +2,8 @@
 //! delay other requests.
 //!
 //! ```text
-//!   asked ── start ── completed here, on the session's thread
-//!                └─── handed over ── flusher thread ── eventfd ── reap
+//!   requested ── start ── completed here, on the session's thread
+//!                    └─── handed over ── flusher thread ── eventfd ── reap
 //! ```
 //!
 //! A client with one request at a time waits only for its flush, which is completed on the session's own thread. If

@@ -22,7 +22,7 @@ const ROUNDS: usize = 3;
 const ROUNDS_MIN: usize = 16;
 
 fn boot(generation: Generation, target: &Target, write_cache: &str) -> Guest {
-    // Longer than any restart in this test.
+    // The delay is longer than any restart in this test.
     let reconnect = format!("reconnect-delay={}", PATIENCE.as_secs());
     let blockdev = format!("{},node-name=disk0,discard=unmap,{reconnect}", target.image());
     let device = format!("virtio-blk-pci,drive=disk0,write-cache={write_cache}");

@@ -48,8 +48,8 @@ pub(crate) type Places = [u32; 2];
 /// A grain table as read from the file.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven
-    /// are [`ENTRY_BAD`].
+    /// The table's entries, always as many as the header states. Invalid entries, and those for which neither copy is
+    /// proven, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// The first sectors of its copies.
     pub(crate) places: Places,
@@ -144,7 +144,7 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Sets whether a parent shows through, and whether the primary is used if neither copy is proven.
+    /// Sets whether absent grains are read from a parent, and whether the primary is used if neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;

@@ -63,7 +63,7 @@ pub struct OpenOptions {
     pub image: String,
     /// Whether the extent is opened for writing.
     pub writable: bool,
-    /// Whether a parent shows through absent grains. Without a parent, zeros need no entry.
+    /// Whether absent grains are read from a parent. Without a parent, zeros need no entry.
     pub parent: bool,
     /// Use the primary copy of a table if the copies differ and neither is provably wrong.
     pub force: bool,

@@ -15,9 +15,9 @@ use std::sync::Arc;
 pub(super) struct Part {
     /// Length in bytes.
     pub(super) length: u64,
-    /// Its layer; `None` for a zero extent, which cannot be written.
+    /// The layer of the extent; `None` for a zero extent, which cannot be written.
     pub(super) layer: Option<Arc<dyn Layer>>,
-    /// Its name in messages.
+    /// The extent's name in messages.
     pub(super) name: String,
 }
 

@@ -318,9 +318,9 @@ pub struct Unfinished {
 /// A new image.
 #[derive(Clone)]
 pub struct Made {
-    /// Its location.
+    /// Folder and name of the image.
     pub place: Place,
-    /// Its files, the descriptor first.
+    /// The image's files, the descriptor first.
     pub files: Vec<String>,
 }
 

@@ -66,7 +66,7 @@ impl Layer for Lost {
     }
 }
 
-/// A file that is only read, and that remembers which blocks of 4 KiB could not be read.
+/// A read-only file that records which blocks of 4 KiB could not be read.
 pub(super) struct Remembering {
     inner: Arc<dyn File>,
     /// The same file past the page cache, which reads more than a block at once.

@@ -124,8 +124,8 @@ impl Image {
         Ok(sum)
     }
 
-    /// For an image that was opened for salvage: uses the second copies of its metadata, as far as this needs a look at
-    /// the whole image. Returns what was found, as text.
+    /// For an image that was opened for salvage: uses the second copies of its metadata, as far as this requires
+    /// reading the whole image. Returns what was found, as text.
     pub fn use_proofs(&self, progress: &dyn Progress) -> Result<Vec<String>> {
         let mut told = Vec::new();
         for engine in &self.engines {

@@ -10,7 +10,7 @@ pub struct OpenOptions {
     pub image: String,
     /// Whether the image is opened for writing.
     pub writable: bool,
-    /// Whether a parent shows through where the image stores nothing. Without a parent, zeros need no entry.
+    /// Whether ranges that the image does not store are read from a parent. Without a parent, zeros need no entry.
     pub parent: bool,
     /// Bytes of memory for cached parts of the mapping.
     pub cache_bytes: usize,

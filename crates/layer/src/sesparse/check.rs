@@ -230,7 +230,7 @@ impl SeSparse {
                         report.invalid += u64::from(shared);
                     }
                     if shared && first {
-                        report.tell(|| format!("table {} is named by slot {slot} and another one", table.0));
+                        report.tell(|| format!("table {} is named by slot {slot} and by another slot", table.0));
                     }
                     if !shared {
                         let checked = CheckedTable { slot, table, ours, alone: repair };
@@ -317,7 +317,7 @@ impl SeSparse {
                     if damage {
                         evidence.suspect(suspect);
                         report.overlapping += 1;
-                        report.tell(|| format!("entry {entry} of table {} names a grain of another", table.0));
+                        report.tell(|| format!("entry {entry} of table {} names a grain of another entry", table.0));
                     } else {
                         owners.push((grain.0, Owner { table, entry }));
                     }

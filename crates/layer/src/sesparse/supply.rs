@@ -156,7 +156,7 @@ impl SeSparse {
         match self.file.reserve(offset, length) {
             // This file system cannot reserve space, so a later write may fail for lack of it.
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
-            other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
+            other => other.during(|| format!("reserving {length} bytes for tables of {}", self.name)),
         }
     }
 

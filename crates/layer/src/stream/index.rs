@@ -18,9 +18,9 @@ const WALK_BYTES: usize = 64 << 10;
 pub(super) enum Missing {
     /// The stream is not opened.
     Refused,
-    /// Its grains are absent.
+    /// The grains of the missing part are absent.
     Zeros,
-    /// Its grains are invalid.
+    /// The grains of the missing part are invalid.
     Lost,
 }
 
@@ -74,8 +74,8 @@ impl Index {
                     && cut == Missing::Refused
                 {
                     let text = format!(
-                        "{error}, and following it ends at {why}: the file was truncated; get it again, \
-                         or give --force-parent to save what is before that"
+                        "{error}, and its grains can be found only up to {why}: the file was truncated; get it \
+                         again, or give --force-parent to save these grains"
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }
@@ -85,7 +85,7 @@ impl Index {
                     _ => u64::MAX,
                 };
                 if let Some(why) = stopped {
-                    warnings.add(image, format!("the stream was followed up to {why}"));
+                    warnings.add(image, format!("grains of the stream were found only up to {why}"));
                 }
                 Ok((header, Self::Walked { grains, unknown_from }))
             }

@@ -28,7 +28,7 @@ pub(super) struct Zeroed {
     pub(super) places: Vec<(u64, u64)>,
 }
 
-/// Makes entries zeros and keeps their blocks. Absent entries are changed only if a parent shows through.
+/// Makes entries zeros and keeps their blocks. Absent entries are changed only if the image has a parent.
 pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool) -> Zeroed {
     let mut zeroed = Zeroed { changed: Vec::new(), places: Vec::new() };
     let pieces: Vec<_> = list.pieces(entries).collect();

@@ -30,7 +30,7 @@ pub struct Span {
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// Its state.
+    /// The state of the blocks.
     pub condition: Condition,
 }
 

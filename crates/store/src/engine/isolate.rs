@@ -109,7 +109,7 @@ impl Isolation {
         since.elapsed() >= PATIENCE
     }
 
-    /// Notes that the whole medium fails, so that failed reads say nothing about a page.
+    /// Notes that the whole medium fails, so that failed reads do not prove that a page is lost.
     fn forget_failures(&self) {
         *self.failing.lock() = None;
     }

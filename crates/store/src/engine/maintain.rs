@@ -12,7 +12,7 @@ use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often maintenance runs without being asked.
+/// How often maintenance runs without a request.
 const TICK: Duration = Duration::from_millis(100);
 /// The journal gets a trailer when nothing was appended for this long.
 const TRAILER_IDLE: Duration = Duration::from_millis(10);

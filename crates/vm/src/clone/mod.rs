@@ -38,7 +38,7 @@ use std::time::Duration;
 use work::{Progress, Unreported};
 
 /// How the identity inside the guest of a clone is changed: its host name, machine id, SSH host keys, network addresses
-/// and random numbers. For an instant clone at once, for others at their first start.
+/// and random numbers. The identity of an instant clone is changed at once, that of another clone at its first start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Inside {
@@ -63,7 +63,7 @@ pub struct Options {
     pub start: bool,
     /// How the identity inside the guests is changed.
     pub inside: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 
@@ -76,8 +76,8 @@ pub struct Made {
     pub running: Option<Duration>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
-    /// own within a minute.
+    /// Whether the guest's kernel did not reseed its random number generator at once. The kernel then reseeds it within
+    /// a minute.
     pub same_randomness: bool,
 }
 

@@ -81,12 +81,13 @@ pub enum Display {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WriteErrors {
-    /// Without space, QEMU pauses the guest, which repeats the write when it is resumed. The guest gets other errors.
+    /// If there is no space, QEMU pauses the guest, and repeats the write when the guest is resumed. Other errors are
+    /// passed to the guest.
     #[default]
     Enospc,
-    /// QEMU pauses the guest, which repeats the write when it is resumed.
+    /// QEMU pauses the guest, and repeats the write when the guest is resumed.
     Stop,
-    /// The guest gets the error.
+    /// The error is passed to the guest.
     Report,
 }
 

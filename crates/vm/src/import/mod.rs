@@ -8,6 +8,7 @@
 //! ovf          a machine in an OVF descriptor, alone or in an archive (OVA)
 //! vbox         a machine of VirtualBox
 //! libvirt      a domain of libvirt
+//! xml_source   the file of vbox and libvirt, for errors that name a line of it
 //! image        a disk alone
 //! models       devices of other programs, and QEMU's devices that replace them
 //! plan         the machine that is created from a description
@@ -35,6 +36,7 @@ pub mod run;
 mod tests;
 mod vbox;
 mod vmx;
+mod xml_source;
 
 pub use find::sources;
 

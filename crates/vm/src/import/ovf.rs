@@ -103,7 +103,7 @@ impl Reader<'_> {
             names.flatten().any(|name| name.to_ascii_lowercase().starts_with("win") || name.contains("Windows"));
         platform.clock = if windows { Clock::Local } else { Clock::Utc };
         if setting("nvram").is_some() {
-            let reason = "VMware's file of firmware variables has another form than QEMU's";
+            let reason = "VMware's file of firmware variables has another format than QEMU's";
             machine.note("nvram", Effect::LeftOut, reason);
         }
     }

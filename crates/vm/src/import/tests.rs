@@ -70,7 +70,7 @@ fn what_cannot_be_as_it_was_is_noted() {
     let scsi = "memSize = \"64\"\nscsi0.present = \"TRUE\"\n";
     let plan = planned(Format::Vmx, &vmx(scsi, &["scsi0:0", "scsi0:12"]), &options());
     assert_eq!(places(&plan.definition), [(8, Bus::Lsi, 0), (8, Bus::Lsi, 1)]);
-    assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("its address is 1 here"), "{}", notes(&plan));
+    assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("the disk's address is 1"), "{}", notes(&plan));
     // UEFI boots from SATA, unless the user chooses a controller; the controllers of other disks are kept.
     let uefi = "memSize = \"64\"\nfirmware = \"efi\"\nscsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n\
                 scsi1.present = \"TRUE\"\nscsi1.virtualDev = \"pvscsi\"\n";

@@ -6,9 +6,10 @@
 
 use super::ovf::mac;
 use super::paths::Permitted;
+use super::xml_source::XmlSource;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
-use error::{Error, ErrorKind, Result};
+use error::Result;
 use ovf::xml::{self, Element};
 use std::path::Path;
 use uuid::Uuid;
@@ -19,38 +20,32 @@ const DEPTH_MAX: usize = 64;
 /// Parses the settings of a machine, and searches the permitted folders for its disks.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
     let root = xml::parse(bytes, &path.display().to_string())?;
-    let reader = Reader { path, permitted };
+    let reader = Reader { source: XmlSource { path, permitted } };
     let machine = root.child("Machine").filter(|_| root.name == "VirtualBox");
-    reader.machine(machine.ok_or_else(|| reader.wrong(&root, "it is no machine of VirtualBox"))?)
+    reader.machine(machine.ok_or_else(|| reader.source.wrong(&root, "it is no machine of VirtualBox"))?)
 }
 
 struct Reader<'a> {
-    path: &'a Path,
-    permitted: &'a Permitted,
+    source: XmlSource<'a>,
 }
 
 impl Reader<'_> {
-    fn wrong(&self, element: &Element, what: impl std::fmt::Display) -> Error {
-        let text = format!("'{}', line {}: {what}", self.path.display(), element.line);
-        Error::new(ErrorKind::Invalid, text)
-    }
-
     /// A number in an attribute.
     fn number(&self, element: &Element, name: &str) -> Result<u32> {
         let text = element.attribute(name).unwrap_or_default();
-        text.parse().map_err(|_| self.wrong(element, format!("{name}: '{}' is no number", text.escape_debug())))
+        text.parse().map_err(|_| self.source.wrong(element, format!("{name}: '{}' is no number", text.escape_debug())))
     }
 
     fn uuid(&self, element: &Element, name: &str) -> Result<Uuid> {
         let text = element.attribute(name).unwrap_or_default();
-        text.parse().map_err(|_| self.wrong(element, format!("{name}: '{}' is no UUID", text.escape_debug())))
+        text.parse().map_err(|_| self.source.wrong(element, format!("{name}: '{}' is no UUID", text.escape_debug())))
     }
 
     fn machine(&self, settings: &Element) -> Result<Foreign> {
-        let mut machine = Foreign::new(self.path, Format::Vbox);
-        let stem = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let mut machine = Foreign::new(self.source.path, Format::Vbox);
+        let stem = self.source.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         machine.name = settings.attribute("name").map_or(stem, str::to_owned);
-        let hardware = settings.child("Hardware").ok_or_else(|| self.wrong(settings, "it has no hardware"))?;
+        let hardware = settings.child("Hardware").ok_or_else(|| self.source.wrong(settings, "it has no hardware"))?;
         let kind = |name: &str| hardware.child(name).and_then(|it| it.attribute("type"));
         let owner = if hardware.attribute("uuid").is_some() { hardware } else { settings };
         let uuid = self.uuid(owner, "uuid")?;
@@ -61,7 +56,7 @@ impl Reader<'_> {
             Some(cpu) => self.number(cpu, "count")?,
             None => 1,
         };
-        let memory = hardware.child("Memory").ok_or_else(|| self.wrong(hardware, "it has no memory"))?;
+        let memory = hardware.child("Memory").ok_or_else(|| self.source.wrong(hardware, "it has no memory"))?;
         machine.memory = u64::from(self.number(memory, "RAMSize")?) << 20;
         machine.platform.display = Display::Vga;
         let uefi = kind("Firmware").is_some_and(|kind| kind.starts_with("EFI"));
@@ -130,7 +125,7 @@ impl Reader<'_> {
                 Bus::Ide => port.saturating_mul(2).saturating_add(self.number(device, "device")?),
                 _ => port,
             };
-            let image = device.child("Image").ok_or_else(|| self.wrong(device, "the disk has no image"))?;
+            let image = device.child("Image").ok_or_else(|| self.source.wrong(device, "the disk has no image"))?;
             let content = self.content(settings, image)?;
             machine.add_disk(ForeignDisk { label: place, controller: index, unit, content })?;
         }
@@ -148,7 +143,7 @@ impl Reader<'_> {
             "VirtioSCSI" => Bus::VirtioScsi,
             other => {
                 let text = format!("disks on a controller '{}' cannot be imported", other.escape_debug());
-                return Err(self.wrong(controller, text));
+                return Err(self.source.wrong(controller, text));
             }
         })
     }
@@ -159,7 +154,7 @@ impl Reader<'_> {
         let disks = settings.at(&["MediaRegistry", "HardDisks"]);
         let found = disks.and_then(|disks| registered(disks, uuid, 0));
         let (medium, is_difference) =
-            found.ok_or_else(|| self.wrong(image, format!("no disk with the UUID {uuid} is registered")))?;
+            found.ok_or_else(|| self.source.wrong(image, format!("no disk with the UUID {uuid} is registered")))?;
         let name = medium.attribute("location").unwrap_or_default();
         let kind = medium.attribute("format").unwrap_or_default();
         let format = match kind.to_ascii_uppercase().as_str() {
@@ -169,7 +164,7 @@ impl Reader<'_> {
                      disk with 'VBoxManage clonemedium disk \"{0}\" NEW.vmdk --format VMDK', or delete the snapshots",
                     name.escape_debug()
                 );
-                return Err(self.wrong(medium, text));
+                return Err(self.source.wrong(medium, text));
             }
             "VMDK" => "vmdk",
             "RAW" => "raw",
@@ -180,12 +175,10 @@ impl Reader<'_> {
                     name.escape_debug(),
                     kind.escape_debug()
                 );
-                return Err(self.wrong(medium, text));
+                return Err(self.source.wrong(medium, text));
             }
         };
-        let context = |error: Error| error.context(format_args!("'{}', line {}", self.path.display(), medium.line));
-        let path = self.permitted.find(name).map_err(context)?;
-        Ok(Content::Image { path, format: Some(format.to_owned()) })
+        Ok(Content::Image { path: self.source.find(medium, name)?, format: Some(format.to_owned()) })
     }
 
     fn cards(&self, machine: &mut Foreign, hardware: &Element) -> Result<()> {

@@ -60,7 +60,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
     // The agent is queried before the guest is paused, because a paused guest cannot answer. The commands that make
-    // clones need to know whether to wait for agents.
+    // clones wait for agents only if the source's agent answers.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,

@@ -50,8 +50,8 @@ pub struct Record {
     /// Whether an agent answered in the guest; `None` if the agent was not queried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
-    /// Whether the image can be continued with the user networks of passt. Otherwise it has the state of QEMU's own
-    /// one.
+    /// Whether the image can be continued with the user networks of passt. Otherwise it contains the state of QEMU's
+    /// own user network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub passt: bool,
     /// Path of the guest's memory file.
@@ -202,8 +202,8 @@ impl Images {
         Ok(Image { id: id.into(), record, folder })
     }
 
-    /// Begins an image of a machine, whose process has the user networks of passt or QEMU's own: writes the record
-    /// before anything else of the image is created.
+    /// Begins an image of a machine: writes the record before anything else of the image is created. `passt` states
+    /// whether passt, and not QEMU itself, serves the user networks of the machine's process.
     pub fn begin(&self, machine: Definition, agent: Option<bool>, passt: bool) -> Result<Image> {
         self.make_memory_folder()?;
         let id = new_uuid()?.to_string();

@@ -43,10 +43,10 @@ const RANDOM_SLOT: u8 = 5;
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
 /// The id of the certificates of VNC.
 const VNC_CERTIFICATES: &str = "vnc-tls";
-/// Obsolete system calls, other programs, other users, and changes of scheduling are denied.
+/// QEMU's options to deny itself obsolete system calls, other programs, other users, and changes of scheduling.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
-/// The same for a process that becomes another user itself. Afterwards it has no privilege to become a further one, and
-/// no program that has it can be started.
+/// As [`SANDBOX`], but for a process that changes to another user itself, and so needs these calls. After the change it
+/// has no privilege to become a further user, and can start no program with such a privilege.
 const SANDBOX_OF_USER: &str = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.
@@ -279,7 +279,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.into_iter().map(OsString::from).collect()
 }
 
-/// Whether the process denies itself system calls: unless its definition has an option of its own for that, or QEMU
+/// Whether QEMU filters its system calls. It does not if the definition has an option `-sandbox` of its own, or if QEMU
 /// has to start the helper program for a bridge, which may be setuid root.
 fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
     let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
@@ -327,8 +327,8 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
 }
 
 /// Size of the buffer for translated code, in MiB. When it is full, QEMU drops all of it. The start of a whole system
-/// needs more than 32 MiB, and with these takes twice as long as with 128 MiB. A clone that continues a guest needs
-/// little, and there may be a hundred of them.
+/// needs more than 32 MiB, and takes twice as long with 32 MiB as with 128 MiB. A clone that continues a guest needs
+/// little, and there may be a hundred clones.
 fn translated(machine: &Machine<'_>) -> u64 {
     match machine.memory {
         Memory::CopyOnWrite(_) => TRANSLATED_MIB[0],

@@ -50,7 +50,7 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Whether memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
-    /// Whether the process can deny itself system calls (`-sandbox`). Needs the kernel's support too.
+    /// Whether QEMU can filter its system calls (`-sandbox`), which needs the kernel's support too.
     pub sandbox: bool,
     /// Whether the option for another user is `-run-with user=`, and not `-runas`.
     pub run_with_user: bool,
@@ -97,7 +97,7 @@ impl Features {
         let ignore_shared =
             capabilities.as_array().is_some_and(|all| all.iter().any(|one| one["capability"] == "x-ignore-shared"));
         let why_not_kvm = why_not_kvm(&mut client)?;
-        // An error means that QEMU does not know the option.
+        // An error means that this QEMU does not have the option.
         let sandbox = client.execute("query-command-line-options", json!({ "option": "sandbox" })).is_ok();
         let run_with = client.execute("query-command-line-options", json!({ "option": "run-with" }));
         let run_with_user = run_with.is_ok_and(|found| has_parameter(&found, "user"));

@@ -4,7 +4,7 @@
 //! socket in the run folder.
 //!
 //! 1. The options are the same for a process that starts and for one that runs.
-//! 2. What the host lacks is reported before QEMU is started or told, with what to do.
+//! 2. What the host lacks is reported, with what to do, before QEMU is started or receives a command.
 
 use super::command::{self, RunFolder, hub, network_node};
 use super::passt::Passt;
@@ -22,7 +22,7 @@ const HELPER_RULES: &str = "/etc/qemu/bridge.conf";
 const HELPERS: [&str; 3] =
     ["/usr/lib/qemu/qemu-bridge-helper", "/usr/libexec/qemu-bridge-helper", "/usr/local/libexec/qemu-bridge-helper"];
 
-/// Kind and options of the backend of a card. An option with a dot is a member of a member.
+/// Kind and options of the backend of a card. An option `a.b` is the member `b` of the JSON object `a`.
 fn options(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> (&'static str, Vec<(&'static str, String)>) {
     if let Some((_, run)) = passt.filter(|(passt, _)| passt.serves(network)) {
         let path = run.network(network.slot).display().to_string();

@@ -1,12 +1,12 @@
 //! User networks of machines by passt: a process outside of QEMU, with rights of its own, that forwards the guest's
 //! connections to sockets of the host. QEMU's own user network (slirp) does the same within QEMU.
 //!
-//! 1. QEMU listens on a socket in the run folder for each card; passt gets the connection to it as an open file, so it
-//!    opens none of the machine's files. It ends when QEMU closes the connection.
+//! 1. QEMU listens on a socket in the run folder for each card. passt receives the connection to this socket as an open
+//!    file, so passt opens none of the machine's files. passt ends when QEMU closes the connection.
 //! 2. The guest has the addresses that it has on QEMU's own network.
-//! 3. A saved state has the state of QEMU's own network, if the process that saved it had that, and can then be loaded
-//!    only into a process that has it too. So states record whether passt is allowed for them. A state that was saved
-//!    with passt can be loaded with both.
+//! 3. If a process has QEMU's own network, the states that it saves contain the state of this network, and can be
+//!    loaded only into a process with QEMU's own network. So states record whether passt is allowed for them. A state
+//!    that was saved with passt can be loaded with both.
 //! 4. passt of 2023 (Debian 12) acknowledges the guest's answer to a forwarded connection only with data of the client.
 //!    So protocols in which the server speaks first hang, and passt is used only if its version is known to be newer.
 //! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most of them.
@@ -39,7 +39,7 @@ const LISTEN_PATIENCE: Duration = Duration::from_secs(20);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 /// Longest message of passt that is read, in bytes.
 const COMPLAINT_MAX: u64 = 4096;
-/// passt writes this, and no reason for anything, if the host has no system log.
+/// The beginning of a line that passt writes if the host has no system log, and that gives no reason for a failure.
 const NO_SYSTEM_LOG: &str = "Failed to send ";
 
 /// The installed passt.
@@ -47,12 +47,12 @@ const NO_SYSTEM_LOG: &str = "Failed to send ";
 pub struct Passt {
     /// Path of the program.
     pub program: PathBuf,
-    /// Whether it forwards ports.
+    /// Whether this version of passt forwards ports as needed.
     pub forwards: bool,
 }
 
 impl Passt {
-    /// Whether it serves a card.
+    /// Whether passt serves a card.
     pub fn serves(&self, network: &Network) -> bool {
         match network.link {
             Link::User => true,
@@ -70,22 +70,22 @@ pub fn has_user(definition: &Definition) -> bool {
 /// The installed passt, if it serves cards of a machine.
 ///
 /// # Errors
-/// Why it does not.
+/// Why passt serves no card.
 pub fn find(features: &Features, definition: &Definition) -> std::result::Result<Passt, &'static str> {
     let passt = installed(features)?;
     match definition.networks.iter().any(|network| passt.serves(network)) {
         true => Ok(passt),
-        false => Err("this version of passt does not forward ports as needed, as those of 2025 do"),
+        false => Err("this version of passt does not forward ports as needed; use a version of 2025 or newer"),
     }
 }
 
 /// The installed passt.
 ///
 /// # Errors
-/// Why it cannot be used.
+/// Why passt cannot be used.
 pub fn installed(features: &Features) -> std::result::Result<Passt, &'static str> {
     if !features.stream_network {
-        return Err("this QEMU has no network backend 'stream', as 7.2 has");
+        return Err("this QEMU has no network backend 'stream'; use version 7.2 or newer");
     }
     let found = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
         .map(|folder| folder.join(PROGRAM))
@@ -125,8 +125,8 @@ fn has_default_route(four: &str, six: &str) -> bool {
         })
 }
 
-/// Connects the cards on user networks of a process that has started. `user` is the user of the process, if it is not
-/// that of this one.
+/// Connects the cards on user networks of a process that has started. `user` is the user of that process, if it differs
+/// from the user of the calling process.
 pub fn connect_all(passt: &Passt, definition: &Definition, run: &RunFolder, user: Option<&str>) -> Result<()> {
     let mut cards = definition.networks.iter().filter(|network| passt.serves(network));
     cards.try_for_each(|network| connect(passt, network, run, user))

@@ -3,7 +3,7 @@
 //! complete or undone, and the record names every file.
 //!
 //! A seed determines a history: a disk with some snapshots, operations until the power is cut, then operations on the
-//! disk as it was left. Guests write from the progress reports of long operations.
+//! disk as it was left. A guest's writes are made when a long operation reports progress.
 
 use crate::world::{DELTAS, OTHER_BASES, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};

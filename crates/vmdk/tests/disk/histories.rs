@@ -179,7 +179,7 @@ impl History {
         assert_eq!(leaked(&self.disk), Vec::<String>::new(), "seed {seed}");
         let checked = self.disk.check(false, &NoProgress).unwrap();
         assert_eq!(checked.problems, Vec::<String>::new(), "seed {seed}");
-        // QEMU knows no vsanSparse, and is told that the head is a VMDK.
+        // QEMU cannot read vsanSparse; the test passes it the format of the head, VMDK.
         if self.formats.contains(&DeltaFormat::VsanSparse) || self.raw {
             return;
         }

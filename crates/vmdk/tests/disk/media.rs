@@ -217,7 +217,7 @@ impl World {
 }
 
 /// After a failed flush the page cache may contain data that was never written to the device. Another process reads the
-/// content of the device, and reads the same later.
+/// content of the device, and later reads return the same content.
 #[test]
 fn data_read_by_another_process_after_a_failed_flush_does_not_change() {
     let kinds = [ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::MonolithicSparse];

@@ -407,7 +407,7 @@ pub struct VmClone {
     /// (default: auto), others at their first start (default: keep).
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "to")]
     pub identity: Option<IdentityArgument>,
-    /// What cloud-init in the guests is told, in place of what that of the source is told.
+    /// The configuration of cloud-init in the guests of the clones, in place of that of the source.
     #[command(flatten)]
     pub seed: SeedArguments,
 }

@@ -150,11 +150,11 @@ pub struct ProcessorArguments {
 /// What QEMU does when a write of the guest fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WriteErrorsArgument {
-    /// Pause the guest if there is no space; give it other errors.
+    /// Pause the guest if there is no space; pass other errors to the guest.
     Enospc,
     /// Pause the guest.
     Stop,
-    /// Give the guest the error.
+    /// Pass the error to the guest.
     Report,
 }
 
@@ -171,7 +171,7 @@ impl From<WriteErrorsArgument> for WriteErrors {
 /// `lamina vm create`.
 #[derive(Debug, Args)]
 pub struct VmCreate {
-    /// Its name: letters, digits and inner hyphens.
+    /// The machine's name: letters, digits and inner hyphens.
     #[arg(value_name = "VM", value_parser = parse_machine)]
     pub name: String,
     /// Virtual CPUs.
@@ -227,7 +227,7 @@ pub struct VmCreate {
     /// The command line of the kernel.
     #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
     pub append: Option<String>,
-    /// What cloud-init in the guest is told.
+    /// The configuration of cloud-init in the guest.
     #[command(flatten)]
     pub seed: SeedArguments,
     /// Start the machine.

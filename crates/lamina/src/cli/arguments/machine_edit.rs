@@ -41,7 +41,7 @@ pub struct VmEdit {
     /// The user as which QEMU runs, which only root can choose.
     #[arg(long, value_name = "USER")]
     pub run_as: Option<String>,
-    /// Run QEMU as the default of the datastore says.
+    /// Run QEMU as the default user of the datastore.
     #[arg(long, conflicts_with = "run_as")]
     pub no_run_as: bool,
     /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
@@ -62,7 +62,7 @@ pub struct VmEdit {
     /// Model of all network cards.
     #[arg(long, value_enum, value_name = "MODEL")]
     pub card: Option<CardArgument>,
-    /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
+    /// Devices that the firmware tries, in this order. 'default' restores the usual order: disk,cdrom.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
     /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses

@@ -60,8 +60,8 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     if !unaware.is_empty() {
         writeln!(
             out,
-            "{} connected before: the old size stays visible there until a reconnection: {}; --reconnect-clients ends \
-             connections for that, and clients that do not reconnect by themselves get I/O errors",
+            "{} connected before the resize and use the old size until they reconnect: {}; --reconnect-clients ends \
+             their connections, and clients that do not reconnect by themselves then get I/O errors",
             count(unaware.len() as u64, "client"),
             unaware.join(", ")
         )?;

@@ -49,7 +49,7 @@ fn facts(summary: &ScrubSummary) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// Prints the state after a change of it.
+/// Prints the state of the scrub after a command has changed it.
 pub fn print_state(out: &mut dyn Write, request: &Request, summary: &ScrubSummary) -> io::Result<()> {
     match request {
         Request::Scrub(ScrubRequest::Schedule { .. }) if summary.every.is_none() => {

@@ -35,8 +35,8 @@ pub fn growth_facts(growth: &Growth) -> Vec<(&'static str, String)> {
     let mut facts = vec![("growth", told.join(", "))];
     if let Some((rate, window)) = usual_rate(growth) {
         let text = match rate.full_in {
-            Some(seconds) => format!("{}, if it grows on as in the last {window}", span(seconds)),
-            None => format!("never, if it goes on as in the last {window}"),
+            Some(seconds) => format!("{}, if it grows as in the last {window}", span(seconds)),
+            None => format!("never, if it changes as in the last {window}"),
         };
         facts.push(("full in", text));
     }

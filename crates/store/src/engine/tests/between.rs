@@ -355,7 +355,7 @@ fn announcements_at_the_same_time_do_not_count_on_the_same_room_of_the_journal()
     }
     let used = engine.log.used();
     assert!(used + large <= limit && used + 2 * large > RING, "{used} + {large} of {RING}");
-    // The second thread asks for room while the first one waits for the medium, and its announcement does not count as
+    // The second thread requests room while the first one waits for the medium, and its announcement does not count as
     // used yet.
     let begun = Arc::new(AtomicBool::new(false));
     let appending = Arc::clone(&begun);

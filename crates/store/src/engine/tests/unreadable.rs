@@ -139,7 +139,7 @@ fn a_write_to_a_mended_part_does_not_end_the_isolation_of_the_rest() {
     let disk = grown();
     let leaves = leaves(&disk);
     let ((_, first), (block, second)) = (leaves[1], leaves[2]);
-    // A wrong checksum needs no patience.
+    // A page with a wrong checksum counts as lost at once, without a wait for `PATIENCE`.
     let spoil = |leaf: u64| disk.flip_bit("map", leaf * BLOCK_SIZE as u64 + 100, 1).unwrap();
     [first, second].into_iter().for_each(spoil);
     let engine = open(&disk).unwrap();

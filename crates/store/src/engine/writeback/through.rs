@@ -127,9 +127,9 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let own = fetch.require(meta, |meta| meta.places(root, range.clone()))?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
-            // Claimed until the blocks are allocated and the headroom is lowered.
+            // The claim on the blocks lasts until they are allocated and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
-            // Counted until the blocks are in the map.
+            // The changes of the map count until the blocks are in the map.
             let Some(changes) = self.try_changes(head, new) else { return Ok(Outcome::Buffer) };
             let in_place = own
                 .iter()

@@ -26,8 +26,8 @@ pub enum Action {
     /// One pending operation is appended to the journal.
     Append,
     PayloadBegin(usize),
-    /// The payload is written to its block. True: its write landed after every other write to the block that was under
-    /// way.
+    /// The payload is written to its block. True: this write took effect after every other write to the block that was
+    /// under way.
     PayloadEnd(bool),
     Capture,
     CheckpointEnd,
@@ -137,7 +137,7 @@ impl Rules {
         }
         state.holds.committed(waiting.number);
         for block in waiting.freed {
-            // Payload that is being written to the block may land until its write has ended.
+            // Payload that is being written to the block may take effect until its write has ended.
             let busy = state.payload_home.is_some() && !self.has(Fault::LimboIgnored);
             state.limbo[block] = busy;
             state.awaits_reader[block] = state.reader.is_some() && !self.has(Fault::ReaderIgnored);
