@@ -176,8 +176,12 @@ const ITEMS: &[Item] = &[
     item("crates/export/src/clients/record.rs", "Record", CLIENTS, &[]),
     item("crates/export/src/clients/record.rs", "Gone", CLIENTS, &[]),
     item("crates/disk/src/growth.rs", "GrowthRecord", GROWTH, &[]),
+    item("crates/disk/src/growth.rs", "Growth", REPLIES, &[]),
+    item("crates/disk/src/growth.rs", "GrowthRate", REPLIES, &[]),
     item("crates/disk/src/settings.rs", "SettingsRecord", SETTINGS, &[]),
     item("crates/disk/src/settings.rs", "DiskSettings", SETTINGS, &[]),
+    item("crates/disk/src/settings.rs", "SettingsChange", REQUESTS, &[]),
+    item("crates/disk/src/settings.rs", "LimitsChange", REQUESTS, &[]),
     item(SCRUB_RECORD, "ScrubRecord", SCRUB, &[]),
     item(SCRUB_RECORD, "ScrubSchedule", SCRUB, &[]),
     item(SCRUB_RECORD, "ScrubRun", SCRUB, &[]),
@@ -414,6 +418,10 @@ fn every_stored_record_in_a_listed_file_is_listed() {
             let line = rest.lines().find(|line| line.contains("struct ") || line.contains("enum ")).unwrap();
             let name = line.split_whitespace().skip_while(|w| *w != "struct" && *w != "enum").nth(1).unwrap();
             let name = name.split('<').next().unwrap();
+            // A struct of one unnamed member has no names to describe.
+            if name.contains('(') {
+                continue;
+            }
             if !ITEMS.iter().any(|item| item.source == path && item.name == name) {
                 complaints.push(format!("{path}: {name} is stored or sent, and no page is named for it"));
             }

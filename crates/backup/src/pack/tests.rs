@@ -1,3 +1,5 @@
+//! Tests of the pack format: round trips, limits, and damage.
+
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -120,7 +120,9 @@ fn the_first_cold_change_after_many_hits_reads_nothing_under_the_metadata_lock()
     flush();
     let overwrite = |block: u64| write(&engine, block, 2);
     let discard = |block: u64| engine.discard_blocks(&head, block..block + 1).unwrap();
-    let changes: [(&dyn Fn(u64), &dyn Fn()); 4] =
+    // What buffers a change, and what then carries it out.
+    type Change<'a> = (&'a dyn Fn(u64), &'a dyn Fn());
+    let changes: [Change<'_>; 4] =
         [(&overwrite, &settle), (&overwrite, &flush), (&discard, &settle), (&discard, &flush)];
     for (number, (buffer, carry_out)) in (1u64..).zip(changes) {
         buffer(number * 20 * APART);
