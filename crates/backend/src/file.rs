@@ -178,8 +178,8 @@ pub trait LocalFile: Send + Sync {
         Ok(())
     }
 
-    /// The same file, opened for reading past the page cache. The page cache reads whole folios, of up to 2 MiB on Linux:
-    /// one unreadable sector makes buffered reads of all other blocks of its folio fail.
+    /// The same file, opened for reading past the page cache. The page cache reads whole folios, of up to 2 MiB on
+    /// Linux: one unreadable sector makes buffered reads of all other blocks of its folio fail.
     fn past_cache(&self) -> io::Result<Arc<dyn File>> {
         Err(io::ErrorKind::Unsupported.into())
     }

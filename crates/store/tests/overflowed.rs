@@ -1,8 +1,8 @@
 //! A datastore that lamina 0.1.0 filled: version 0.1.0 journalled the pages of a checkpoint, so a change of more pages
 //! than the journal has room for made its datastore impossible to open. This version opens it.
 //!
-//! The datastore is kept in `golden/v1-overflowed.gz`, which is never made anew: for each file a line `NAME LENGTH BYTES`
-//! and the file's first bytes, without the zeros at its end.
+//! The datastore is kept in `golden/v1-overflowed.gz`, which is never made anew: for each file a line `NAME LENGTH
+//! BYTES` and the file's first bytes, without the zeros at its end.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,5 +1,5 @@
-//! Scrubs of stores with wrong bits in data and metadata: all damage is found, with exactly the disks and snapshots that
-//! refer to it, and nothing else is reported, also beside writers.
+//! Scrubs of stores with wrong bits in data and metadata: all damage is found, with exactly the disks and snapshots
+//! that refer to it, and nothing else is reported, also beside writers.
 //!
 //! `LAMINA_FLIPS` sets the number of flips, `LAMINA_SEED` the first seed.
 
@@ -226,9 +226,9 @@ fn flips_are_found_and_every_disk_that_refers_to_them_is_named() {
                 assert!(found.contains(&DamagedPlace::Block(*block)) || tables_lost(block), "{context}: block {block}");
             }
             for (name, page) in &pages {
-                let listed = found.iter().any(
-                    |place| matches!(place, DamagedPlace::Page { file, number } if file.name() == *name && number == page),
-                );
+                let listed = found.iter().any(|place| {
+                    matches!(place, DamagedPlace::Page { file, number } if file.name() == *name && number == page)
+                });
                 assert!(listed || *name == "map", "{context}: page {page} of {name} in {damage:?}");
             }
             for damage in &damage {

@@ -343,7 +343,7 @@ fn headlines(kept: &[Kept]) -> String {
         let machine = &kept.machine;
         let _ = write!(
             out,
-            "\nMeasured on {} processors ({}), {}, kernel {}, {}; every figure, with machine, revision and command: \
+            "\nMeasured on {} processors ({}), {}, kernel {}, {}; every figure, with machine, revision and command:\n\
              [docs/figures.md](docs/figures.md).\n",
             machine.processors,
             machine.processor,

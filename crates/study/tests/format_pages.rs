@@ -269,6 +269,7 @@ const ITEMS: &[Item] = &[
     item(DEFINITION, "Definition", MACHINE, &[]),
     item(DEFINITION, "Boot", MACHINE, &[]),
     item(DEFINITION, "CloneKind", MACHINE, &[]),
+    item(DEFINITION, "NewIdentity", MACHINE, &[]),
     item(DEFINITION, "Origin", MACHINE, &[]),
     item(DEFINITION, "Disk", MACHINE, &[]),
     item("crates/vm/src/definition/cdroms.rs", "Cdrom", MACHINE, &[]),

@@ -1,7 +1,7 @@
 //! Split disks with small extents.
 //!
-//! A split disk has a second extent only if it is larger than 2047 MiB. Programs may make smaller extents, so this module
-//! divides the only extent of a new, empty disk, and tests with small disks write across the borders of extents.
+//! A split disk has a second extent only if it is larger than 2047 MiB. Programs may make smaller extents, so this
+//! module divides the only extent of a new, empty disk, and tests with small disks write across the borders of extents.
 
 use crate::process::Store;
 use std::os::unix::fs::OpenOptionsExt;

@@ -301,8 +301,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Uses the proofs in memory, in an image that is open for reading: nothing is ever written. A slot or entry without
-    /// a proof is refused, because the data that it names may belong to another part of the disk.
+    /// Uses the proofs in memory, in an image that is open for reading: nothing is ever written. A slot or entry
+    /// without a proof is refused, because the data that it names may belong to another part of the disk.
     pub(super) fn apply_in_memory(&self, proofs: &Proofs) -> Result<()> {
         let proven = proofs.slots.iter().map(|(slot, table)| (*slot, encode_slot(*table)));
         for (slot, raw) in proven.chain(proofs.doubted_slots.iter().map(|slot| (*slot, REFUSED))) {

@@ -75,8 +75,8 @@ pub struct ConvertArguments {
     /// Limit of copied bytes per second.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
-    /// Write zeros for ranges of the source that are damaged, unreadable or missing, list these ranges, and end with exit
-    /// code 6. Without it, the first of them ends the conversion.
+    /// Write zeros for ranges of the source that are damaged, unreadable or missing, list these ranges, and end with
+    /// exit code 6. Without it, the first of them ends the conversion.
     #[arg(long)]
     pub skip_damaged: bool,
 }

@@ -309,8 +309,8 @@ impl Scrubber<'_> {
         Ok(Some(end))
     }
 
-    /// Which pages of a range are in use. The map has free nodes, whose content has no meaning. The other files are used
-    /// as a whole.
+    /// Which pages of a range are in use. The map has free nodes, whose content has no meaning. The other files are
+    /// used as a whole.
     fn needed(&self, file: PageFile, first: u64, end: u64) -> Result<Vec<bool>> {
         let all = vec![true; (end - first) as usize];
         if file != PageFile::Map {

@@ -13,8 +13,8 @@
 //!
 //! Not modelled: reservations of thick disks, free space, and failing media.
 //!
-//! `LAMINA_MODEL_STATES` sets how many states each scenario may visit. With 0, as in `make soak`, there is no limit: the
-//! search begins again and again, each time with twice as many states.
+//! `LAMINA_MODEL_STATES` sets how many states each scenario may visit. With 0, as in `make soak`, there is no limit:
+//! the search begins again and again, each time with twice as many states.
 
 mod crash;
 mod metadata;

@@ -35,9 +35,9 @@ impl Content {
     }
 }
 
-/// The operations of the journal. `Detach` makes disk 1 independent of its snapshot, `Revert` gives disk 0 the content of
-/// the snapshot, and `Backed` notes whether a free block has space in the file system. `Unwritten` keeps the block of a thick
-/// disk that reads as zeros from now on, and `Written` ends this.
+/// The operations of the journal. `Detach` makes disk 1 independent of its snapshot, `Revert` gives disk 0 the content
+/// of the snapshot, and `Backed` notes whether a free block has space in the file system. `Unwritten` keeps the block
+/// of a thick disk that reads as zeros from now on, and `Written` ends this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Map { disk: usize, logical: usize, block: usize, value: Value },

@@ -15,7 +15,8 @@ impl Rules {
         if !still || !of_kind(TRASH, Kind::None) {
             return;
         }
-        // A snapshot with a linked clone is not deleted, and a disk that a client reads is neither deleted nor reverted.
+        // A snapshot with a linked clone is not deleted, and a disk that a client reads is neither deleted nor
+        // reverted.
         let used = |object: usize| match object {
             SNAPSHOT => of_kind(1, Kind::Live) && state.now.objects[1].linked,
             disk => state.reader.as_ref().is_some_and(|reader| reader.disk == disk),

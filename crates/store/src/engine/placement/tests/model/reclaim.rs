@@ -1,5 +1,5 @@
-//! The space of freed blocks: reads under way that delay the reuse of a block, holes that are punched, and space that is
-//! reserved again.
+//! The space of freed blocks: reads under way that delay the reuse of a block, holes that are punched, and space that
+//! is reserved again.
 
 use super::metadata::*;
 use super::state::*;
