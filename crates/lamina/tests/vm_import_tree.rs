@@ -25,7 +25,7 @@ use testkit::{Random, pattern};
 const ROOT: u64 = 48 * MIB;
 const DATA: u64 = 8 * MIB;
 /// Rounds without the environment variable.
-const ROUNDS: u64 = 3;
+const ROUNDS: u64 = 1;
 /// How long a guest may take to answer on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 /// What the boot loader gives the kernel, with a name of this length.
