@@ -425,6 +425,7 @@ fn others(face: &Face) {
 fn backups(face: &Face) {
     let place = || BackupPlace::Folder(face.beside("backups"));
     let backup = |request| face.done(Request::Backup(request));
+    assert!(matches!(backup(BackupRequest::Key { path: face.beside("key") }), Reply::BackupKey { .. }));
     let create = BackupCreate {
         disk: text("b"),
         snapshot: None,
