@@ -50,9 +50,7 @@ fuzz: setup ## Run every fuzz target for FUZZ_SECONDS (60)
 	@scripts/setup fuzz
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-MODEL_STATES ?= 1000000
-soak: ## Explore the model to MODEL_STATES, then simulate power cuts and schedules until stopped; prints a failing seed
-	LAMINA_MODEL_STATES=$(MODEL_STATES) cargo test --release -p lamina-store --lib no_order_of_steps -- --nocapture
+soak: ## Explore the model ever deeper, and simulate power cuts and schedules, until stopped; prints a failing seed
 	@scripts/soak $(SOAK)
 
 KILLS ?= 1000

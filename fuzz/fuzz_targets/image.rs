@@ -1,5 +1,5 @@
-//! A folder of images that refer to each other by descriptors, extents and parents. Opened as a chain, read and
-//! written.
+//! A folder of images that refer to each other by descriptors, extents and parents. The target opens the folder's
+//! images as a chain, reads and writes.
 
 #![no_main]
 

@@ -78,7 +78,7 @@ impl Sectors {
     /// The content of a file.
     ///
     /// # Panics
-    /// When it cannot be read.
+    /// If the file cannot be read.
     pub fn of(file: &dyn File) -> Self {
         let length = file.len().expect("a file that was made");
         let mut out = Self { length, ..Self::default() };

@@ -41,7 +41,7 @@ pub fn quiet_disk() -> SimulatedDisk {
     SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
 }
 
-/// A sector with its content: `None` where the parent shows through.
+/// A sector with its content: `None` if it is read from the parent.
 pub struct Probe {
     at: u64,
     found: Option<[u8; SECTOR]>,

@@ -155,7 +155,7 @@ macro_rules! forward_directory {
 /// permissions.
 pub trait LocalFolder: Send + Sync {
     /// Opens a file that another program may have put there: only a regular file, never through a symbolic link, and
-    /// with no more rights than `access` asks for. Errors do not contain the name of the file; the caller adds it.
+    /// with no more rights than `access` states. Errors do not contain the name of the file; the caller adds it.
     fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>>;
 
     /// Gives file `to` the owner and permissions of file `from`, as far as this process may.

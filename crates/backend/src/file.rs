@@ -4,6 +4,7 @@ use crate::validate::check_range;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
+use std::sync::Arc;
 
 /// The most bytes of one write in `write_zeros`.
 const ZEROS_LENGTH: u64 = 256 << 10;
@@ -177,6 +178,12 @@ pub trait LocalFile: Send + Sync {
         Ok(())
     }
 
+    /// The same file, opened for reading past the page cache. The page cache reads whole folios, of up to 2 MiB on
+    /// Linux: one unreadable sector makes buffered reads of all other blocks of its folio fail.
+    fn past_cache(&self) -> io::Result<Arc<dyn File>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// Allocates space for a range, growing the file if it ends before the range: later writes there cannot fail with
     /// ENOSPC. Contents are kept; holes read as zeros.
     fn reserve(&self, offset: u64, length: u64) -> io::Result<()>;
@@ -189,11 +196,11 @@ pub trait LocalFile: Send + Sync {
     }
 
     /// The first allocated range at or after `offset`, up to the end of the file. A long range may be returned in
-    /// parts: the caller asks again from its end.
+    /// parts: the caller then repeats the call from the end of the part.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 
     /// All allocated ranges from `offset` to the end of the file, in order. Adjacent ranges are not merged. A long list
-    /// is returned in parts: the caller asks again from the end of the last range, until the list is empty. Data
+    /// is returned in parts: the caller repeats the call from the end of the last range, until the list is empty. Data
     /// written before the call counts as written, even while it is only in the page cache.
     fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         self.next_allocated(offset).map(Placement::of_run)

@@ -8,7 +8,7 @@
 //!    elsewhere, made by the owner of the folder. The owner of the folder can put another folder at its path at any
 //!    time, so root opens the folder once, and uses this handle to determine the owner and to create the file. A new
 //!    folder could be replaced before root has opened it, so root does not give it away: the thread creates the folder
-//!    with the user of the owner.
+//!    with the owner's user id.
 //! 2. A process that is not root changes no owner, and neither does root in its own folders.
 //! 3. If the file system or a user namespace refuses the change, the file belongs to root, and [`misowned`] finds it.
 //! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]). [`give_back`]
@@ -285,7 +285,7 @@ mod tests {
     fn a_folder_is_created_with_the_rights_of_its_owner_and_otherwise_stays_roots() {
         let folder = folder();
         let path = |name: &str| folder.path().join(name);
-        // The process could not create the second folder if it still had the user of the owner.
+        // The process could not create the second folder if it still had the owner's user id.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
         private::create_folder(&path("a")).unwrap();
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o500)).unwrap();

@@ -94,7 +94,7 @@ impl Drop for Workers {
         self.shared.state.lock().closed = true;
         self.shared.work.notify_all();
         for thread in self.threads.get_mut().drain(..) {
-            // Jobs catch their panics, so the result of a thread says nothing.
+            // Jobs catch their panics, so `join` returns no error.
             let _ = thread.join();
         }
     }

@@ -10,9 +10,10 @@ use crate::owner::Place;
 use crate::searched::SearchedFolder;
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::FdFlags;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -23,7 +24,8 @@ const OTHERS: u32 = 0o077;
 /// folder without listing it is allowed, because a group reaches the server's sockets by it.
 const LISTING: u32 = 0o066;
 
-/// Held while the umask of the process is changed, so that two threads restore it in the right order.
+/// Held while the umask of the process is changed, so that two threads restore it in the right order, and while a
+/// program is started, so that it gets only its own files.
 static UMASK: Mutex<()> = Mutex::new(());
 
 /// Creates a folder.
@@ -85,10 +87,19 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 ///
 /// The umask belongs to the process, so files that other threads create meanwhile have no more permissions than these.
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
+    spawn_with(command, &[])
+}
+
+/// As [`spawn`]; the program also gets open files, with the numbers that they have in this process. Programs that other
+/// threads start with these functions meanwhile do not get them.
+pub fn spawn_with(command: &mut Command, files: &[BorrowedFd<'_>]) -> io::Result<Child> {
     let _alone = UMASK.lock();
+    let inherit = |flags: FdFlags| files.iter().try_for_each(|file| rustix::io::fcntl_setfd(file, flags));
+    inherit(FdFlags::empty())?;
     let before = rustix::process::umask(Mode::from_raw_mode(OTHERS));
     let child = command.spawn();
     rustix::process::umask(before);
+    inherit(FdFlags::CLOEXEC)?;
     child
 }
 
@@ -214,6 +225,19 @@ mod tests {
         assert!(spawn(&mut command).unwrap().wait().unwrap().success());
         assert_eq!((mode(&path("g")), mode(&path("h"))), (0o600, 0o700));
         assert!(exposed(&searched(folder.path())).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_program_gets_the_files_that_are_given_to_it_and_no_others() {
+        use std::os::fd::{AsFd, AsRawFd};
+        let folder = tempfile::tempdir().unwrap();
+        let [given, other] = ["given", "other"].map(|name| create_new(&folder.path().join(name)).unwrap());
+        let mut command = Command::new("sh");
+        let script = "echo content >&$1; [ ! -e /proc/self/fd/$2 ]";
+        command.args(["-c", script, "sh", &given.as_raw_fd().to_string(), &other.as_raw_fd().to_string()]);
+        assert!(spawn_with(&mut command, &[given.as_fd()]).unwrap().wait().unwrap().success());
+        assert_eq!(fs::read(folder.path().join("given")).unwrap(), b"content\n");
+        assert!(rustix::io::fcntl_getfd(&given).unwrap().contains(FdFlags::CLOEXEC));
     }
 
     #[test]

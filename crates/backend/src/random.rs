@@ -9,7 +9,7 @@ pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut filled = 0;
     while filled < N {
         filled += getrandom(&mut bytes[filled..], GetRandomFlags::empty())
-            .map_err(|e| Error::io("asking the kernel for random bytes", e.into()))?;
+            .map_err(|e| Error::io("getting random bytes from the kernel", e.into()))?;
     }
     Ok(bytes)
 }

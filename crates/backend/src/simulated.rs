@@ -15,7 +15,7 @@
 //! 4. **Full.** Space is counted in units of 4 KiB: reservations and writes into holes allocate it; punching,
 //!    truncating and removing free it. An operation without enough space is refused before anything is written: with
 //!    ENOSPC, or, if the seed is odd, with EDQUOT, as at a quota.
-//! 5. **Bit rot and unreadable sectors**, where a test asks for them.
+//! 5. **Bit rot and unreadable sectors**, where a test requests them.
 //! 6. **Delay.** A medium can be made slow: every request then waits before it takes effect.
 //! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in any
 //!    order. The page cache may evict clean pages at any time.
@@ -162,7 +162,7 @@ impl SimulatedDisk {
         (world.cut_after, world.readable) = (Some(count), true);
     }
 
-    /// Whether the cut asked for by [`SimulatedDisk::cut_after`] has happened, or the disk has crashed.
+    /// Whether the cut requested by [`SimulatedDisk::cut_after`] has happened, or the disk has crashed.
     pub fn is_off(&self) -> bool {
         self.world.lock().off
     }

@@ -12,7 +12,7 @@ pub(crate) fn check_name(name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// File offsets are signed in the kernel.
+/// Checks that a range ends at most at 2^63 - 1, because the kernel's file offsets are signed.
 pub(crate) fn check_range(offset: u64, length: u64) -> io::Result<()> {
     match offset.checked_add(length) {
         Some(end) if end <= i64::MAX as u64 => Ok(()),

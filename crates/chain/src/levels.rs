@@ -98,7 +98,7 @@ impl Level {
             ));
         }
         let reuses = layer.epoch().is_some();
-        // The chain never asks a layer for less than a sector, so a smaller grain counts as a sector.
+        // The chain never queries a layer for less than a sector, so a smaller grain counts as a sector.
         let grain = grain.max(SECTOR);
         Ok(Self { identity, layer, unflushed: AtomicBool::new(false), reuses, grain })
     }
@@ -161,7 +161,7 @@ pub(crate) struct Levels {
     pub moving: Option<LevelKey>,
     /// The merge that is under way.
     pub job: Option<Arc<Job>>,
-    /// Whether the top is a source of the merge, so that the merge has to be told of writes.
+    /// Whether the top is a source of the merge, so that writes have to be reported to the merge.
     pub job_is_live: bool,
     /// The alignment to which reads are widened, because some file is open for direct I/O.
     pub alignment: u64,
@@ -213,7 +213,7 @@ impl Levels {
         self.stack.iter().position(|level| level.key() == key)
     }
 
-    /// The merge that has to be told of writes.
+    /// The merge to which writes have to be reported.
     pub fn live_job(&self) -> Option<&Arc<Job>> {
         self.job.as_ref().filter(|_| self.job_is_live)
     }

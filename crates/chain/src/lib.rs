@@ -3,7 +3,7 @@
 //! ```text
 //! chain        an open chain: levels, caches, counters; reads, writes, discards, flushes at any byte offset
 //! levels       the stack at one point in time; writers enter through its gate, snapshots and merges replace it
-//! walk         lookup: one walk down the levels, each asked only for the ranges that the levels above lack
+//! walk         lookup: one walk down the levels, each queried only for ranges that the levels above lack
 //! metadata     cached extents, 16 bytes each, evicted by recency; and for each block a byte: the level that stores it
 //! data         cached blocks, for disks with a read cache
 //! changes      cache-fill invalidation: a lookup during which a write began does not fill a cache
@@ -19,7 +19,7 @@
 //! 1. **Plan, then read.** A plan is made under short locks; data moves without locks. A plan holds the levels from
 //!    which it was made and the epoch of every layer that may reuse grains, so its file locations keep their content.
 //! 2. **A cached read costs the same at any depth.** The extents that a walk finds are cached by guest address,
-//!    whichever level stores them. If a random load uses more extents than the cache can have, each miss asks one
+//!    whichever level stores them. If a random load uses more extents than the cache can have, each miss queries one
 //!    level, not half of the levels.
 //! 3. **No stale answers** (`changes`): a lookup result is inserted into a cache only if no change of its range was
 //!    under way when the lookup began, and none has begun since.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The fewest levels at which [`crate::metadata::holders`] is asked before a walk: a walk through fewer levels is
+/// The fewest levels at which [`crate::metadata::holders`] is queried before a walk: a walk through fewer levels is
 /// cheap.
 const HOLDERS_LEVELS_MIN: usize = 4;
 
@@ -98,7 +98,7 @@ fn read_file(file: &dyn File, offset: u64, out: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Reads any bytes of an encoded range; the layer is asked for whole sectors.
+/// Reads any bytes of an encoded range; the layer reads whole sectors.
 fn read_encoded(layer: &dyn Layer, start: u64, out: &mut [u8]) -> Result<()> {
     let end = start + out.len() as u64;
     let from = start / SECTOR * SECTOR;

@@ -14,9 +14,9 @@ pub struct MetadataStatistics {
     pub evictions: u64,
     /// Walks down the chain.
     pub walks: u64,
-    /// Levels asked in all walks together; divided by `walks`, the mean length of a walk.
+    /// Levels queried in all walks together; divided by `walks`, the mean length of a walk.
     pub walk_levels: u64,
-    /// Levels asked in the longest walk.
+    /// Levels queried in the longest walk.
     pub walk_levels_max: u64,
     /// Extents inserted into the cache before any request looked them up.
     pub prefetched: u64,
@@ -29,7 +29,7 @@ pub struct MetadataStatistics {
 }
 
 impl MetadataStatistics {
-    /// Levels asked per walk.
+    /// Levels queried per walk.
     pub fn walk_levels_mean(&self) -> f64 {
         if self.walks == 0 { 0.0 } else { self.walk_levels as f64 / self.walks as f64 }
     }

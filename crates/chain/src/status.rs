@@ -1,5 +1,5 @@
-//! The allocation status of ranges, for NBD block status and changed-block tracking. The layers are asked directly: the
-//! scan of a whole disk for a backup evicts no cached extent of the guest.
+//! The allocation status of ranges, for NBD block status and changed-block tracking. The layers are queried directly,
+//! so that the scan of a whole disk for a backup evicts no cached extent of the guest.
 
 use crate::chain::Chain;
 use crate::levels::LevelKey;
@@ -59,7 +59,7 @@ impl Chain {
         let among = among.start..among.end.min(levels.stack.len());
         let _guard = Arc::clone(&levels).guard();
         let end = offset + length;
-        // Layers are asked for whole sectors.
+        // Layers are queried for whole sectors.
         let sectors_end = end.next_multiple_of(SECTOR).min(levels.capacity());
         let mut spans: Vec<Span> = Vec::new();
         let mut at = offset;
@@ -67,9 +67,16 @@ impl Chain {
             let start = at / SECTOR * SECTOR;
             let demand = start..(start + STEP).min(sectors_end);
             let window = start..demand.end.max((start + WINDOW).min(sectors_end));
-            let found = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS }
-                .run()
-                .map_err(|error| error.context(&self.name))?;
+            let mut walk = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS };
+            let found = match walk.run() {
+                // Damage beyond the part that is looked up in any case does not matter yet.
+                Err(_) => {
+                    (walk.window, walk.most) = (walk.demand.clone(), 0);
+                    walk.run()
+                }
+                found => found,
+            }
+            .map_err(|error| error.context(&self.name))?;
             for mapping in found.mappings {
                 if mapping.start > at {
                     break;

@@ -58,7 +58,7 @@ pub(crate) struct Unflushed {
     pieces: u64,
     /// Changed since the last flush began.
     since: Marks,
-    /// Changed before the last flush began, and not flushed with success yet.
+    /// Ranges that changed before the last flush began, and are not flushed successfully yet.
     before: Marks,
 }
 

@@ -1,10 +1,10 @@
-//! Lookup in the layers: one walk down the levels, each asked only for the ranges that the levels above do not store.
+//! Lookup in the layers: one walk down the levels, each queried only for ranges that the levels above do not store.
 //!
 //! The requested range (`demand`) is looked up completely. Around it, within `window`, only cheap extents are added:
-//! each level is asked once for each gap, and the part of the gap that this call does not return is left out. If there
-//! are more than `most` of these extents, those farthest from the demand are dropped.
+//! each level is queried once for each gap, and the part of the gap that this call does not return is left out. If
+//! there are more than `most` of these extents, those farthest from the demand are dropped.
 //!
-//! A *survey* only finds which level stores each block of a span ([`holders`]), and asks each level once.
+//! A *survey* only finds which level stores each block of a span ([`holders`]), and queries each level once.
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};
@@ -28,14 +28,14 @@ struct WalkPiece {
 pub(crate) struct Found {
     /// In order of address. Covers the demand; outside it there may be gaps.
     pub mappings: Vec<Mapping>,
-    /// The number of levels that were asked.
+    /// The number of levels that were queried.
     pub levels: usize,
 }
 
 /// The state of one walk through the levels.
 pub(crate) struct Walk<'a> {
     pub levels: &'a Levels,
-    /// The levels to ask, as positions in the stack.
+    /// The levels to query, as positions in the stack.
     pub among: Range<usize>,
     pub demand: Range<u64>,
     pub window: Range<u64>,
@@ -127,7 +127,7 @@ impl Walk<'_> {
         Ok(Found { mappings, levels: asked })
     }
 
-    /// Asks one level for one gap.
+    /// Queries one level for one gap.
     fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<WalkPiece>) -> Result<()> {
         let level = &self.levels.stack[index];
         let demanded = gap.start >= self.demand.start && gap.end <= self.demand.end;
@@ -188,7 +188,7 @@ impl Walk<'_> {
     }
 }
 
-/// The most extents of a span that a level is asked for.
+/// The most extents of a span that one query of a level returns.
 const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 
 /// Which level stores each block of `span`. The span begins at a multiple of [`SPAN`], and ends after `SPAN` bytes or

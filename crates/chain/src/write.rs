@@ -231,7 +231,7 @@ impl Chain {
         found
     }
 
-    /// Tells a merge that has the top as a source that a change may have been made only in part.
+    /// Reports to a merge that has the top as a source that a change may have been made only in part.
     fn tell_of_a_part(&self, job: &Job, range: &Range<u64>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);
@@ -344,7 +344,7 @@ impl Chain {
         Ok(true)
     }
 
-    /// Tells a merge that has the top as a source about a change.
+    /// Reports a change to a merge that has the top as a source.
     fn tell(&self, levels: &Arc<Levels>, job: &Job, range: &Range<u64>, change: Change<'_>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);

@@ -111,10 +111,7 @@ impl Connection {
 
     /// Whether the peer has closed its side of the connection.
     pub fn peer_has_gone(&self) -> bool {
-        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        let mut entries = [PollFd::from_borrowed_fd((*self.socket).as_fd(), PollFlags::RDHUP)];
-        matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
-            && entries[0].revents().intersects(gone)
+        crate::transport::peer_has_gone((*self.socket).as_fd())
     }
 
     /// Waits until no other connection of the service has a peer that has disconnected. Returns false if there still is

@@ -38,11 +38,13 @@ impl Peer {
     }
 
     /// Whether a connection from `other` may be one of the same client: from the same process, or from the same host
-    /// with any port. Two unknown peers count as different clients.
+    /// with any port. A process of root may have become one of another user meanwhile. Two unknown peers count as
+    /// different clients.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Unknown, _) | (_, Self::Unknown) => false,
             (Self::Address(one), Self::Address(two)) => one.ip().to_canonical() == two.ip().to_canonical(),
+            (Self::Process { pid: one, user: 0 }, Self::Process { pid: two, .. }) => one == two,
             _ => self == other,
         }
     }

@@ -83,7 +83,7 @@ impl fmt::Display for Class {
 pub struct Drain {
     /// How long connections continue undisturbed.
     pub undisturbed: Duration,
-    /// How long connections may take to finish their requests after they are told to end.
+    /// How long connections may take to finish their requests after their end was requested.
     pub finish: Duration,
     /// How long to wait for the threads of connections that were cut. `None` for no limit.
     pub cut: Option<Duration>,
@@ -149,7 +149,7 @@ struct Place {
 }
 
 /// A connection in the register, which is removed when this value is dropped.
-struct Entry {
+struct RegisterEntry {
     // The fields are dropped in this order, so that all sockets are closed before the register is empty.
     connection: Arc<Connection>,
     registration: Registration,
@@ -273,7 +273,7 @@ impl Service {
             tracing::error!(
                 service = name,
                 connections = self.connections(),
-                "connections do not end; the service stops without them"
+                "connections do not end; the service stops without waiting for them"
             );
         }
     }
@@ -346,7 +346,7 @@ impl Shared {
         socket: OwnedFd,
         peer: Peer,
         class: Class,
-    ) -> std::result::Result<Entry, (OwnedFd, Refusal)> {
+    ) -> std::result::Result<RegisterEntry, (OwnedFd, Refusal)> {
         let mut register = self.register.lock();
         if self.stops() {
             return Err((socket, Refusal::Stopping));
@@ -362,7 +362,7 @@ impl Shared {
         let connection = Arc::new(Connection { number, peer, socket, tcp, stop, service: Arc::clone(self) });
         register.places.insert(number, Place { connection: Arc::clone(&connection), class });
         register.counts[class as usize] += 1;
-        Ok(Entry { connection, registration: Registration { shared: Arc::clone(self), number } })
+        Ok(RegisterEntry { connection, registration: Registration { shared: Arc::clone(self), number } })
     }
 
     /// Makes a connection count as authenticated.
@@ -476,8 +476,8 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             }
         }
     }
-    // Clients in the backlog are told that the service is stopping. Their number is limited, because others may connect
-    // meanwhile.
+    // Clients in the backlog get a reply that the service is stopping. Their number is limited, because others may
+    // connect meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
         protocol.refuse(&socket, Refusal::Stopping);

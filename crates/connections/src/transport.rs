@@ -11,7 +11,7 @@
 use crate::connection::Connection;
 use crate::polling::Polling;
 use crate::tls::PeerCertificate;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
 use std::io::{self, IoSlice, IoSliceMut};
@@ -83,6 +83,14 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
             Err(error) => return Err(error.into()),
         }
     }
+}
+
+/// Whether the peer has closed its side of a stream socket.
+pub fn peer_has_gone(socket: BorrowedFd<'_>) -> bool {
+    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut entries = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+    matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
+        && entries[0].revents().intersects(gone)
 }
 
 /// The socket of a connection, unix or TCP, in blocking mode. Each call states whether it may block, so that an idle

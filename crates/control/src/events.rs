@@ -31,12 +31,12 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// The events of one datastore.
 #[derive(Default)]
 pub struct Events {
-    state: Mutex<State>,
+    state: Mutex<EventsState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct EventsState {
     /// Number of the last event published.
     last: u64,
     /// Number given to the last subscriber.

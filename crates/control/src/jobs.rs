@@ -55,12 +55,12 @@ pub struct Jobs {
     /// Distinguishes the ids of jobs in this run of the process from those in other runs.
     run: String,
     events: Events,
-    state: Mutex<State>,
+    state: Mutex<JobsState>,
     ended: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct JobsState {
     last: u64,
     jobs: BTreeMap<u64, Arc<Job>>,
     stopping: bool,
@@ -364,7 +364,7 @@ impl Jobs {
         self.events.close();
     }
 
-    fn ended_within(&self, state: &mut MutexGuard<'_, State>, time: Duration) -> bool {
+    fn ended_within(&self, state: &mut MutexGuard<'_, JobsState>, time: Duration) -> bool {
         let deadline = Instant::now() + time;
         while state.running().next().is_some() {
             if self.ended.wait_until(state, deadline).timed_out() {
@@ -375,7 +375,7 @@ impl Jobs {
     }
 }
 
-impl State {
+impl JobsState {
     /// Started jobs that are running.
     fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
         self.jobs.values().filter(|job| job.background && job.end.get().is_none())

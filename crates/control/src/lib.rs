@@ -7,7 +7,7 @@
 //! through the control socket, by the owner of the datastore.
 //!
 //! ```text
-//!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, replication
+//!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, backup ...
 //!                           \ \--- at a location - no server ----> open it, dispatch, close it
 //!                            \                \--- its server ---> client ~~~ control socket ~~~ dispatch
 //!                             machines: calls of vm in this process, which accesses disks by requests
@@ -18,6 +18,7 @@
 //! dispatch   from requests to calls; a file for each group
 //! jobs       long operations: listed, waited for and cancelled by other requests
 //! events     notifications of changes to subscribers
+//! scrubs     starts scrubs of a served datastore when they are due
 //! owner      the process that owns a datastore: an existing one, or this one for one request
 //! socket     requests of other processes
 //! uri        URIs by which clients reach an export
@@ -30,16 +31,17 @@ pub mod events;
 pub mod jobs;
 pub mod message;
 mod owner;
+pub mod scrubs;
 pub mod socket;
 pub mod uri;
 
 pub use dispatch::claims::refuse_to_replace;
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest,
-    ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, MachineActivity, MachineImport, MachineInfo, MachineMemory,
-    MachineNotice, MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part,
-    ReceiveRequest, Reconnect, Reply, Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving,
-    SnapshotRequest,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest,
+    Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest,
+    MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest,
+    MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized,
+    ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

@@ -4,7 +4,7 @@
 
 use connections::{Access, Connection, Drain, Limits, Listen, Protocol, ServiceConfig};
 use control::{DiskRequest, OPEN_OPTIONS, Reply, Request, Service, SnapshotRequest, Target, dispatch};
-use disk::{Datastore, InitOptions, NewDisk, Provisioning, SnapshotOptions};
+use disk::{Datastore, InitOptions, NewDisk, Provisioning, SettingsChange, SnapshotOptions};
 use error::{ErrorKind, Result};
 use export::clients::Clients;
 use std::io::{Read, Write};
@@ -77,7 +77,9 @@ impl Setup {
         let target = Target::Open(Service { datastore, location: path.into(), clients, served: None, jobs: None });
         let setup = Self { target, lingering, socket, _service: service, _folder: folder };
         let new = NewDisk::native(8 << 20, Provisioning::Thin);
-        setup.ask(Request::Disk(DiskRequest::Create { name: "vm".into(), new })).unwrap();
+        setup
+            .ask(Request::Disk(DiskRequest::Create { name: "vm".into(), new, settings: SettingsChange::default() }))
+            .unwrap();
         setup.snapshot();
         setup
     }

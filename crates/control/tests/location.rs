@@ -8,7 +8,7 @@ use control::{
     socket,
 };
 use disk::location::{Scheme, register};
-use disk::{Datastore, InitOptions, Location, NewDisk, Progress, Provisioning};
+use disk::{Datastore, InitOptions, Location, NewDisk, Progress, Provisioning, SettingsChange};
 use error::{ErrorKind, Result};
 
 /// A watch for requests that report no parts.
@@ -39,7 +39,7 @@ fn verbs_need_no_local_folder_except_for_machines_and_servers() {
     let name = || "a".to_owned();
 
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
-    ask(Request::Disk(DiskRequest::Create { name: name(), new })).unwrap();
+    ask(Request::Disk(DiskRequest::Create { name: name(), new, settings: SettingsChange::default() })).unwrap();
     let (capacity, shrink, reconnect) = (16 << 20, false, Reconnect::NoClient);
     ask(Request::Disk(DiskRequest::Resize { name: name(), capacity, shrink, reconnect, tell_machine: true })).unwrap();
     let shown = ask(Request::Disk(DiskRequest::Show { name: name() })).unwrap();

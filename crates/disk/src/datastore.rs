@@ -1,12 +1,16 @@
 //! A datastore: its disks, their snapshots and clones, and the operations on them.
 
+mod accounting;
 mod control;
+mod sampling;
 mod space;
 mod uses;
 
 use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::{Foreign, ImageFolders};
+use crate::full::WaitNotice;
+use crate::growth::Samples;
 use crate::info::{CheckOptions, CheckReport, Finding, Status};
 use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
@@ -14,6 +18,7 @@ use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
 use crate::privacy;
+use crate::scrub::Scrubs;
 use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
@@ -88,8 +93,12 @@ pub struct Datastore {
     pub(crate) unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
+    /// Samples of the growth of the datastore and its disks.
+    samples: Samples,
     /// Names of disks that a replication session is receiving.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
+    /// The state of scrubs.
+    pub(crate) scrubs: Scrubs,
     pub(crate) this: Weak<Datastore>,
     kept_space: Option<KeptSpace>,
     _owner: Arc<Owner>,
@@ -228,6 +237,7 @@ impl Datastore {
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, folders, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
+        let scrubs = Scrubs::open(&**native.engine.directory());
         let uses = Arc::<Uses>::default();
         for record in &doubt.damaged {
             let problem = record.problem();
@@ -242,6 +252,7 @@ impl Datastore {
             tracing::error!(disk, "{problem}: the disk is not opened, and both copies are kept");
             uses.shut(disk, problem);
         }
+        let samples = Samples::open(Arc::clone(native.engine.directory()));
         let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
@@ -253,12 +264,16 @@ impl Datastore {
             reserved: Arc::default(),
             imports: Imports::default(),
             foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
+            samples,
             receptions: Mutex::default(),
             unended: Mutex::default(),
+            scrubs,
             this: Weak::clone(this),
             kept_space,
             _owner: owner,
         });
+        let accounting = accounting::DatastoreAccounting(Arc::downgrade(&datastore));
+        datastore.native.settings.quotas().set_accounting(Box::new(accounting));
         if doubt.folders.is_empty() {
             datastore.sweep_overlays()?;
         }
@@ -285,6 +300,12 @@ impl Datastore {
     /// replacement if a client of the disk may reconnect. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
+    }
+
+    /// Sets a function that receives a notice when writes begin to wait for space, and when none waits any more. Only
+    /// the first call has an effect.
+    pub fn notice_waiting(&self, receiver: impl Fn(WaitNotice) + Send + Sync + 'static) {
+        self.native.settings.set_receiver(receiver);
     }
 
     /// Returns `Busy`, with the reason, while an operation has exclusive use of the disk.
@@ -359,7 +380,11 @@ impl Datastore {
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
+            waiting: self.native.settings.all_waiting(),
+            limits: self.native.settings.quotas().info(false)?,
+            growth: self.samples.of_datastore(room.available.saturating_add(bytes(counts.data.free))),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
+            scrub: self.scrub_summary(),
             background_work: background_work as u64,
             background_rate,
             engine: kind.into(),
@@ -377,6 +402,7 @@ impl Datastore {
         let problems = migrate::problems(self.directory())?.into_iter();
         report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
+        self.native.settings.check(options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
         if let Some(location) = self.location.as_ref().filter(|location| location.local_path().is_some()) {
             // The search uses the open handle of the folder, so it also works after the folder was moved.

@@ -8,6 +8,7 @@
 //!    can be read only in whole blocks, and encoded data is shorter than its decoded form. [`Media`] has both ranges.
 //! 2. The checksums for the verification are in the guard of the plan, which only the device uses.
 
+use crate::full::SpaceWait;
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use error::{Error, Result};
 use std::any::Any;
@@ -251,6 +252,12 @@ pub trait Device: Send + Sync {
     /// `offset` within a block of the disk. With `fua` the bytes are durable on return. The call may wait while the
     /// write buffer is full.
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()>;
+
+    /// What happens to writes that fail for lack of space ([`error::ErrorKind::NoSpace`]): with `None`, the error is
+    /// passed to the client. Sessions carry out the policy; the device itself never waits for space.
+    fn space_wait(&self) -> Option<&Arc<SpaceWait>> {
+        None
+    }
 
     /// Fill level of the write buffer in percent. Background work pauses while it is high.
     fn pressure(&self) -> u32 {

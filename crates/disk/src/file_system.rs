@@ -67,14 +67,14 @@ pub fn check_for_new(location: &Location) -> Result<()> {
     // If the folder does not exist yet, the file system of its nearest existing parent folder is checked.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
-    let kind = FileSystem::of(there).during(|| format!("asking for the file system of {}", there.display()))?;
+    let kind = FileSystem::of(there).during(|| format!("determining the file system of {}", there.display()))?;
     refuse_unsuitable(path, kind, "use ext4, XFS or btrfs, or allow it with --any-file-system")
 }
 
 /// Refuses to serve a datastore in a local folder if the file system there is unsuitable.
 pub fn check_to_serve(location: &Location) -> Result<()> {
     let Some(path) = location.local_path().filter(|path| path.exists()) else { return Ok(()) };
-    let kind = FileSystem::of(path).during(|| format!("asking for the file system of {}", path.display()))?;
+    let kind = FileSystem::of(path).during(|| format!("determining the file system of {}", path.display()))?;
     refuse_unsuitable(
         path,
         kind,
@@ -108,8 +108,9 @@ pub fn look_at(location: &Location) -> FileSystemInfo {
     let copied = copied_files(path);
     if let Some(first) = copied.first() {
         warnings.push(format!(
-            "btrfs copies files of the datastore on write ({first}, {} in all): once it is full, overwrites and flushes may \
-             fail; 'lamina disk migrate DISK --to PATH' moves disks to a datastore whose files are overwritten in place",
+            "btrfs copies files of the datastore on write ({first}, {} in all): once it is full, overwrites and \
+             flushes may fail; 'lamina disk migrate DISK --to PATH' moves disks to a datastore whose files are \
+             overwritten in place",
             copied.len()
         ));
     }

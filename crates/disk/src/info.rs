@@ -1,6 +1,10 @@
 //! Information about a datastore: plain records, the same for text, JSON and the API.
 
 use crate::file_system::FileSystemInfo;
+use crate::growth::Growth;
+use crate::quota::LimitInfo;
+use crate::scrub::ScrubSummary;
+use crate::settings::DiskSettings;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
 pub use layer::image::ImageKind;
@@ -174,7 +178,7 @@ pub struct DiskInfo {
     pub exclusive: Option<u64>,
     /// Number of clients that have the disk open.
     pub clients: u64,
-    /// Connected clients, and disconnected clients that may reconnect, as far as the server knows them.
+    /// Connected clients, and disconnected clients that may reconnect, as far as the server has identified them.
     #[serde(default)]
     pub users: Vec<DiskUser>,
     /// The virtual machine that uses the disk; `None` if that was not requested.
@@ -183,11 +187,32 @@ pub struct DiskInfo {
     /// Why the disk refuses writes since an I/O error; `None` if it does not.
     #[serde(default)]
     pub stopped: Option<String>,
+    /// The settings of the disk.
+    #[serde(default)]
+    pub settings: DiskSettings,
+    /// Writes of clients that wait for space; `None` if no write waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<WaitingWrites>,
     /// Creation time, seconds since 1970.
     pub created: u64,
     /// Further information about a disk in VMware's formats; `None` if it was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<Box<ImageDetails>>,
+}
+
+/// Writes of a disk that wait for space.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitingWrites {
+    /// The disk.
+    pub disk: String,
+    /// Number of writes.
+    pub writes: u64,
+    /// Total length of these writes in bytes.
+    pub bytes: u64,
+    /// When the first of them began to wait, in seconds since 1970. Writes that were carried out since do not count.
+    pub since: u64,
+    /// The error with which the first of them would have failed.
+    pub reason: String,
 }
 
 /// A client of a disk or of a snapshot of it.
@@ -372,8 +397,20 @@ pub struct Status {
     pub disks: u64,
     /// Number of snapshots.
     pub snapshots: u64,
+    /// Quotas and reservations of disks and labels.
+    #[serde(default)]
+    pub limits: Vec<LimitInfo>,
+    /// How fast the used space grows; `None` if there are too few samples.
+    #[serde(default)]
+    pub growth: Option<Growth>,
+    /// Writes that wait for space, by disk.
+    #[serde(default)]
+    pub waiting: Vec<WaitingWrites>,
     /// Blocks that failed their checksum since the datastore was opened.
     pub checksum_errors: u64,
+    /// Scrubs: state, last end, and damage that was found.
+    #[serde(default)]
+    pub scrub: ScrubSummary,
     /// Number of running background operations that are paced by the latency of clients.
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.

@@ -3,11 +3,17 @@
 
 #![forbid(unsafe_code)]
 
+// `testbed.rs` names the crate as the tests in `tests` do.
+#[cfg(test)]
+extern crate self as disk;
+
 pub mod convert;
 pub mod datastore;
 pub mod device;
 pub mod file_system;
 mod foreign;
+pub mod full;
+mod growth;
 pub mod images;
 pub mod info;
 pub mod location;
@@ -16,21 +22,35 @@ mod names;
 mod native;
 pub mod pace;
 mod privacy;
+mod quota;
 pub mod salvage;
+mod scrub;
 pub mod sealed;
+mod settings;
 mod snapshot_group;
 mod space;
 mod spare;
 pub mod switch;
+#[cfg(test)]
+mod testbed;
 pub mod transfer;
+mod zeros;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;
+pub use full::OnFull;
+pub use growth::{Growth, GrowthRate};
 pub use info::*;
 pub use location::Location;
+pub use quota::{LimitInfo, Limits};
+pub use scrub::{
+    DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
+};
+pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
 pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};
+pub use zeros::DetectZeroes;

@@ -1,5 +1,6 @@
 //! Space: what disks and snapshots use, and what deleting any of them would free. All sizes are in bytes.
 
+use crate::growth::Growth;
 use crate::info::Direction;
 use serde::{Deserialize, Serialize};
 
@@ -124,6 +125,9 @@ pub struct DiskSpace {
     pub used_by_snapshots: Option<u64>,
     /// Bytes that deleting the disk with its snapshots would free. For a native disk without metadata.
     pub reclaimable: u64,
+    /// How fast the disk grows, and when it has no unmapped blocks left; `None` if there are too few samples.
+    #[serde(default)]
+    pub growth: Option<Growth>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotSpace>,
 }

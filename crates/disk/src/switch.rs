@@ -21,6 +21,9 @@
 //!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
 
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::full::SpaceWait;
+use crate::quota;
+use crate::settings::OpenDisk;
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
@@ -224,6 +227,8 @@ pub struct SwitchedDevice {
     switch: Arc<Switch>,
     _client: Client,
     told: Told,
+    /// What happens to the client's writes on a full file system, and their limits; `None` for a snapshot.
+    open: Option<Arc<OpenDisk>>,
 }
 
 /// The losses that were reported to a client: the value of `losses` when the client connected, or when it last received
@@ -260,7 +265,41 @@ impl SwitchedDevice {
     pub(crate) fn over(name: impl Into<String>, read_only: bool, client: Client) -> Self {
         let losses = || AtomicU64::new(client.switch.losses.load(Ordering::SeqCst));
         let told = Told { by_flush: losses(), by_fua: losses() };
-        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told }
+        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told, open: None }
+    }
+
+    /// The client, whose writes follow the settings of its disk. They stay those of the client when the device behind
+    /// the switch is exchanged.
+    pub(crate) fn with_settings(mut self, open: Arc<OpenDisk>) -> Self {
+        self.open = Some(open);
+        self
+    }
+
+    /// Makes a range read as zeros.
+    fn zero(&self, held: &Held, (offset, length): (u64, u64), allocate: bool, fua: bool) -> Result<()> {
+        // Without `allocate` holes stay holes, except in thick disks, whose blocks are all mapped.
+        let charged = (offset, if allocate { length } else { 0 });
+        self.charged(held, charged, !allocate, || held.device.write_zeroes(offset, length, allocate, fua))
+    }
+
+    /// Carries out a write after its new blocks were charged to the quotas of the disk. With `may_free`, the write may
+    /// also free blocks.
+    fn charged(
+        &self,
+        held: &Held,
+        (offset, length): (u64, u64),
+        may_free: bool,
+        write: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let Some(gate) = self.open.as_ref().and_then(|open| open.gate.gate()) else { return write() };
+        // A range beyond the end is refused by the device.
+        let is_inside = offset.checked_add(length).is_some_and(|end| end <= held.device.capacity());
+        let new = if is_inside && length > 0 { quota::holes(&*held.device, offset, length)? } else { 0 };
+        let charge = gate.charge(new).map_err(|error| error.context(&self.name))?;
+        if may_free {
+            gate.may_shrink();
+        }
+        write().inspect_err(|_| charge.failed())
     }
 
     fn writer(&self) -> Result<Arc<Held>> {
@@ -348,7 +387,17 @@ impl Device for SwitchedDevice {
     }
 
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
-        self.durable_writer(fua)?.device.write(offset, data, fua)
+        let held = self.durable_writer(fua)?;
+        let range = (offset, data.len() as u64);
+        let setting = self.open.as_ref().map(|open| open.detect_zeroes()).unwrap_or_default();
+        if let Some(allocate) = setting.zeroes(&data) {
+            return self.zero(&held, range, allocate, fua);
+        }
+        self.charged(&held, range, false, || held.device.write(offset, data, fua))
+    }
+
+    fn space_wait(&self) -> Option<&Arc<SpaceWait>> {
+        self.open.as_ref().map(|open| &open.space)
     }
 
     fn pressure(&self) -> u32 {
@@ -356,11 +405,17 @@ impl Device for SwitchedDevice {
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        self.durable_writer(fua)?.device.discard(offset, length, fua)
+        let held = self.durable_writer(fua)?;
+        let discarded = held.device.discard(offset, length, fua);
+        if let Some(gate) = self.open.as_ref().and_then(|open| open.gate.gate()) {
+            gate.may_shrink();
+        }
+        discarded
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
-        self.durable_writer(fua)?.device.write_zeroes(offset, length, allocate, fua)
+        let held = self.durable_writer(fua)?;
+        self.zero(&held, (offset, length), allocate, fua)
     }
 
     fn begin_flush(&self) -> Result<FlushTicket> {

@@ -5,11 +5,13 @@
 
 #[path = "conversion/refusals.rs"]
 mod refusals;
+#[path = "../src/testbed.rs"]
+mod testbed;
 
 use chain::Chain;
 use disk::convert::{Address, Conversion, Converted, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{self, ImageKind, NewImage};
-use disk::{Datastore, InitOptions, NoProgress, OpenOptions, Progress, QueueChoice};
+use disk::{Datastore, InitOptions, NoProgress, Progress, QueueChoice};
 use error::{Error, ErrorKind, Result};
 use layer::image::{Format, Place, open_chain};
 use std::path::{Path, PathBuf};
@@ -81,6 +83,7 @@ fn conversion(from: &Path, to: &Path, format: TargetFormat) -> Conversion {
         format,
         options: ImageOptions::default(),
         rate: 0,
+        skip_damaged: false,
     }
 }
 
@@ -90,13 +93,7 @@ fn convert(from: &Path, to: &Path, format: TargetFormat) -> Result<Converted> {
 
 fn store(path: &Path) -> Arc<Datastore> {
     Datastore::init(path, InitOptions { journal_size: 4 << 20 }).unwrap();
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Threads,
-        metadata_cache: 16 << 20,
-        write_buffer: 16 << 20,
-    };
-    Datastore::open(path, options).unwrap()
+    Datastore::open(path, testbed::options(QueueChoice::Threads)).unwrap()
 }
 
 fn disk_content(store: &Datastore, name: &str) -> Vec<u8> {
@@ -179,6 +176,7 @@ fn every_format_converts_to_every_other() {
             format: *format,
             options: ImageOptions { format: Some(SourceFormat::Raw), ..ImageOptions::default() },
             rate: 0,
+            skip_damaged: false,
         };
         let converted = first.run(Some(&store), &NoProgress).unwrap();
         assert_eq!((converted.capacity, converted.format), (ODD, *format));
@@ -194,7 +192,14 @@ fn every_format_converts_to_every_other() {
             std::fs::create_dir(path.join("out")).unwrap();
             let options =
                 ImageOptions { format: (name == "raw").then_some(SourceFormat::Raw), ..ImageOptions::default() };
-            let conversion = Conversion { from: from.clone(), to: to.clone(), format: *format, options, rate: 0 };
+            let conversion = Conversion {
+                from: from.clone(),
+                to: to.clone(),
+                format: *format,
+                options,
+                rate: 0,
+                skip_damaged: false,
+            };
             let what = format!("{name} to {format}");
             let converted = conversion.run(Some(&store), &NoProgress).unwrap_or_else(|e| panic!("{what}: {e}"));
             match &to {
@@ -382,7 +387,8 @@ fn a_cancelled_conversion_leaves_no_files() {
                 _ => Address::Path(out.join(file_of(format, "vm"))),
             };
             let from = Address::Path(path.join("a.raw"));
-            let conversion = Conversion { from, to, format, options: ImageOptions::default(), rate: 0 };
+            let conversion =
+                Conversion { from, to, format, options: ImageOptions::default(), rate: 0, skip_damaged: false };
             match conversion.run(Some(&store), &Patience(AtomicU64::new(patience))) {
                 Ok(_) => {
                     ended = true;
@@ -463,6 +469,7 @@ fn a_conversion_reads_the_disk_as_of_its_beginning() {
             format: TargetFormat::Image(ImageKind::Raw),
             options: ImageOptions::default(),
             rate: 0,
+            skip_damaged: false,
         };
         let writing = Meanwhile(|done| (0..64).for_each(|number| write(2, number * MIB + done % MIB / 4096 * 4096)));
         conversion.run(Some(&store), &writing).unwrap();
@@ -496,7 +503,7 @@ fn disks_in_vmwares_formats_are_sources_and_targets() {
                 format: matches!(from, Address::Path(_)).then_some(SourceFormat::Raw),
                 ..Default::default()
             };
-            let conversion = Conversion { from, to, format, options, rate: 0 };
+            let conversion = Conversion { from, to, format, options, rate: 0, skip_damaged: false };
             conversion.run(Some(&store), &NoProgress).unwrap_or_else(|error| panic!("{kind}: {error}"));
         }
         assert!(disk_content(&store, "vm") == model, "{kind}");
@@ -509,6 +516,7 @@ fn disks_in_vmwares_formats_are_sources_and_targets() {
                 format: TargetFormat::Image(kind),
                 options: ImageOptions::default(),
                 rate: 0,
+                skip_damaged: false,
             };
             let error = conversion.run(Some(&store), &Patience(AtomicU64::new(patience))).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Interrupted, "{kind}: {error}");
@@ -521,7 +529,8 @@ fn disks_in_vmwares_formats_are_sources_and_targets() {
     }
     for format in [TargetFormat::Ova, TargetFormat::StreamOptimized] {
         let (from, to) = (Address::Path(path.join("a.raw")), Address::Disk("vm".into()));
-        let conversion = Conversion { from, to, format, options: ImageOptions::default(), rate: 0 };
+        let conversion =
+            Conversion { from, to, format, options: ImageOptions::default(), rate: 0, skip_damaged: false };
         assert_eq!(conversion.run(Some(&store), &NoProgress).err().unwrap().kind(), ErrorKind::Unsupported);
     }
     store.close().unwrap();

@@ -1,17 +1,15 @@
 //! A short run through all operations of a datastore.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../src/testbed.rs"]
+mod testbed;
+
 use backend::{Buffer, SharedSlice};
 use disk::*;
 use error::ErrorKind;
 
 fn options() -> OpenOptions {
-    OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Auto,
-        metadata_cache: 16 << 20,
-        write_buffer: 8 << 20,
-    }
+    testbed::options(QueueChoice::Auto)
 }
 
 /// A datastore with one disk, `a`, that has a snapshot `s1`.
@@ -59,7 +57,7 @@ fn invisible_characters_are_refused_in_new_names_and_disks_that_have_them_stay_u
         assert_eq!(taken.unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    // As an older version made it.
+    // A disk with a name that an older version permitted.
     let provisioning = store::catalog::Provisioning::Thin;
     let disk =
         store::engine::NewDisk { name: old.into(), capacity: 1 << 20, provisioning, uuid: [7; 16], incomplete: false };

@@ -6,8 +6,10 @@
 #[path = "../../backend/tests/conformance/memory.rs"]
 #[allow(dead_code, reason = "the conformance tests use all of it")]
 mod memory;
+#[path = "../src/testbed.rs"]
+mod testbed;
 
-use backend::{IoMode, SharedSlice};
+use backend::SharedSlice;
 use disk::location::{Scheme, register};
 use disk::migrate::MigrateOptions;
 use disk::salvage::{Extract, SalvageRequest};
@@ -44,13 +46,15 @@ fn at(text: &str) -> Location {
     Location::parse(text).unwrap()
 }
 
-const OPTIONS: OpenOptions =
-    OpenOptions { mode: IoMode::Buffered, queue: QueueChoice::Auto, metadata_cache: 16 << 20, write_buffer: 8 << 20 };
 const INIT: InitOptions = InitOptions { journal_size: 4 << 20 };
+
+fn options() -> OpenOptions {
+    testbed::options(QueueChoice::Auto)
+}
 
 fn made(location: &Location) -> Arc<Datastore> {
     Datastore::init(location, INIT).unwrap();
-    Datastore::open(location, OPTIONS).unwrap()
+    Datastore::open(location, options()).unwrap()
 }
 
 fn create(datastore: &Datastore, disk: &str) {
@@ -87,13 +91,13 @@ fn a_datastore_is_created_opened_and_used_by_its_location() {
     assert_eq!((location.to_string().as_str(), location.local_path()), ("memory:first", None));
     assert_eq!((location.absolute().unwrap(), location.resolved().unwrap()), (location.clone(), location.clone()));
 
-    let missing = Datastore::open(&location, OPTIONS).err().unwrap();
+    let missing = Datastore::open(&location, options()).err().unwrap();
     assert_eq!(missing.kind(), ErrorKind::NotFound);
     assert!(missing.to_string().starts_with("memory:first is not a datastore: it has no superblock"), "{missing}");
     assert_eq!(with_medium("first", MemoryMedium::connect).list().unwrap(), Vec::<String>::new());
 
     let datastore = made(&location);
-    let busy = Datastore::open(&location, OPTIONS).err().unwrap();
+    let busy = Datastore::open(&location, options()).err().unwrap();
     assert_eq!(busy.kind(), ErrorKind::Busy);
     assert!(busy.to_string().starts_with("memory:first: "), "{busy}");
 
@@ -110,7 +114,7 @@ fn a_datastore_is_created_opened_and_used_by_its_location() {
     drop(datastore);
     assert_eq!(Datastore::init(&location, INIT).unwrap_err().kind(), ErrorKind::Exists);
 
-    let datastore = Datastore::open(&location, OPTIONS).unwrap();
+    let datastore = Datastore::open(&location, options()).unwrap();
     assert_eq!(["a", "a@s", "b", "c"].map(|device| byte(&datastore, device)), [2, 1, 1, 1]);
     assert_clean(&datastore);
     datastore.close().unwrap();
@@ -139,7 +143,7 @@ fn a_datastore_stops_when_its_medium_revokes_the_ownership() {
     let error = device.write(0, SharedSlice::copy_of(&[3; BLOCK]), false).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped);
     // The next owner continues from the flushed state, while the former owner is still running.
-    let next = Datastore::open(&location, OPTIONS).unwrap();
+    let next = Datastore::open(&location, options()).unwrap();
     assert_eq!(byte(&next, "a"), 1);
     next.close().unwrap();
 }
@@ -157,12 +161,12 @@ fn disks_move_between_media_and_folders() {
     datastore.close().unwrap();
     drop(datastore);
     for (from, to) in all.iter().zip(&all[1..]) {
-        let datastore = Datastore::open(from, OPTIONS).unwrap();
+        let datastore = Datastore::open(from, options()).unwrap();
         datastore.migrate_away("a", &to_native(), to, &NoProgress).unwrap();
         assert_eq!(datastore.disks().unwrap(), vec![]);
         datastore.close().unwrap();
     }
-    let datastore = Datastore::open(&all[0], OPTIONS).unwrap();
+    let datastore = Datastore::open(&all[0], options()).unwrap();
     assert_eq!(byte(&datastore, "a"), 7);
     assert_clean(&datastore);
     for name in datastore.directory().list().unwrap() {
@@ -179,12 +183,12 @@ fn a_disk_is_salvaged_from_one_medium_to_another() {
     write(&datastore, "a", 9);
     datastore.close().unwrap();
     Datastore::init(&to, INIT).unwrap();
-    let extract = Extract { disk: "a".into(), snapshot: None, to: to.clone(), format: None, name: None, rate: 0 };
-    let request = SalvageRequest { datastore: from, extract: None };
-    assert_eq!(request.list().unwrap().objects.len(), 1);
+    let extract = Extract { disk: Some("a".into()), snapshot: None, to: to.clone(), format: None, name: None, rate: 0 };
+    let request = SalvageRequest { datastore: from, options: Default::default(), extract: None };
+    assert_eq!(request.list(&NoProgress).unwrap().objects.len(), 1);
     let report = request.extract(&extract, &NoProgress).unwrap();
     assert_eq!((report.target.as_str(), report.lost), ("a of memory:saved", vec![]));
-    assert_eq!(byte(&Datastore::open(&to, OPTIONS).unwrap(), "a"), 9);
+    assert_eq!(byte(&Datastore::open(&to, options()).unwrap(), "a"), 9);
 }
 
 #[test]
@@ -215,5 +219,5 @@ fn a_folder_may_have_a_colon_in_its_name() {
     datastore.close().unwrap();
     drop(datastore);
     assert!(folder.path().join("memory:x/superblock").is_file());
-    assert_eq!(byte(&Datastore::open(&location, OPTIONS).unwrap(), "a"), 5);
+    assert_eq!(byte(&Datastore::open(&location, options()).unwrap(), "a"), 5);
 }

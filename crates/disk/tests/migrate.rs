@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "../src/testbed.rs"]
+mod testbed;
+
 use backend::SharedSlice;
 use disk::migrate::MigrateOptions;
 use disk::*;
@@ -28,13 +31,7 @@ const FORMATS: [(&str, Provisioning); 9] = [
 ];
 
 fn open(path: &Path) -> Arc<Datastore> {
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Threads,
-        metadata_cache: 16 << 20,
-        write_buffer: 8 << 20,
-    };
-    Datastore::open(path, options).unwrap()
+    Datastore::open(path, testbed::options(QueueChoice::Threads)).unwrap()
 }
 
 fn made(path: &Path) -> Arc<Datastore> {

@@ -1,5 +1,9 @@
 //! A datastore has one owner at a time, even if its lock file or superblock is renamed or replaced.
 #![allow(clippy::unwrap_used)]
+
+#[path = "../src/testbed.rs"]
+mod testbed;
+
 use backend::SharedSlice;
 use disk::*;
 use error::ErrorKind;
@@ -8,13 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 fn open(path: &Path) -> error::Result<Arc<Datastore>> {
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Threads,
-        metadata_cache: 4 << 20,
-        write_buffer: 1 << 20,
-    };
-    Datastore::open(path, options)
+    Datastore::open(path, testbed::options(QueueChoice::Threads))
 }
 
 fn made() -> (tempfile::TempDir, std::path::PathBuf) {

@@ -27,7 +27,7 @@ pub enum ErrorKind {
     Corrupt,
     /// The medium failed (EIO).
     Io,
-    /// Made by a newer version, or not available on this machine (ENOTSUP).
+    /// The data was written by a newer version, or the operation is not available on this machine (ENOTSUP).
     Unsupported,
     /// Cancelled on request; no partial result is left (EINTR).
     Interrupted,
@@ -72,7 +72,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind with a name that a peer sent; [`ErrorKind::Io`] if this version does not know the name.
+    /// The kind with a name that a peer sent; [`ErrorKind::Io`] if this version has no kind of that name.
     pub fn from_name(name: &str) -> Self {
         Self::ALL.into_iter().find(|kind| kind.name() == name).unwrap_or(Self::Io)
     }

@@ -15,8 +15,11 @@
 //!    has, by the new rules, the permission that it uses.
 
 mod current;
+mod users;
 
 pub use current::{CurrentRules, Lost, Registered};
+pub(crate) use users::Restricted;
+pub use users::UserAccess;
 
 use connections::{CertificateName, PeerCertificate};
 use error::{Error, ErrorKind, Result};
@@ -36,7 +39,7 @@ pub enum Permission {
 
 /// The clients to which a rule applies.
 #[derive(Clone, Debug)]
-enum Whom {
+enum RuleSubject {
     /// Every client with a valid certificate.
     Authenticated,
     /// Clients whose certificate has this name.
@@ -45,7 +48,7 @@ enum Whom {
 
 #[derive(Clone, Debug)]
 struct Rule {
-    whom: Whom,
+    subject: RuleSubject,
     disks: Vec<String>,
     permission: Permission,
 }
@@ -96,9 +99,9 @@ impl Rules {
 
     /// The rules for a client with this certificate. No rule applies to a client without a certificate.
     pub fn of(&self, certificate: Option<&PeerCertificate>) -> Granted<'_> {
-        let applies = |rule: &&Rule| match &rule.whom {
-            Whom::Authenticated => certificate.is_some(),
-            Whom::Named(name) => certificate.is_some_and(|certificate| certificate.has(name)),
+        let applies = |rule: &&Rule| match &rule.subject {
+            RuleSubject::Authenticated => certificate.is_some(),
+            RuleSubject::Named(name) => certificate.is_some_and(|certificate| certificate.has(name)),
         };
         Granted { rules: self.rules.iter().filter(applies).collect() }
     }
@@ -119,10 +122,10 @@ impl Rule {
         let [client, disks, permission] = words else {
             return Err(format!("{} words; a rule is 'CLIENT DISKS read' or 'CLIENT DISKS write'", words.len()));
         };
-        let whom = match *client {
-            "*" => Whom::Authenticated,
+        let subject = match *client {
+            "*" => RuleSubject::Authenticated,
             name => match CertificateName::parse(name) {
-                Some(name) => Whom::Named(name),
+                Some(name) => RuleSubject::Named(name),
                 None => {
                     return Err(format!("'{name}' cannot be the name of a certificate; '*' stands for every client"));
                 }
@@ -136,7 +139,7 @@ impl Rule {
         let disks: Vec<String> = disks.split(',').map(str::to_owned).collect();
         match disks.iter().find(|pattern| pattern.is_empty() || pattern.contains(['@', '/'])) {
             Some(pattern) => Err(format!("'{pattern}' is no pattern for names of disks")),
-            None => Ok(Self { whom, disks, permission }),
+            None => Ok(Self { subject, disks, permission }),
         }
     }
 }

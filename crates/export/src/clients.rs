@@ -51,18 +51,18 @@ pub struct Client {
     pub grace: Option<Duration>,
 }
 
-/// The clients that are told to reconnect.
+/// The clients whose connections are ended, so that they reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whose {
+pub enum ClientSelection {
     /// All clients.
     All,
     /// The connections of one process.
     Process(i32),
 }
 
-impl Whose {
+impl ClientSelection {
     /// Whether connections of the client `peer` have to end.
-    pub fn means(self, peer: &Peer) -> bool {
+    pub fn matches(self, peer: &Peer) -> bool {
         match self {
             Self::All => true,
             Self::Process(wanted) => matches!(peer, Peer::Process { pid, .. } if *pid == wanted),
@@ -89,7 +89,7 @@ pub struct Clients {
 
 struct Shared {
     grace: Duration,
-    state: Mutex<State>,
+    state: Mutex<ClientsState>,
     /// Signalled when a session has ended.
     left: Condvar,
     /// Signalled when the record may have to be written.
@@ -98,7 +98,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct ClientsState {
     next: u64,
     sessions: BTreeMap<u64, Session>,
     gone: Vec<Waiting>,
@@ -155,14 +155,14 @@ impl fmt::Debug for Clients {
 impl Clients {
     /// A list of clients without a record.
     pub fn in_memory(grace: Duration) -> Self {
-        Self::with(grace, None, State::default())
+        Self::with(grace, None, ClientsState::default())
     }
 
     /// The list for a server that is starting: clients of the previous server are in grace, for the whole grace time.
     /// The record is not changed until [`Clients::keep_record`].
     pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Self {
         let (grace, now) = (grace.min(CLIENT_GRACE_MAX), clock::seconds());
-        let mut state = State { changed: true, ..State::default() };
+        let mut state = ClientsState { changed: true, ..ClientsState::default() };
         for mut gone in record::read(&*directory).map(|record| record.clients).unwrap_or_default() {
             if gone.with_server || gone.ended.is_none() {
                 gone.with_server = true;
@@ -199,7 +199,7 @@ impl Clients {
             return Self::in_memory(CLIENT_GRACE_DEFAULT);
         };
         let (grace, now) = (Duration::from_secs(grace).min(CLIENT_GRACE_MAX), clock::seconds());
-        let mut state = State::default();
+        let mut state = ClientsState::default();
         for mut gone in clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
@@ -224,7 +224,7 @@ impl Clients {
         clients
     }
 
-    fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: State) -> Self {
+    fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: ClientsState) -> Self {
         let grace = grace.min(CLIENT_GRACE_MAX);
         let shared = Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
@@ -263,11 +263,11 @@ impl Clients {
 
     /// Tells the matching sessions of an export to finish the requests they have begun and to end; returns their
     /// numbers.
-    pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
+    pub(super) fn retire(&self, export: &str, selection: ClientSelection) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
         for (number, session) in &mut state.sessions {
-            if whose.means(&session.peer) && session.export.as_deref() == Some(export) {
+            if selection.matches(&session.peer) && session.export.as_deref() == Some(export) {
                 session.retiring = true;
                 session.stop.store(true, Ordering::SeqCst);
                 if let Some(connection) = &session.connection {
@@ -357,7 +357,7 @@ impl Drop for Clients {
     }
 }
 
-impl State {
+impl ClientsState {
     fn record(&self, grace: Duration) -> Record {
         let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
             Some(Gone {
@@ -376,7 +376,7 @@ impl State {
 
 impl Shared {
     /// If the list has changed, wakes the thread that writes the record.
-    fn touch(&self, state: &mut State, changed: bool) {
+    fn touch(&self, state: &mut ClientsState, changed: bool) {
         if changed {
             state.changed = true;
             self.due.notify_all();
@@ -471,14 +471,14 @@ impl Visit {
     /// Called when the client is about to open an export. Waits for those sessions of the export that have to end.
     ///
     /// # Errors
-    /// `Busy` if these sessions do not end within `patience`, if this session is told to end, or if a client of a disk
-    /// that had this name before may still reconnect under it.
+    /// `Busy` if these sessions do not end within `patience`, if this session has to end itself, or if a client of a
+    /// disk that had this name before may still reconnect under it.
     pub fn chooses(&self, export: &str, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         let own = self.number;
         // A session whose handshake is not complete has no requests to wait for.
-        let in_the_way = |state: &State| {
+        let in_the_way = |state: &ClientsState| {
             let ends =
                 |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
             state.sessions.iter().any(|(number, session)| *number != own && ends(session))

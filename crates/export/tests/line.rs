@@ -8,7 +8,9 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use backend::{Buffer, Queue, SharedSlice, portable};
+use disk::OnFull;
 use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
+use disk::full::SpaceWait;
 use error::{Error, ErrorKind, Result};
 use export::exports::{ExportName, Exports};
 use export::session::{Operation, Reply, Session};
@@ -41,6 +43,9 @@ fn serve(mut socket: UnixStream, exports: &dyn Exports) {
             session.submit(number, operation);
         }
         session.end_batch();
+        if ended {
+            session.refuse_waiting();
+        }
         while let Some(done) = session.completed() {
             let reply = match done.outcome {
                 Ok(Reply::Done) => format!("{} ok\n", done.tag),
@@ -91,6 +96,9 @@ struct Memory {
     /// Flushes wait while this is set.
     held: Mutex<bool>,
     changed: Condvar,
+    /// Changes fail for lack of space while this is set.
+    full: Mutex<bool>,
+    space: Arc<SpaceWait>,
     /// Number of flushes that have read the content which they make durable.
     begun: Mutex<u32>,
     began: Condvar,
@@ -98,6 +106,9 @@ struct Memory {
 
 impl Memory {
     fn change(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        if *self.full.lock() {
+            return Err(Error::new(ErrorKind::NoSpace, "the disk is full"));
+        }
         let mut letters = self.letters.lock();
         let place = letters.get_mut(offset as usize..offset as usize + bytes.len());
         place.ok_or_else(|| Error::new(ErrorKind::Invalid, "beyond the end"))?.copy_from_slice(bytes);
@@ -138,8 +149,12 @@ impl Device for Memory {
     fn write(&self, offset: u64, data: SharedSlice, _fua: bool) -> Result<()> {
         self.change(offset, &data)
     }
-    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        self.write_zeroes(offset, length, false, fua)
+    fn space_wait(&self) -> Option<&Arc<SpaceWait>> {
+        Some(&self.space)
+    }
+    fn discard(&self, offset: u64, length: u64, _fua: bool) -> Result<()> {
+        self.letters.lock()[offset as usize..(offset + length) as usize].fill(b'-');
+        Ok(())
     }
     fn write_zeroes(&self, offset: u64, length: u64, _allocate: bool, _fua: bool) -> Result<()> {
         self.change(offset, &vec![b'-'; length as usize])
@@ -198,6 +213,11 @@ impl Drop for Release<'_> {
 
 /// Runs a session over a pair of sockets concurrently with `client`.
 fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -> String)) {
+    with_policy(OnFull::Error, client);
+}
+
+/// As [`with_session`], on a disk with this policy.
+fn with_policy(policy: OnFull, client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -> String)) {
     let memory = Arc::new(Memory {
         letters: Mutex::new(vec![b'.'; 64]),
         durable: Mutex::new(Vec::new()),
@@ -205,6 +225,8 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
         changed: Condvar::new(),
         begun: Mutex::new(0),
         began: Condvar::new(),
+        full: Mutex::new(false),
+        space: SpaceWait::alone("memory", policy),
     });
     let exports = One(Arc::clone(&memory));
     let (mut near, far) = UnixStream::pair().unwrap();
@@ -240,7 +262,7 @@ fn every_request_gets_one_reply() {
 #[test]
 fn a_flush_delays_no_other_request() {
     with_session(|memory, near, reply| {
-        // A request arrives during a slow flush: from here on flushes are handed over.
+        // A request arrives during a slow flush, so the session hands later flushes over to another thread.
         near.write_all(b"write 0 aaaa\nflush\n").unwrap();
         assert_eq!([reply(), reply()], ["1 ok", "2 ok"]);
         memory.hold(true);
@@ -273,5 +295,59 @@ fn a_session_ends_when_its_flush_has_completed() {
         memory.hold(false);
         assert_eq!(reply(), "4 ok");
         assert_eq!(&memory.durable.lock()[..4], b"cccc");
+    });
+}
+
+#[test]
+fn a_write_that_waits_for_space_delays_no_other_request() {
+    with_policy(OnFull::Wait(None), |memory, near, reply| {
+        near.write_all(b"write 4 kept\n").unwrap();
+        assert_eq!(reply(), "1 ok");
+        *memory.full.lock() = true;
+        near.write_all(b"write 0 aaaa\nzero 8 2\nread 0 8\nflush\ndiscard 4 2\n").unwrap();
+        let mut replies: Vec<String> = (0..3).map(|_| reply()).collect();
+        replies.sort();
+        assert_eq!(replies, ["4 ok ....kept", "5 ok", "6 ok"]);
+        assert_eq!(&memory.durable.lock()[..4], b"....", "a flush does not cover a write that is not acknowledged");
+        let waiting = memory.space.waiting().unwrap();
+        assert_eq!((waiting.writes, waiting.bytes, waiting.reason.as_str()), (2, 6, "the disk is full"));
+        // Requests that arrive later are served as well.
+        near.write_all(b"read 4 4\n").unwrap();
+        assert_eq!(reply(), "7 ok --pt");
+        *memory.full.lock() = false;
+        assert_eq!([reply(), reply()], ["2 ok", "3 ok"], "in the order of their arrival");
+        assert_eq!(memory.space.waiting(), None);
+        near.write_all(b"read 0 10\n").unwrap();
+        assert_eq!(reply(), "8 ok aaaa--pt--");
+    });
+}
+
+#[test]
+fn a_write_waits_for_space_no_longer_than_the_policy_says() {
+    let limit = Duration::from_secs(1);
+    with_policy(OnFull::Wait(Some(limit)), |memory, near, reply| {
+        *memory.full.lock() = true;
+        let began = std::time::Instant::now();
+        near.write_all(b"write 0 aaaa\n").unwrap();
+        assert_eq!(reply(), "1 failed the disk is full");
+        assert!(began.elapsed() >= limit);
+        assert_eq!(memory.space.waiting(), None);
+    });
+    with_policy(OnFull::Error, |memory, near, reply| {
+        *memory.full.lock() = true;
+        near.write_all(b"write 0 aaaa\nread 0 4\n").unwrap();
+        assert_eq!([reply(), reply()], ["1 failed the disk is full", "2 ok ...."]);
+    });
+}
+
+#[test]
+fn no_write_waits_for_space_once_the_client_has_gone() {
+    with_policy(OnFull::Wait(None), |memory, near, reply| {
+        *memory.full.lock() = true;
+        near.write_all(b"write 0 aaaa\nread 0 4\n").unwrap();
+        assert_eq!(reply(), "2 ok ....");
+        near.shutdown(std::net::Shutdown::Write).unwrap();
+        assert_eq!(reply(), "1 failed the disk is full");
+        assert_eq!(memory.space.waiting(), None);
     });
 }

@@ -5,7 +5,7 @@ use error::ErrorKind;
 /// Wrong usage: an invalid option, size or name.
 pub const USAGE: u8 = 2;
 
-/// Data is corrupt, a check found problems that are not repaired, or a salvage lost ranges.
+/// Data is corrupt, a check found problems that are not repaired, or a salvage or conversion lost ranges.
 pub const CORRUPT: u8 = 6;
 
 /// For `vm exec`: the program in the guest has not ended within the time limit. `timeout` uses the same code.

@@ -2,7 +2,10 @@
 //! they arrive.
 
 use crate::output::{self, Extents, Form};
-use control::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch};
+use control::{
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, ScrubRequest, SnapshotRequest,
+    Watch,
+};
 use disk::Progress;
 use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -77,6 +80,7 @@ impl Bar {
 fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
+        Request::Scrub(ScrubRequest::Start { .. }) => ("scrubbing", BYTES),
         Request::Disk(DiskRequest::Space { .. }) => ("counting", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
@@ -92,6 +96,15 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Convert(_) => ("converting", BYTES),
         Request::Salvage(_) => ("reading", BYTES),
         Request::Send(_) => ("sending", BYTES),
+        Request::Backup(request) => match request {
+            BackupRequest::Create(_) => ("backing up", BYTES),
+            BackupRequest::Verify { .. } => ("verifying", BYTES),
+            BackupRequest::Restore(_) => ("restoring", BYTES),
+            BackupRequest::Key { .. }
+            | BackupRequest::List { .. }
+            | BackupRequest::Delete { .. }
+            | BackupRequest::Prune { .. } => return None,
+        },
         Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
         Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),

@@ -13,6 +13,7 @@ mod follow;
 mod generate;
 mod output;
 mod serve;
+mod stream;
 
 use clap::Parser;
 use cli::{Cli, Command, VmArguments, VmCommand};
@@ -27,6 +28,7 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
+use stream::Stream;
 use tracing_subscriber::EnvFilter;
 use vm::agent::Execution;
 
@@ -63,7 +65,7 @@ impl From<io::Error> for End {
 fn main() -> ExitCode {
     generate::complete();
     let exec = cli::usage::is_exec(std::env::args_os());
-    // Determined before parsing, so that errors of parsing have the right form too.
+    // The form of the output is determined before parsing, so that errors of parsing have this form too.
     let form = Form::new(std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json"));
     let usage = if exec { exit::EXEC_FAILED } else { exit::USAGE };
     let end = match Cli::try_parse() {
@@ -99,6 +101,7 @@ fn run(cli: Cli) -> Result<End, End> {
         let Some(work) = request else {
             return Err(End::Usage("only long operations can run in the background".into()));
         };
+        stream::refuse_background(&work)?;
         request = Some(Request::Job(JobRequest::Start(Box::new(work))));
     }
     match (cli.command, request) {
@@ -190,7 +193,7 @@ fn init(location: &Location, journal_size: u64, any_file_system: bool, form: For
 }
 
 /// Carries out a request, and prints its reply.
-fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
+fn ask(target: &Target, form: Form, mut request: Request) -> Result<End, End> {
     let interrupted = match is_interruptible(&request) {
         true => follow::interruption(exit::INTERRUPTED)?,
         false => Arc::default(),
@@ -204,13 +207,25 @@ fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
         _ => Parts::None,
     };
     let follow = Follow::new(&request, interrupted, parts);
+    let stream = match target {
+        Target::At(location) => Stream::prepare(&mut request, location)?,
+        _ => None,
+    };
     let outcome = control::dispatch(target, request.clone(), &follow);
+    let streamed = stream.map(Stream::finish);
     let unread = follow.unread();
     let parts = follow.finish();
     let reply = match outcome {
         Err(_) if unread => return Err(End::Unread),
         outcome => outcome?,
     };
+    if let Some(streamed) = streamed {
+        streamed?;
+        if matches!(reply, Reply::BackedUp(_)) {
+            // Standard output has the backup.
+            return Ok(End::Code(0));
+        }
+    }
     match (&reply, parts) {
         (Reply::Diff { extents, bytes }, Parts::Extents(printer)) => printer.end(*extents, *bytes)?,
         _ => output::print(&mut out, form, &request, &reply)?,
@@ -299,8 +314,12 @@ fn is_interruptible(request: &Request) -> bool {
 fn finds_fault(reply: &Reply) -> bool {
     match reply {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
+        Reply::Scrub(report) => report.summary.damaged > 0,
         Reply::ImageCheck(check) => check.problems > 0,
         Reply::Image(info) => info.problem.is_some(),
+        Reply::Converted(made) => !made.lost.is_empty(),
+        Reply::Verified(verified) => !verified.problems.is_empty(),
+        Reply::Backups(backups) => backups.iter().any(|backup| backup.problem.is_some()),
         Reply::SalvageList(list) => {
             let doubtful = list.objects.iter().any(|object| object.lost > 0 || !object.proven);
             doubtful || list.incomplete || list.behind

@@ -275,8 +275,8 @@ fn a_snapshot_that_is_only_a_name_frees_nothing_and_one_without_children_all_its
     assert_eq!((number(&name_only, "images"), number(&name_only, "images_kept")), (0, 1));
     let leaf = dry("vm@b");
     assert_eq!((&leaf["estimate"], number(&leaf, "images_merged")), (&Value::Null, 0));
-    // Without b, the image of a has one child, and is merged into it or the other way round. In the other order, it is
-    // merged after b is gone, and does not stay either.
+    // Without snapshot b, the image of snapshot a has one child, with which it is merged. If a is deleted first, its
+    // image is merged after b is deleted, so it does not stay either.
     for names in ["vm@b vm@a", "vm@a vm@b"] {
         let both = dry(names);
         assert_eq!((number(&both, "images_merged"), number(&both, "images_kept")), (1, 0), "{names}");

@@ -21,10 +21,13 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 75] = [
+const VERBS: [Verb; 91] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
+    verb("scrub start", ""),
+    verb("scrub status", ""),
+    verb("scrub cancel", ""),
     Verb { name: "salvage", arguments: "/nowhere --list", on_datastore: false, demands: true },
     verb("disk create", "vm1 10G"),
     verb("disk list", ""),
@@ -35,6 +38,9 @@ const VERBS: [Verb; 75] = [
     verb("disk detach", "vm1"),
     verb("disk stats", "vm1"),
     verb("disk tune", "vm1 --levels-max 8"),
+    verb("disk edit", "vm1 --on-full wait"),
+    verb("label list", ""),
+    verb("label limit", "tenant=a --quota 1G"),
     verb("disk inflate", "vm1"),
     verb("disk reopen", "vm1"),
     verb("disk punchzero", "vm1"),
@@ -47,6 +53,13 @@ const VERBS: [Verb; 75] = [
     Verb { name: "disk send", arguments: "vm1 lamina://nowhere.invalid:1/vm1", on_datastore: false, demands: true },
     verb("receive list", ""),
     verb("receive delete", "00000000-0000-4000-8000-000000000000"),
+    verb("backup create", "vm1@a /nowhere/backups"),
+    Verb { name: "backup key", arguments: "/nowhere/key", on_datastore: false, demands: true },
+    Verb { name: "backup list", arguments: "/nowhere/backups", on_datastore: false, demands: true },
+    Verb { name: "backup verify", arguments: "/nowhere/backups", on_datastore: false, demands: true },
+    verb("backup restore", "/nowhere/backups vm1"),
+    Verb { name: "backup delete", arguments: "/nowhere/backups vm1@a", on_datastore: false, demands: true },
+    Verb { name: "backup prune", arguments: "/nowhere/backups --keep last=1", on_datastore: false, demands: true },
     verb("snapshot create", "vm1@a vm2@a"),
     verb("snapshot list", ""),
     verb("snapshot show", "vm1@a"),
@@ -91,12 +104,15 @@ const VERBS: [Verb; 75] = [
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     // For groups of commands, a verb is mandatory.
+    Verb { name: "scrub", arguments: "status", on_datastore: false, demands: true },
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
     Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "receive", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "backup", arguments: "list /nowhere/backups", on_datastore: false, demands: true },
     Verb { name: "job", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "label", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];
@@ -107,8 +123,17 @@ fn failure(verb: &str, code: i32) -> i32 {
 }
 
 /// Verbs that accept any number of names.
-const SEVERAL: [&str; 7] =
-    ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete", "vm send-key"];
+const SEVERAL: [&str; 9] = [
+    "backup verify",
+    "backup delete",
+    "snapshot create",
+    "vm start",
+    "vm stop",
+    "vm pause",
+    "vm resume",
+    "vm delete",
+    "vm send-key",
+];
 
 #[test]
 fn the_list_of_verbs_is_complete() {
@@ -345,7 +370,7 @@ impl Completion {
 }
 
 #[test]
-fn names_of_disks_snapshots_and_machines_are_completed() {
+fn names_of_disks_snapshots_machines_and_jobs_are_completed() {
     let store = Store::new();
     let completion = Completion::new();
     let datastore = store.path();
@@ -371,6 +396,10 @@ fn names_of_disks_snapshots_and_machines_are_completed() {
     assert_eq!(of("vm clone w"), ["web", "web@before"]);
     assert!(of("disk create we").is_empty() && of("disk show x").is_empty());
     assert!(completion.of("-D /nowhere disk show x").is_empty());
+    let copying = store.run("clone other copy --full --background --json").json();
+    let job = copying["id"].as_str().unwrap();
+    assert!(of("job wait ").iter().any(|word| word == job), "{job}");
+    assert_eq!(of("backup create web-root@"), ["web-root@monday"]);
 }
 
 #[test]

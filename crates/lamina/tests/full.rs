@@ -7,8 +7,8 @@ use std::path::Path;
 use testkit::Random;
 use testkit::mounted::{fill_rest, leave, make_room, on_ext4, on_tmpfs, take_the_rest};
 use testkit::nbd::{Client, ENOSPC, Failure};
-use testkit::pattern;
 use testkit::process::{Store, until};
+use testkit::{pattern, split};
 
 const BLOCK: u64 = 4096;
 #[test]
@@ -85,6 +85,7 @@ fn fill_up(folder: &Path) {
     store.run("disk create vm1 1G").ok();
     store.run("disk create vm2 1G").ok();
     store.run("disk create thick 16M --provisioning zeroedthick").ok();
+    store.run("disk create eager 8M --provisioning eagerzeroedthick").ok();
     let mut server = store.serve("");
     let mut vm1 = Client::connect(&store.socket(), "vm1").unwrap();
     let mut vm2 = Client::connect(&store.socket(), "vm2").unwrap();
@@ -113,6 +114,12 @@ fn fill_up(folder: &Path) {
             .unwrap_or_else(|e| panic!("the space of a thick disk is reserved: {e:?}"));
     }
     thick.flush().unwrap();
+    let mut eager = Client::connect(&store.socket(), "eager").unwrap();
+    let mut zeroed = Written::default();
+    for block in 0..eager.size / BLOCK {
+        zeroed.put(&mut eager, block, block + 7).unwrap_or_else(|e| panic!("the blocks are allocated: {e:?}"));
+    }
+    eager.flush().unwrap();
     assert!(is_full(written.put(&mut vm1, 1 << 17, 1)), "the file system is still full");
     store.run("disk create large 512M --provisioning zeroedthick").fails(5, "large");
     store.run("disk show large").fails(3, "large");
@@ -120,7 +127,7 @@ fn fill_up(folder: &Path) {
     store.run("status").ok();
 
     // The server is killed while the file system is full. The datastore can be opened, and all flushed data exists.
-    drop((vm1, vm2, thick));
+    drop((vm1, vm2, thick, eager));
     assert_eq!(server.stop("KILL"), None);
     store.is_clean();
     let mut server = store.serve("");
@@ -130,6 +137,7 @@ fn fill_up(folder: &Path) {
     written.verify(&mut vm1);
     other.verify(&mut vm2);
     whole.verify(&mut thick);
+    zeroed.verify(&mut Client::connect(&store.socket(), "eager").unwrap());
 
     // The discards free enough space for new writes.
     let given: Vec<u64> = written.0.keys().copied().step_by(2).collect();
@@ -209,7 +217,7 @@ fn fill_images_up(folder: &Path) {
     written.verify(&mut vm1);
     drop(vm1);
 
-    // The same steps without a server, and after a kill.
+    // The steps are repeated without a server, after a kill.
     assert_eq!(server.stop("KILL"), None);
     fill_rest(folder, "rest-3");
     store.run("disk delete cold").ok();
@@ -233,7 +241,7 @@ fn full_ext4_of_formats() {
 }
 
 /// Disks in each writable format: new ones, and with two snapshots.
-const FORMATS: [(&str, &str, usize); 9] = [
+const FORMATS: [(&str, &str, usize); 13] = [
     ("thin", "--format vmdk", 0),
     ("hosted", "--format monolithicsparse", 0),
     ("cowd", "--format vmfssparse", 0),
@@ -243,6 +251,10 @@ const FORMATS: [(&str, &str, usize); 9] = [
     ("se2", "--format vmdk --delta sesparse", 2),
     ("vsan2", "--format vmdk --delta vsansparse", 2),
     ("hosted2", "--format monolithicsparse --delta vmfssparse", 2),
+    ("split", "--format 2gbsparse", 0),
+    ("pieces", "--format 2gbflat", 0),
+    ("flat2", "--format monolithicflat --delta sesparse", 2),
+    ("raw2", "--format raw --delta vmfssparse", 2),
 ];
 
 /// Blocks of the disks. The file system has space for only a fraction of them.
@@ -271,7 +283,7 @@ fn fill_formats_up(folder: &Path) {
 
 fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapshots: usize) {
     let mut random = Random(4711);
-    store.run(&format!("disk create {name} 256M {format}")).ok();
+    split::create(store, name, BLOCKS * BLOCK, format);
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), name).unwrap();
     let mut written = Written::default();

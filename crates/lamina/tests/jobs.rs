@@ -74,7 +74,7 @@ fn other_clients_can_list_cancel_and_await_a_job() {
     assert_eq!(store.run(&format!("job show {id} --json")).json()["state"], "cancelled");
     store.run("disk show vm1").fails(3, "vm1");
 
-    // For attached operations: other commands can list and cancel them, and they are cancelled when their client is
+    // Other commands can list and cancel attached operations. An attached operation is cancelled when its client is
     // killed.
     for kill in [false, true] {
         let mut command = store.command(&format!("convert -f raw {raw} disk:vm2 -d native --rate 100K"));

@@ -242,7 +242,7 @@ fn a_guest_of_libvirt_outlives_restarts_grows_trims_and_is_frozen_for_snapshots(
     libvirt.until_load_continues();
 
     store.run("disk resize vm1 320M --reconnect-clients").ok();
-    // QEMU knows the new size once it has reconnected, which the next request of the guest causes.
+    // QEMU reads the new size when it reconnects, which the next request of the guest causes.
     libvirt.until("libvirt grows the disk", || libvirt.ask("blockresize web vda 320M").code == 0);
     libvirt.until("the guest sees it", || libvirt.shell("cat /sys/block/vda/size") == (320 << 11).to_string());
     libvirt.until_load_continues();

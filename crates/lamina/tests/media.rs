@@ -22,14 +22,15 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 use testkit::Random;
 use testkit::nbd::Client;
-use testkit::process;
 use testkit::process::{Done, Serving, Store, tool};
+use testkit::{process, split};
 
 const SIZE: usize = 6 << 20;
 const SNAPSHOTS: usize = 3;
 const RESTARTED: u64 = 49;
 const REQUESTS: [Request; 4] = [Request::Read, Request::Write, Request::Flush, Request::Punch];
-const FORMATS: [&str; 7] = [
+/// The case [`RESTARTED`] draws one of the first formats.
+const FORMATS: [&str; 11] = [
     "--format vmdk --delta vmfssparse",
     "--format vmdk --delta sesparse",
     "--format vmdk --delta vsansparse",
@@ -37,7 +38,13 @@ const FORMATS: [&str; 7] = [
     "--format sesparse --delta sesparse",
     "--format vsansparse --delta vsansparse",
     "--format monolithicsparse --delta vmfssparse",
+    "--format 2gbsparse --delta sesparse",
+    "--format raw --delta vsansparse",
+    "--format 2gbflat --delta vmfssparse",
+    "--format monolithicflat --delta sesparse",
 ];
+/// The number of formats of which a case draws one.
+const DRAWN: usize = 7;
 
 #[test]
 fn requests_to_a_datastore_on_ext4_with_a_failing_device() {
@@ -147,10 +154,16 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
     medium.make_file_system(xfs);
     medium.mount(&options);
     let store = Store::at(&medium.mounted, "4M");
-    let format = FORMATS[random.below(FORMATS.len() as u64) as usize];
-    let native = ["", "--provisioning zeroedthick"][random.below(2) as usize];
+    let drawn = (random.below(DRAWN as u64) as usize, random.below(2) as usize);
+    let (format, native) = match seed {
+        RESTARTED => drawn,
+        // Consecutive cases on both file systems test all formats.
+        _ => ((2 * seed as usize + usize::from(xfs) + DRAWN) % FORMATS.len(), seed as usize % 3),
+    };
+    let native = ["", "--provisioning zeroedthick", "--provisioning eagerzeroedthick"][native];
+    let format = FORMATS[format];
     store.run(&format!("disk create disk0 {SIZE} {native}")).ok();
-    store.run(&format!("disk create disk1 {SIZE} {format}")).ok();
+    split::create(&store, "disk1", SIZE as u64, format);
     let disks = (0..2).map(|number| Doubted::new(&format!("disk{number}"), number + 1, SIZE, seed)).collect();
     let trace = vec![format!("disk0 {native}, disk1 {format}")];
     let (server, clients, next) = (None, Vec::new(), 0);
@@ -258,7 +271,7 @@ impl Case<'_> {
             14..18 => self.round(disk),
             18 => {
                 self.next += 1;
-                let format = FORMATS[self.random.below(FORMATS.len() as u64) as usize];
+                let format = FORMATS[self.random.below(DRAWN as u64) as usize];
                 let created = self.run(&format!("disk create spare{} 1M {format}", self.next));
                 self.tally.commands_failed += u64::from(created.code != 0);
             }

@@ -291,7 +291,7 @@ fn a_client_is_served_during_a_migration_and_ctrl_c_cancels_it() {
         model.verify(&store, "a");
     }
     assert_eq!(server.stop("TERM"), Some(0));
-    // The same migration without a server.
+    // Without a server, the command migrates the disk itself.
     store.run("disk migrate a -d native").ok();
     nothing_is_left(&store);
     let mut server = store.serve("");

@@ -70,7 +70,7 @@ fn a_copy_slows_down_for_late_requests_only() {
     let (idle, _) = clone_beside_a_client(&store, "idle", false);
     assert!(idle < slowed / 2, "{idle:?} without clients, {slowed:?} beside one");
     drop(server);
-    // No request is later than this target.
+    // This target is so high that no request exceeds it.
     let server = store.serve("--latency-target 60000");
     let (gained, rates) = clone_beside_a_client(&store, "gained", true);
     assert!(gained < slowed / 2, "{gained:?}, and {slowed:?} beside late requests");

@@ -173,7 +173,8 @@ fn a_check_reports_files_of_other_owners_and_a_repair_by_root_gives_them_back() 
     give(&store.path());
     let files = ["images", "images/vmdk", "images/vmdk/vmdk.vmdk", "journal"].map(|name| store.path().join(name));
     files.iter().for_each(|path| std::os::unix::fs::chown(path, Some(0), Some(0)).unwrap());
-    // Copied and opened up, because the owner can read neither the program nor the folder of this test.
+    // The owner of the datastore can read neither the program nor the folder of this test. So the test copies the
+    // program, and gives all users access to the folder.
     set(store.path().parent().unwrap(), 0o755);
     let copy = store.path().with_file_name("lamina");
     fs::copy(testkit::process::program(), &copy).unwrap();

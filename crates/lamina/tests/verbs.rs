@@ -34,7 +34,7 @@ fn wrong_paths_sizes_and_addresses_are_refused_with_what_to_give_instead() {
     run(&format!("init {}", file.display())).fails(1, "give the path of a new folder");
     run(&format!("init {} --journal-size 1M", path.with_file_name("new").display())).fails(2, "a journal of 1 MiB");
     run(&format!("salvage {}", path.display())).fails(2, "with --list, or extract a disk with --disk NAME --to");
-    run(&format!("salvage {} --list", file.display())).fails(3, "is not a folder");
+    run(&format!("salvage {} --list", file.display())).fails(2, "begins like no image that can be opened");
     run(&format!("salvage {}/none --list", path.display())).fails(3, "does not exist");
     store.run("disk create vm1 64M").ok();
     run(&format!("salvage {0} --disk vm1 --to {0}", path.display())).fails(2, "is the damaged datastore");

@@ -83,6 +83,75 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
 }
 
 #[test]
+fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
+    let fleet = Fleet::new();
+    let plain = format!("--memory {MEMORY} --disk-size 1M --network none");
+    fleet.run(&format!("create bad {plain} --cpus 4 --cores 3")).fails(2, "sockets of 3 cores");
+    fleet.run(&format!("create bad {plain} --cpu-model help")).fails(2, "'qemu-system-x86_64 -cpu help' lists");
+    fleet.run(&format!("create bad {plain} --secure-boot")).fails(2, "Secure Boot needs UEFI");
+    assert!(fleet.names().is_empty());
+    let own = "--cpus 4 --cores 2 --cpu-model qemu64,+ssse3 --clock local";
+    fleet.run(&format!("create web {plain} {own}")).ok();
+    let of = |name: &str| {
+        let shown = fleet.show(name);
+        let platform = &shown["platform"];
+        json!([shown["cpu_model"], platform["cores"], platform["clock"]])
+    };
+    assert_eq!(of("web"), json!(["qemu64,+ssse3", 2, "local"]));
+    let shown = fleet.run("show web").ok();
+    assert!(shown.contains("qemu64,+ssse3") && shown.contains("2 cores in a socket, clock in local time"), "{shown}");
+    fleet.run("start web").ok();
+    let pid = fleet.processes().into_keys().next().unwrap();
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    for part in ["-cpu\0qemu64,+ssse3\0", "-smp\x004,sockets=2,cores=2,threads=1\0", "-rtc\0base=localtime\0"] {
+        assert!(line.contains(part), "{part:?}: {line:?}");
+    }
+    for change in ["--cpu-model default", "--cores 0", "--clock utc"] {
+        fleet.run(&format!("edit web {change}")).fails(7, "stop it first");
+    }
+    // A state with memory and instant clones have the same processors.
+    fleet.run("snapshot create web@live --memory").ok();
+    fleet.run("revert web@live").ok();
+    fleet.run("clone web copy").ok();
+    assert_eq!(of("copy"), of("web"));
+    fleet.run("stop web --force").ok();
+    fleet.run("edit web --cpu-model default --cores 0 --clock utc").ok();
+    assert_eq!(of("web"), json!([null, null, "utc"]));
+    // QEMU checks whether it knows the model, and its message is passed on.
+    fleet.run("edit copy --cpu-model nonsense").ok();
+    fleet.run("start copy").fails(1, "unable to find CPU model 'nonsense'");
+    fleet.run("edit copy --cpus 2 --cpu-model default").ok();
+    fleet.run("start copy").ok();
+}
+
+#[test]
+fn controllers_and_cards_are_exchanged_while_the_machine_is_off() {
+    let fleet = Fleet::new();
+    fleet.store.run("disk create data 1M").ok();
+    fleet.run(&format!("create web --memory {MEMORY} --disk-size 1M --disk data --network unplugged")).ok();
+    let found = |kind: &str| {
+        let shown = fleet.show("web");
+        let of = |list: &str, key: &str| -> Vec<Value> {
+            shown[list].as_array().unwrap().iter().map(|one| one[key].clone()).collect()
+        };
+        assert_eq!(of("disks", "name"), ["web", "data"]);
+        json!([of("disks", kind), of("networks", "model")])
+    };
+    fleet.run("edit web --bus ide").fails(2, "use sata");
+    fleet.run("edit web --virtio --bus sata").fails(2, "--bus");
+    fleet.run("edit web --bus sata --card e1000e").ok();
+    assert_eq!(found("bus"), json!([["sata", "sata"], ["e1000e"]]));
+    assert_eq!(found("unit"), json!([[0, 1], ["e1000e"]]));
+    fleet.run("start web").ok();
+    fleet.run("edit web --virtio").fails(7, "stop it first");
+    fleet.run("stop web --force").ok();
+    fleet.run("edit web --virtio").ok();
+    assert_eq!(found("bus"), json!([["virtio", "virtio"], ["virtio"]]));
+    assert_eq!(found("slot"), json!([[8, 9], ["virtio"]]));
+    fleet.run("start web").ok();
+}
+
+#[test]
 fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     let fleet = Fleet::new();
     fleet.make("web", "1M");

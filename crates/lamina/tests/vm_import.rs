@@ -5,7 +5,7 @@
 
 mod foreign;
 
-use foreign::{Left, MIB, vmx, vmx_card, vmx_disk};
+use foreign::{Left, MIB, same_bytes, vmx, vmx_card, vmx_disk};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,6 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::Random;
 use testkit::fleet::Fleet;
-use testkit::nbd::Client;
 use testkit::process::{Done, output, until};
 
 /// Number of imports that are killed.
@@ -34,14 +33,6 @@ fn found(fleet: &Fleet, machine: &str) -> Vec<String> {
     let text = console();
     let lines = text.lines().filter_map(|line| line.trim().strip_prefix("guest: ")?.split_once(' '));
     lines.map(|(_, text)| text.to_owned()).collect()
-}
-
-#[track_caller]
-fn same_bytes(fleet: &Fleet, disk: &str, content: &[u8]) {
-    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
-    for (index, part) in content.chunks(MIB as usize).enumerate() {
-        assert!(client.read(index as u64 * MIB, part.len() as u32).unwrap() == part, "{disk}: MiB {index} differs");
-    }
 }
 
 /// Imports and boots a machine; checks which disks its guest finds, the content of its disks, and that its source is
@@ -466,6 +457,14 @@ fn an_exported_machine_can_be_imported() {
     fleet.run("stop --force back").ok();
     same_bytes(&fleet, "back", &left.content("snap-root"));
     same_bytes(&fleet, "back-2", &left.content("snap-data"));
+    // An OVA is a tar archive of an OVF package, which is imported too.
+    let package = left.path().join("package");
+    fs::create_dir(&package).unwrap();
+    testkit::process::tool("tar", &["-xf", archive.to_str().unwrap(), "-C", package.to_str().unwrap()]);
+    let descriptor = testkit::process::files(&package).into_iter().find(|name| name.ends_with(".ovf")).unwrap();
+    import(&fleet, &package.join(descriptor), "--name loose").ok();
+    same_bytes(&fleet, "loose", &left.content("snap-root"));
+    same_bytes(&fleet, "loose-2", &left.content("snap-data"));
     fs::remove_file(&archive).unwrap();
     // With `--virtio`, the imported machine has virtio devices in place of VMware's, and the command lists the
     // differences.

@@ -9,13 +9,13 @@ use testkit::fleet::{Fleet, MEMORY};
 use testkit::machines::{Room, guest};
 use testkit::process::tool;
 
-/// The boot loader's words on the console.
+/// The text that the boot loader prints on the console.
 fn words(name: &str) -> String {
     format!("the loader of {name}")
 }
 
-/// An image that BIOS and UEFI boot from a CD-ROM drive or from a disk, with `commands` of the boot loader after its
-/// words.
+/// An image that BIOS and UEFI boot from a CD-ROM drive or from a disk. The boot loader prints [`words`], and then
+/// executes `commands`.
 fn bootable(folder: &Path, name: &str, commands: &str) -> PathBuf {
     let tree = folder.join(format!("{name}.tree"));
     fs::create_dir_all(tree.join("boot/grub")).unwrap();

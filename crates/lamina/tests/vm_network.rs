@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use serde_json::json;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use testkit::machines::Room;
@@ -15,16 +15,9 @@ fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
-#[test]
-fn a_forwarded_port_leads_into_the_guest() {
-    let room = Room::new();
-    let [first, second] = [free_port(), free_port()];
-    room.run("vm import nothing.vmx --network tap=tap7").fails(2, "for one card");
-    room.run(&format!("vm create wrong --network user,forward={first}")).fails(2, "no forwarded port");
-    let networks = format!("--memory 192M --network user,forward={first}:8080,forward=127.0.0.1:{second}:8081");
-    room.boot_from("vm-initrd", "web", &networks, "");
-    assert_eq!(room.show("web")["networks"][0]["link"], format!("user,forward={first}:8080,forward={second}:8081"));
-    room.until("the guest has its address", || room.shell("web", "ip addr show eth0").contains("10.0.2."));
+/// Waits until a guest has its address, and then until it answers on two forwarded ports.
+fn until_answered(room: &Room, first: u16, second: u16) {
+    room.until("the guest has its address", || room.shell("web", "ip addr show eth0").contains("10.0.2.15/24"));
     for (port, words) in [(8080, "one"), (8081, "two")] {
         room.shell("web", &format!("(echo {words} | nc -l -p {port}) >/dev/null 2>&1 &"));
     }
@@ -37,9 +30,100 @@ fn a_forwarded_port_leads_into_the_guest() {
         });
         assert_eq!(said, words);
     }
+}
+
+#[test]
+fn a_forwarded_port_leads_into_the_guest() {
+    let room = Room::new();
+    let [first, second] = [free_port(), free_port()];
+    room.run("vm import nothing.vmx --network tap=tap7").fails(2, "for one card");
+    room.run(&format!("vm create wrong --network user,forward={first}")).fails(2, "no forwarded port");
+    let networks = format!("--memory 192M --network user,forward={first}:8080,forward=127.0.0.1:{second}:8081");
+    room.boot_from("vm-initrd", "web", &networks, "");
+    assert_eq!(room.show("web")["networks"][0]["link"], format!("user,forward={first}:8080,forward={second}:8081"));
+    until_answered(&room, first, second);
     room.run("vm snapshot create web@live --memory").fails(1, "two processes cannot have");
     room.run("vm clone web twin").ok();
     assert_eq!(room.show("twin")["networks"][0]["link"], "user");
+    room.close();
+}
+
+/// The passt process that serves a card of a running machine, by the peer of QEMU's socket.
+fn passt_of(room: &Room, name: &str, slot: u8) -> u32 {
+    let list = tool("ss", &["-xpH"]);
+    // State, queues, local path and inode, peer path and inode, processes.
+    let fields: Vec<Vec<&str>> = list.lines().map(|line| line.split_whitespace().collect()).collect();
+    let pid = room.show(name)["pid"].to_string();
+    let socket = format!("net{slot}.sock");
+    let own = fields
+        .iter()
+        .find(|it| it[4].ends_with(&socket) && it[1] == "ESTAB" && it.last().unwrap().contains(&format!("pid={pid},")));
+    let peer = own.unwrap_or_else(|| panic!("{pid}: {list}"))[7];
+    let other = fields.iter().find(|it| it[5] == peer && it.last().unwrap().contains("passt")).unwrap();
+    let process = other.last().unwrap().split("pid=").nth(1).unwrap();
+    process.split(',').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_passt_process_serves_a_card_as_long_as_the_machine_runs() {
+    let room = Room::new();
+    room.boot("web", "192M", "");
+    if room.show("web")["why_not_passt"].as_str().is_some_and(|why| why.contains("before 2025")) {
+        // The version of Debian 12 is not used.
+        assert!(room.run("vm show web").ok().contains("not passt: connections hang"));
+        return room.close();
+    }
+    assert_eq!((&room.show("web")["passt"], &room.show("web")["why_not_passt"]), (&json!(true), &json!(null)));
+    assert!(room.run("vm show web").ok().contains("passt"));
+    room.until("the guest has its address", || room.shell("web", "ip addr show eth0").contains("10.0.2.15/24"));
+    // The guest reaches a server of the host.
+    let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = server.local_addr().unwrap().port();
+    let answered = std::thread::spawn(move || server.accept().unwrap().0.write_all(b"hello\n").unwrap());
+    assert_eq!(room.shell("web", &format!("nc 10.0.2.2 {port} </dev/null")), "hello");
+    answered.join().unwrap();
+    // A card that is added while the machine runs, and removed again.
+    let gone = |process: u32| !std::path::Path::new(&format!("/proc/{process}/exe")).exists();
+    let first = passt_of(&room, "web", 16);
+    room.run("vm edit web --add-network user").ok();
+    let second = passt_of(&room, "web", 32);
+    assert!(first != second && room.show("web")["passt"] == json!(true));
+    room.until("the guest has the card", || room.shell("web", "ls /sys/class/net").contains("eth1"));
+    let mac = room.show("web")["networks"][1]["mac"].as_str().unwrap().to_owned();
+    room.run(&format!("vm edit web --remove-network {mac}")).ok();
+    room.until("its process has ended", || gone(second));
+
+    // States that are saved with passt continue with it, and instant clones without it.
+    room.run("vm snapshot create web@live --memory").ok();
+    assert_eq!(room.show("web")["passt"], json!(true));
+    room.run("vm clone web twin --instant --identity required").ok();
+    assert_eq!(room.show("twin")["passt"], json!(false));
+    room.until("the clone has its address", || room.shell("twin", "ip addr show eth0").contains("10.0.2.15/24"));
+    room.run("vm snapshot create twin@live --memory").ok();
+    room.run("vm revert twin@live").ok();
+    assert_eq!(room.show("twin")["passt"], json!(false), "a state of QEMU's own network needs that network");
+    room.run("vm freeze web").ok();
+    room.run("vm start web").ok();
+    assert_eq!(room.show("web")["passt"], json!(true));
+    room.run("vm revert web@live").ok();
+    assert_eq!(room.show("web")["passt"], json!(true));
+    room.until_answers("web");
+
+    // The passt process ends with QEMU. If passt is not installed, the guest has QEMU's own network.
+    let last = passt_of(&room, "web", 16);
+    room.run("vm stop web --force").ok();
+    room.until("its process has ended", || gone(last));
+    let path = std::env::var_os("PATH").unwrap();
+    let others = std::env::split_paths(&path).filter(|it| !it.join("passt").exists());
+    let folder = tempfile::tempdir().unwrap();
+    let qemu = tool("sh", &["-c", "command -v qemu-system-x86_64"]);
+    std::os::unix::fs::symlink(qemu.trim(), folder.path().join("qemu-system-x86_64")).unwrap();
+    let path = std::env::join_paths(others.chain([folder.path().to_owned()])).unwrap();
+    let done: Done = output(room.store.command("vm start web").env("PATH", &path)).into();
+    done.ok();
+    assert_eq!(room.show("web")["passt"], json!(false));
+    let told: Done = output(room.store.command("vm show web").env("PATH", &path)).into();
+    assert!(told.ok().contains("QEMU's own, not passt: passt is not installed"));
     room.close();
 }
 

@@ -1,4 +1,5 @@
-//! The screen and keyboard of machines: screenshots, keys, and VNC on a socket and on a TCP port with a password.
+//! The screen and keyboard of machines: screenshots, keys, and VNC on a socket, and on a TCP port
+//! with a password, also with certificates.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,11 +8,12 @@ use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use testkit::authority::authority;
 use testkit::fleet::{Fleet, MEMORY};
 use testkit::machines::Room;
 
@@ -136,12 +138,134 @@ fn accepts(port: u16, password: &str) -> bool {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     assert_eq!(greet(&mut stream), [2], "only with a password");
     stream.write_all(&[2]).unwrap();
+    has_password(&mut stream, password).unwrap()
+}
+
+/// Answers the challenge of the server; whether it accepts the password.
+fn has_password(stream: &mut (impl Read + Write), password: &str) -> std::io::Result<bool> {
     let mut challenge = [0; 16];
-    stream.read_exact(&mut challenge).unwrap();
-    stream.write_all(&answer(&challenge, password)).unwrap();
+    stream.read_exact(&mut challenge)?;
+    stream.write_all(&answer(&challenge, password))?;
     let mut result = [0; 4];
-    stream.read_exact(&mut result).unwrap();
-    result == [0; 4]
+    stream.read_exact(&mut result)?;
+    Ok(result == [0; 4])
+}
+
+/// openssl as the TLS client of a connection.
+struct Tls(Child);
+
+impl Read for Tls {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.0.stdout.as_mut().unwrap().read(bytes)
+    }
+}
+
+impl Write for Tls {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.stdin.as_mut().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.stdin.as_mut().unwrap().flush()
+    }
+}
+
+impl Drop for Tls {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Negotiates TLS (VeNCrypt 0.2, X509Vnc), and begins it with the certificates of a folder: with its authority, and
+/// with its client's certificate if `own`.
+fn encrypt(port: u16, keys: &Path, own: bool) -> Tls {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    assert_eq!(greet(&mut stream), [19], "only VeNCrypt");
+    stream.write_all(&[19]).unwrap();
+    let mut version = [0; 2];
+    stream.read_exact(&mut version).unwrap();
+    assert_eq!(version, [0, 2]);
+    stream.write_all(&version).unwrap();
+    let mut kinds = [0; 6];
+    stream.read_exact(&mut kinds).unwrap();
+    assert_eq!(kinds, [0, 1, 0, 0, 1, 5], "accepted, and one kind, X509Vnc (261)");
+    stream.write_all(&kinds[2..]).unwrap();
+    let mut accepted = [0];
+    stream.read_exact(&mut accepted).unwrap();
+    assert_eq!(accepted, [1]);
+    // openssl connects to a relay, which passes on what follows the negotiation.
+    let relay = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = relay.local_addr().unwrap().to_string();
+    let file = |name: &str| keys.join(name).display().to_string();
+    let mut openssl = Command::new("openssl");
+    openssl.args(["s_client", "-quiet", "-connect", &address, "-CAfile", &file("ca-cert.pem"), "-verify_return_error"]);
+    openssl.args(["-verify_hostname", "localhost"]);
+    if own {
+        openssl.args(["-cert", &file("client-cert.pem"), "-key", &file("client-key.pem")]);
+    }
+    let child = openssl.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let (client, _) = relay.accept().unwrap();
+    for (mut from, mut to) in [(client.try_clone().unwrap(), stream.try_clone().unwrap()), (stream, client)] {
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(Shutdown::Both);
+        });
+    }
+    Tls(child)
+}
+
+#[test]
+fn vnc_with_certificates_is_encrypted_and_reached_from_other_hosts() {
+    let folder = tempfile::tempdir().unwrap();
+    let [ours, theirs] = ["ours", "theirs"].map(|name| folder.path().join(name));
+    authority(&ours);
+    authority(&theirs);
+    let fleet = Fleet::new();
+    let port = (5900..6000).find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok()).unwrap();
+    let options = format!("--memory {MEMORY} --network none");
+    let tls = format!("--vnc-tls {}", ours.display());
+    fleet.run(&format!("create web {options} {tls}")).fails(2, "certificates of VNC need VNC on an address");
+    fleet.run(&format!("create web {options} --vnc unix {tls}")).fails(2, "certificates of VNC need VNC on an address");
+    fleet.run(&format!("create web {options} --vnc 0.0.0.0:{port} --vnc-tls /nowhere")).ok();
+    fleet.run("start web").fails(3, "/nowhere/ca-cert.pem");
+    fleet.run(&format!("edit web {tls}")).ok();
+    fleet.run("start web").ok();
+    let shown = fleet.show("web");
+    assert_eq!(shown["vnc_tls"], json!({ "folder": ours, "clients": false }));
+    assert!(fleet.run("show web").ok().contains("encrypted by "));
+    let password = fs::read_to_string(shown["vnc_password"].as_str().unwrap()).unwrap().trim().to_owned();
+    // A viewer that trusts the authority gets the screen with the password, and not without it.
+    let mut viewer = encrypt(port, &ours, false);
+    assert!(has_password(&mut viewer, &password).unwrap());
+    viewer.write_all(&[1]).unwrap();
+    let mut screen = [0; 24];
+    viewer.read_exact(&mut screen).unwrap();
+    let mut name = vec![0; u32::from_be_bytes(screen[20..].try_into().unwrap()) as usize];
+    viewer.read_exact(&mut name).unwrap();
+    assert_eq!(String::from_utf8(name).unwrap(), "QEMU (web)");
+    assert!(!has_password(&mut encrypt(port, &ours, false), "password").unwrap());
+    // A viewer with another authority does not trust the host.
+    has_password(&mut encrypt(port, &theirs, false), &password).unwrap_err();
+    fleet.run(&format!("edit web {tls} --vnc-verify")).fails(7, "stop it first");
+
+    // Viewers need a certificate too.
+    fleet.run("stop web --force").ok();
+    fleet.run(&format!("edit web {tls} --vnc-verify")).ok();
+    fleet.run("start web").ok();
+    assert!(has_password(&mut encrypt(port, &ours, true), &password).unwrap());
+    has_password(&mut encrypt(port, &ours, false), &password).unwrap_err();
+    fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
+    has_password(&mut encrypt(port, &theirs, true), &password).unwrap_err();
+
+    // A clone has a socket of its own, and without certificates the address is refused.
+    fleet.run("stop web --force").ok();
+    fleet.run("clone web copy").ok();
+    assert_eq!((&fleet.show("copy")["vnc"], &fleet.show("copy")["vnc_tls"]), (&json!("unix"), &json!(null)));
+    fleet.run("edit web --no-vnc-tls").fails(2, "use a loopback address");
+    fleet.run(&format!("edit web --no-vnc-tls --vnc 127.0.0.1:{port}")).ok();
+    fleet.run("start web").ok();
+    assert!(accepts(port, &password));
 }
 
 #[test]
@@ -166,7 +290,7 @@ fn vnc_is_on_a_private_socket_or_behind_a_password() {
     fs::write(file, "secret\n").unwrap();
     fleet.run("start web").ok();
     assert!(accepts(port, "secret") && !accepts(port, &password));
-    // A frozen machine continues with it, and a clone has a socket.
+    // A frozen machine continues with VNC on its TCP port, and a clone has VNC on a socket.
     fleet.run("freeze web").ok();
     fleet.run("clone web twin --instant --identity keep").ok();
     fleet.run("start web").ok();

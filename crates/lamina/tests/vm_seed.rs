@@ -1,5 +1,5 @@
-//! The seed for cloud-init: the guest finds a disk with what the machine's owner has given, and every clone another
-//! instance.
+//! The seed for cloud-init: the guest finds a disk with the configuration from the command line, and every clone has an
+//! instance id of its own.
 
 #![allow(clippy::unwrap_used)]
 

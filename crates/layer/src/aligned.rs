@@ -8,6 +8,7 @@
 //! 3. Sectors that a direct write only rewrites, to complete a block, keep their content on the device, whichever part
 //!    of the write a power cut leaves.
 
+use crate::SECTOR;
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
 use parking_lot::RwLock;
 use std::io;
@@ -159,6 +160,18 @@ pub(crate) fn part_of<'a>(slices: &[&'a [u8]], mut from: usize, mut length: usiz
         out.push(part);
     }
     out
+}
+
+/// Reads sector by sector, and sets all bits of unreadable sectors. Returns false if no sector could be read.
+pub(crate) fn read_sectors(file: &dyn File, buffer: &mut [u8], start: u64) -> bool {
+    let mut any = false;
+    for (at, sector) in (start..).step_by(SECTOR as usize).zip(buffer.chunks_mut(SECTOR as usize)) {
+        match file.read_at(sector, at) {
+            Ok(()) => any = true,
+            Err(_) => sector.fill(0xff),
+        }
+    }
+    any
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@
 //! ```
 //!
 //! A layer covers its own files only. It never reads a parent: it reports ranges that it does not store as
-//! [`Content::Absent`], and the chain asks the layer below. Invariants of every format:
+//! [`Content::Absent`], and the chain queries the layer below. Invariants of every format:
 //!
 //! 1. Bytes of an image are untrusted. Each offset, size and count is checked before it is used. Values in a header
 //!    never let memory or loops grow beyond the named limits.
@@ -147,6 +147,12 @@ pub trait Layer: Send + Sync {
         None
     }
 
+    /// Called after [`Layer::map`] has failed for a range that begins at `at`: the end of the range that the same
+    /// damaged table or file describes.
+    fn damage_end(&self, at: u64) -> u64 {
+        grain_end(self, at)
+    }
+
     /// Reads `out.len()` bytes at `start` of a range that is [`Content::Encoded`].
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
         let _ = out;
@@ -247,6 +253,12 @@ pub trait Layer: Send + Sync {
 
     /// Statistics for users.
     fn usage(&self) -> Result<Usage>;
+}
+
+/// The end of the grain with byte `at`.
+pub(crate) fn grain_end(layer: &(impl Layer + ?Sized), at: u64) -> u64 {
+    let grain = layer.grain();
+    (at / grain + 1).saturating_mul(grain).min(layer.capacity())
 }
 
 /// The error for a change of an image that is open for reading.

@@ -124,7 +124,7 @@ pub(crate) enum Request {
     Reserve(Range<u64>),
 }
 
-/// A file that asks a test before it forwards a request, so that the test can refuse the request.
+/// A file that calls a function of a test before it forwards a request, so that the test can refuse the request.
 pub(crate) struct Gated<F> {
     pub(crate) inner: Arc<dyn File>,
     pub(crate) gate: F,

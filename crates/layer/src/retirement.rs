@@ -83,7 +83,8 @@ impl Retirement {
         epoch
     }
 
-    /// A commit begins: the tables that it reads **after** this call name no location that was retired before.
+    /// Called when a commit begins: the tables that it reads **after** this call name no location that was retired
+    /// before.
     pub(crate) fn begin_commit(&mut self, epochs: &Epochs) {
         if !self.open.is_empty() {
             self.close(epochs);
@@ -91,7 +92,7 @@ impl Retirement {
         self.begun += 1;
     }
 
-    /// The last commit that began is complete.
+    /// Called when the last commit that began is complete.
     pub(crate) fn complete_commit(&mut self) {
         self.completed = self.begun;
     }
@@ -116,18 +117,18 @@ impl Retirement {
         Some(places.start..end)
     }
 
-    /// The locations returned by [`Retirement::next_ready`] are free.
+    /// Called when the locations returned by [`Retirement::next_ready`] are free.
     pub(crate) fn released(&mut self) {
         self.releasing.clear();
     }
 
-    /// These of the locations that [`Retirement::next_ready`] has returned could not be freed, and are returned again;
-    /// the others are free.
+    /// Called when some of the locations that [`Retirement::next_ready`] has returned could not be freed: `places` are
+    /// returned again later, the others are free.
     pub(crate) fn put_back(&mut self, places: Vec<Range<u64>>) {
         self.releasing.clear();
         self.waiting += places.len();
         if !places.is_empty() {
-            // Their commit is complete and their epoch is over already.
+            // The commit and the epoch of these locations are complete already.
             self.batches.push_front(Batch { places, epoch: 0, commit: 0 });
         }
     }

@@ -29,7 +29,7 @@ struct World {
     capacity: u64,
     grain: u64,
     model: BTreeMap<u64, u32>,
-    /// Whether a parent shows through absent grains.
+    /// Whether absent grains are read from a parent.
     parent: bool,
     /// Whether the image was left without closing it.
     killed: bool,

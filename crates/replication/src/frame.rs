@@ -43,7 +43,7 @@ const KINDS: [(Kind, u16); 5] =
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// The kind.
+    /// The kind of the frame.
     pub kind: Kind,
     /// The index of the disk.
     pub disk: u16,

@@ -42,7 +42,7 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// How long an earlier session may take to release a reception that a new session needs.
 pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 
-/// How long data connections may take to end after the sender knows that everything was received.
+/// How long data connections may take to end after the receiver has confirmed that it received everything.
 pub const LEAVE_MAX: Duration = Duration::from_secs(5);
 
 /// Received data is recorded after this time or after [`SAVE_BYTES`], whichever comes first.

@@ -86,7 +86,7 @@ pub enum Message {
     },
     /// Reply to `join`: data may be sent.
     Joined,
-    /// Asks for the state of the session.
+    /// Requests the state of the session.
     Ping,
     /// The state of the session.
     Pong {

@@ -48,13 +48,21 @@ const HEADLINES: [Headline; 20] = [
         ("buffered randread-4k-qd16", RAW),
         "random 4 KiB reads, queue depth 16, buffered: rate against the best raw server",
     ),
-    headline(Study::Speed, ("buffered randread-4k-qd16", QCOW2), "the same against the best qcow2"),
+    headline(
+        Study::Speed,
+        ("buffered randread-4k-qd16", QCOW2),
+        "random 4 KiB reads, queue depth 16, buffered: rate against the best qcow2",
+    ),
     headline(
         Study::Speed,
         ("buffered randwrite-4k-qd16", RAW),
         "random 4 KiB writes, queue depth 16, buffered: rate against the best raw server",
     ),
-    headline(Study::Speed, ("buffered randwrite-4k-qd16", QCOW2), "the same against the best qcow2"),
+    headline(
+        Study::Speed,
+        ("buffered randwrite-4k-qd16", QCOW2),
+        "random 4 KiB writes, queue depth 16, buffered: rate against the best qcow2",
+    ),
     headline(
         Study::Speed,
         ("buffered flushed-write-4k-qd1", RAW),
@@ -71,7 +79,11 @@ const HEADLINES: [Headline; 20] = [
         "random reads below the deepest chain of snapshots measured: rate against a disk without snapshots",
     ),
     headline(Study::Snapshots, ("taking a snapshot, median", ""), "taking a snapshot under random writes, median"),
-    headline(Study::Snapshots, ("taking a snapshot, p99", ""), "the same, 99th percentile"),
+    headline(
+        Study::Snapshots,
+        ("taking a snapshot, p99", ""),
+        "taking a snapshot under random writes, 99th percentile",
+    ),
     headline(Study::Clones, ("", " linked clones"), "linked clones of a disk, taken by one command"),
     headline(Study::Clones, ("full clone: speed against cp", ""), "full clone: speed against `cp` and flush"),
     headline(
@@ -108,7 +120,7 @@ const HEADLINES: [Headline; 20] = [
     headline(
         Study::Remote,
         ("remote clone: speed against a local one", ""),
-        "clone at another server over TLS on loopback: speed against a full clone on the spot",
+        "clone at another server over TLS on loopback: speed against a full clone in the same datastore",
     ),
     headline(
         Study::Remote,
@@ -235,8 +247,8 @@ pub fn page(kept: &[Kept]) -> String {
          <!-- Written by `lamina-study figures` from the result files in docs/figures: a change by hand does not last. -->\n\n\
          Every figure here is computed from a result file in [docs/figures](figures), which has every sample, the options\n\
          and the machine. [Measuring](manual/measuring.md) says what each study does and how to renew these pages.\n\
-         A ratio has no unit. *Asked* is the limit that the study holds the figure to. A study run with `--quick` shows\n\
-         where things stand and proves no limit.\n",
+         A ratio has no unit. *Asked* is the limit for the figure. A study run with `--quick` gives a first\n\
+         impression, and is too short to prove a limit.\n",
     );
     for kept in kept {
         let _ = write!(out, "\n## {}\n\n", kept.name);
@@ -262,7 +274,7 @@ fn about(study: &str) -> String {
 /// Machine, date and command of a result file.
 fn provenance(kept: &Kept) -> String {
     let machine = &kept.machine;
-    let quick = if kept.plan.quick { ", `--quick`: proves no limit" } else { "" };
+    let quick = if kept.plan.quick { ", with `--quick`, so too short to prove a limit" } else { "" };
     format!(
         "{}, {} processors, {:.1} GiB of memory, kernel {}, {}; {}. {} of revision {}, {}{quick}:\n`{}`",
         machine.processor,
@@ -331,7 +343,7 @@ fn headlines(kept: &[Kept]) -> String {
         let machine = &kept.machine;
         let _ = write!(
             out,
-            "\nMeasured on {} processors ({}), {}, kernel {}, {}; every figure, with machine, revision and command: \
+            "\nMeasured on {} processors ({}), {}, kernel {}, {}; every figure, with machine, revision and command:\n\
              [docs/figures.md](docs/figures.md).\n",
             machine.processors,
             machine.processor,

@@ -45,7 +45,7 @@ pub enum Study {
     Background,
     /// An hour of mixed load beside every kind of background work: memory at the end
     Endurance,
-    /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness
+    /// 8 and 16 connections, to one disk and to a disk each, against nbdkit: latency at one rate, fairness
     Connections,
     /// A cached disk's reads beside a disk whose reads miss the metadata cache
     Neighbour,
@@ -67,7 +67,7 @@ pub enum Study {
     VmFull,
     /// Instant clones of frozen and running guests, and their parents' speed
     VmInstant,
-    /// A clone at another server over TLS against one on the spot; a second one after 5 % change
+    /// A clone at another server over TLS against one in the same datastore; a second one after 5 % change
     Remote,
     /// Run all studies
     All,
@@ -170,7 +170,7 @@ fn size(text: &str) -> Result<u64, String> {
 /// How to measure.
 #[derive(Clone, Debug, Args)]
 pub struct Settings {
-    /// Shorter and fewer runs, smaller disks: a first impression that proves no limit
+    /// Shorter and fewer runs, smaller disks: a first impression, too short to prove a limit
     #[arg(long, global = true)]
     pub quick: bool,
     /// The lamina program to measure [default: next to this program]

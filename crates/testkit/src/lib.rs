@@ -7,6 +7,7 @@
 
 pub mod authority;
 pub mod fleet;
+pub mod guest;
 pub mod history;
 pub mod machines;
 pub mod mounted;
@@ -16,6 +17,7 @@ pub mod pattern;
 pub mod process;
 pub mod protocol;
 mod random;
+pub mod split;
 mod steps;
 
 pub use random::Random;

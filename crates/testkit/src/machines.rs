@@ -38,9 +38,28 @@ pub struct Room {
 
 impl Room {
     pub fn new() -> Self {
-        let store = Store::new();
-        let server = Some(store.serve(""));
+        Self::serving("")
+    }
+
+    /// A datastore that is served with these options.
+    pub fn serving(options: &str) -> Self {
+        Self::in_store(Store::new(), options)
+    }
+
+    /// A served datastore in a given folder.
+    pub fn at(folder: &Path) -> Self {
+        Self::in_store(Store::at(folder, "4M"), "")
+    }
+
+    fn in_store(store: Store, options: &str) -> Self {
+        let server = Some(store.serve(options));
         Self { store, server }
+    }
+
+    /// Kills the server, and serves the datastore again with these options.
+    pub fn serve_again(&mut self, options: &str) {
+        self.server.take().unwrap().kill();
+        self.server = Some(self.store.serve(options));
     }
 
     pub fn run(&self, arguments: &str) -> Done {
@@ -65,6 +84,30 @@ impl Room {
         if !append.contains("noagent") {
             self.until_answers(name);
         }
+    }
+
+    /// Creates and starts a machine with Debian: systemd, cloud-init, an SSH server and QEMU's guest agent. Returns
+    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on that of a clone.
+    pub fn boot_debian(&self, name: &str) {
+        let mut import = self.store.command("disk import");
+        import.arg(debian().join("debian.img")).args([name, "--from", "raw"]);
+        let done: Done = output(&mut import).into();
+        done.ok();
+        let mut create = self.store.command(&format!("vm create {name} --disk {name} --memory 256M --start --ssh-key"));
+        create.arg("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA test").arg("--kernel").arg(guest().join("vmlinuz"));
+        create.arg("--initrd").arg(guest().join("vm-initrd")).args(["--append", "console=ttyS0 quiet"]);
+        let done: Done = output(&mut create).into();
+        done.ok();
+        self.until_answers(name);
+        // The configuration that cloud-init makes is for the card of this machine only.
+        let network = "/etc/systemd/network/05-all.network";
+        self.shell(name, &format!("printf '[Match]\\nName=e*\\n[Network]\\nDHCP=ipv4\\n' >{network}"));
+        self.until(&format!("cloud-init of {name} has ended"), || {
+            let ended = "systemctl is-active ssh && ! systemctl is-active cloud-final | grep activating";
+            let mut command = self.store.command(&format!("vm exec {name} -- /bin/sh -c"));
+            let done: Done = output(command.arg(ended)).into();
+            done.code == 0
+        });
     }
 
     /// The console output of a machine.

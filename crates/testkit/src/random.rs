@@ -53,7 +53,7 @@ impl Random {
         &items[self.below(items.len() as u64) as usize]
     }
 
-    /// Fills with bytes.
+    /// Fills `out` with random bytes.
     pub fn fill(&mut self, out: &mut [u8]) {
         for chunk in out.chunks_mut(8) {
             chunk.copy_from_slice(&self.next().to_le_bytes()[..chunk.len()]);

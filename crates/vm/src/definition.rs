@@ -9,7 +9,9 @@
 //! autostart = true            # without it false
 //! boot_order = ["cdrom", "disk"]
 //! vnc = "unix"
+//! run_as = "qemu"
 //! qemu_arguments = ["-vga", "std"]
+//! cpu_model = "Skylake-Server,+pcid"
 //!
 //! [boot]                      # default: the firmware boots the first disk
 //! kernel = "/srv/guest/vmlinuz"
@@ -53,9 +55,9 @@ mod vnc;
 pub use cdroms::{BootDevice, Cdrom};
 pub use check::check_name;
 pub use forward::Forward;
-pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
+pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform, WriteErrors};
 pub use seed::{KEYS_MAX, Seed, USER_DATA_MAX};
-pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc};
+pub use vnc::{FIRST_PORT as VNC_FIRST_PORT, Vnc, VncTls};
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
@@ -91,6 +93,10 @@ pub const PORTS_MAX: u8 = 8;
 pub const PORTS_DEFAULT: u8 = 4;
 /// Least limit of the memory that QEMU takes besides the memory of the guest, in bytes: less does not start a guest.
 pub const QEMU_MEMORY_MIN: u64 = 256 << 20;
+/// The text that stands for no model of CPUs in requests, so that the machine has the usual one.
+pub const CPU_MODEL_USUAL: &str = "default";
+/// Longest model of CPUs with its features, in bytes.
+pub const CPU_MODEL_MAX: usize = 1024;
 /// Most further arguments of QEMU.
 pub const ARGUMENTS_MAX: usize = 256;
 
@@ -99,8 +105,9 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart`, `qemu_arguments`, `boot_order`, `vnc`, `cdrom`
-    /// and `seed`, and of disks and cards `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 has `platform`, `cpu_model`, `ports`, `autostart`, `qemu_arguments`, `run_as`,
+    /// `write_errors`, `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards
+    /// `bus`, `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -110,6 +117,9 @@ pub struct Definition {
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
+    /// QEMU's name for the model of the CPUs, with features; `None` for all that the host or QEMU's emulation has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
     /// Memory in bytes; written in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
@@ -128,16 +138,29 @@ pub struct Definition {
     /// Most memory that QEMU uses besides the memory of the guest, in bytes; `None` for no limit.
     #[serde(default, with = "memory::optional", skip_serializing_if = "Option::is_none")]
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs after it has opened its files; `None` for the default of the datastore
+    /// ([`crate::user`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_as: Option<String>,
+    /// What QEMU does when a write of the guest to a disk fails.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub write_errors: WriteErrors,
     /// The devices that the firmware tries, in this order; empty for the usual order ([`BootDevice::USUAL`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot_order: Vec<BootDevice>,
-    /// Where its screen is served by VNC. Needs a graphics card.
+    /// Where the machine's screen is served by VNC, which needs a graphics card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vnc>,
+    /// How VNC on a TCP port is encrypted; without it only loopback addresses are possible.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vnc_tls: Option<VncTls>,
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// What cloud-init in the guest is told; without it the guest has no disk for that.
+    /// How the guest is given an identity of its own at the next start; `None` if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_identity: Option<NewIdentity>,
+    /// The configuration of cloud-init in the guest. Without it, the machine has no disk for cloud-init.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<Seed>,
     /// The machine from which this one was cloned.
@@ -146,10 +169,10 @@ pub struct Definition {
     /// The machine's disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// Its CD-ROM drives.
+    /// The machine's CD-ROM drives.
     #[serde(default, rename = "cdrom", skip_serializing_if = "Vec::is_empty")]
     pub cdroms: Vec<Cdrom>,
-    /// Its network cards.
+    /// The machine's network cards.
     #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<Network>,
 }
@@ -189,6 +212,16 @@ impl CloneKind {
             Self::Instant => "instant",
         }
     }
+}
+
+/// How the guest of a clone that has not started yet is given an identity of its own, by its agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NewIdentity {
+    /// Without an agent, the guest runs with its network unplugged.
+    Auto,
+    /// Without an agent, the machine is stopped again.
+    Required,
 }
 
 /// The machine that a clone was made from, for information only: the machine may have been deleted since.
@@ -268,15 +301,20 @@ impl Definition {
             name: name.to_owned(),
             uuid: new_uuid()?,
             cpus,
+            cpu_model: None,
             memory,
             platform: Platform::default(),
             ports: PORTS_DEFAULT,
             autostart: false,
             arguments: Vec::new(),
             qemu_memory: None,
+            run_as: None,
+            write_errors: WriteErrors::default(),
             boot_order: Vec::new(),
             vnc: None,
+            vnc_tls: None,
             boot: None,
+            new_identity: None,
             seed: None,
             origin: None,
             disks: Vec::new(),
@@ -299,6 +337,7 @@ impl Definition {
             uuid: new_uuid()?,
             // Two processes cannot listen on one port.
             vnc: self.vnc.map(|_| Vnc::Unix),
+            vnc_tls: None,
             seed: Seed::for_clone(self.seed.as_ref(), None),
             origin: Some(origin),
             autostart: false,
@@ -310,15 +349,17 @@ impl Definition {
         Ok(clone)
     }
 
-    /// Serves its screen by VNC, for which it gets a graphics card, or no more.
+    /// Sets where the machine's screen is served by VNC, and adds the graphics card that VNC needs; with `None`, VNC is
+    /// switched off. Certificates are kept only if VNC is on a TCP port.
     pub fn set_vnc(&mut self, vnc: Option<Vnc>) {
         self.vnc = vnc;
+        self.vnc_tls = self.vnc_tls.take().filter(|_| matches!(vnc, Some(Vnc::Tcp(_))));
         if vnc.is_some() {
             self.platform.display = Display::Vga;
         }
     }
 
-    /// The names of its disks.
+    /// The names of the machine's disks.
     pub fn disk_names(&self) -> Vec<String> {
         self.disks.iter().map(|disk| disk.name.clone()).collect()
     }
@@ -345,6 +386,10 @@ impl Definition {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
             && self.qemu_memory.is_none()
+            && self.cpu_model.is_none()
+            && self.run_as.is_none()
+            && self.new_identity.is_none()
+            && self.write_errors == WriteErrors::default()
             && self.boot_order.is_empty()
             && self.cdroms.is_empty()
             && self.seed.is_none()

@@ -1,5 +1,5 @@
-//! Changing a machine: its name, processors, memory, boot order, further arguments of QEMU, disks, images in CD-ROM
-//! drives, and network cards.
+//! Changing a machine: its name, processors, memory, clock, boot order, user and further arguments of QEMU, disks and
+//! their controllers, images in CD-ROM drives, and network cards.
 //!
 //! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]), and images are
 //!    inserted and ejected ([`crate::media`]). All other properties are those of a process that starts, so they are
@@ -8,7 +8,7 @@
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::{DISK_OF_CLIENTS, while_busy};
-use crate::definition::{BootDevice, Definition, Link, Vnc};
+use crate::definition::{BootDevice, Bus, CPU_MODEL_USUAL, Card, Clock, Definition, Link, Vnc, VncTls, WriteErrors};
 use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
@@ -25,6 +25,12 @@ use std::path::{Path, PathBuf};
 pub struct Edit {
     /// Virtual CPUs.
     pub cpus: Option<u32>,
+    /// Model of the CPUs with its features; [`CPU_MODEL_USUAL`] for the usual one.
+    pub cpu_model: Option<String>,
+    /// CPUs in each socket; 0 to let QEMU choose.
+    pub cores: Option<u32>,
+    /// What the hardware clock shows.
+    pub clock: Option<Clock>,
     /// Memory in bytes.
     pub memory: Option<u64>,
     /// Further arguments of QEMU, which replace the present ones.
@@ -33,14 +39,29 @@ pub struct Edit {
     pub autostart: Option<bool>,
     /// Most memory of QEMU besides the memory of the guest, in bytes; 0 for no limit.
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs.
+    pub run_as: Option<String>,
+    /// Run QEMU as the default user of the datastore.
+    pub no_run_as: bool,
+    /// What QEMU does when a write of the guest fails.
+    #[serde(default)]
+    pub write_errors: Option<WriteErrors>,
     /// Ports for devices that are added while the machine runs.
     pub ports: Option<u8>,
+    /// The kind of controller of all disks, except those in ports.
+    pub bus: Option<Bus>,
+    /// The model of all network cards.
+    pub card: Option<Card>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Option<Vec<BootDevice>>,
-    /// Where to serve its screen by VNC.
+    /// Where to serve the machine's screen by VNC.
     pub vnc: Option<Vnc>,
-    /// Serve its screen no more.
+    /// Switch VNC off.
     pub no_vnc: bool,
+    /// The certificates with which VNC is encrypted.
+    pub vnc_tls: Option<VncTls>,
+    /// Switch the encryption of VNC off.
+    pub no_vnc_tls: bool,
     /// Remove all CD-ROM drives.
     pub no_cdroms: bool,
     /// Images to eject from CD-ROM drives, which stay: paths or file names.
@@ -63,12 +84,21 @@ impl Edit {
     /// Whether the edit changes a property that only a new process can have.
     fn needs_off(&self) -> bool {
         let sizes = self.cpus.is_some() || self.memory.is_some() || self.ports.is_some();
+        let processors = self.cpu_model.is_some() || self.cores.is_some() || self.clock.is_some();
         sizes
+            || processors
+            || self.bus.is_some()
+            || self.card.is_some()
             || self.arguments.is_some()
             || self.qemu_memory.is_some()
+            || self.run_as.is_some()
+            || self.no_run_as
+            || self.write_errors.is_some()
             || self.boot_order.is_some()
             || self.vnc.is_some()
             || self.no_vnc
+            || self.vnc_tls.is_some()
+            || self.no_vnc_tls
             || self.no_cdroms
     }
 }
@@ -92,8 +122,8 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let runs = state != MachineState::Stopped;
     if runs && edit.needs_off() {
         return wrong(format!(
-            "machine '{name}' runs: CPUs, memory, ports, boot order, VNC, CD-ROM drives and arguments of QEMU change \
-             only while it is off; stop it first"
+            "machine '{name}' runs: CPUs, memory, clock, controllers, models of cards, ports, boot order, write errors, \
+             VNC, CD-ROM drives, and user and arguments of QEMU change only while it is off; stop it first"
         ));
     }
     if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
@@ -103,20 +133,40 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     if let Some(cpus) = edit.cpus {
         definition.set_cpus(cpus);
     }
+    if let Some(model) = &edit.cpu_model {
+        definition.cpu_model = (model != CPU_MODEL_USUAL).then(|| model.clone());
+    }
+    if let Some(cores) = edit.cores {
+        definition.platform.cores = (cores > 0).then_some(cores);
+    }
+    definition.platform.clock = edit.clock.unwrap_or(definition.platform.clock);
     definition.memory = edit.memory.unwrap_or(definition.memory);
     definition.qemu_memory = edit.qemu_memory.map_or(definition.qemu_memory, |limit| (limit > 0).then_some(limit));
+    definition.write_errors = edit.write_errors.unwrap_or(definition.write_errors);
     definition.autostart = edit.autostart.unwrap_or(definition.autostart);
     if let Some(arguments) = &edit.arguments {
         definition.arguments.clone_from(arguments);
     }
+    if edit.run_as.is_some() || edit.no_run_as {
+        definition.run_as.clone_from(&edit.run_as);
+    }
     if let Some(ports) = edit.ports {
         definition.set_ports(ports)?;
+    }
+    if let Some(bus) = edit.bus {
+        definition.set_bus(bus)?;
+    }
+    if let Some(model) = edit.card {
+        definition.set_card(model);
     }
     if let Some(order) = &edit.boot_order {
         definition.boot_order.clone_from(order);
     }
     if edit.vnc.is_some() || edit.no_vnc {
         definition.set_vnc(edit.vnc);
+    }
+    if edit.vnc_tls.is_some() || edit.no_vnc_tls {
+        definition.vnc_tls.clone_from(&edit.vnc_tls);
     }
     if edit.no_cdroms {
         definition.cdroms.clear();
@@ -205,9 +255,9 @@ impl Task<'_> {
         let Some(added) = self.definition.disks.iter().find(|one| one.name == disk).filter(|_| self.runs) else {
             return Ok(());
         };
-        let (nbd, chipset) = (self.host.disks().server()?, self.definition.platform.chipset);
+        let (nbd, definition) = (self.host.disks().server()?, &self.definition);
         let monitor = self.change.machine().monitor();
-        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, chipset, added));
+        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, definition, added));
         plugged.or_else(|error| {
             self.definition.disks.retain(|one| one.name != disk);
             self.change.define(&self.definition)?;
@@ -236,7 +286,8 @@ impl Task<'_> {
     fn insert(&mut self, image: &Path) -> Result<()> {
         let image = media::readable(image)?;
         let drives = &self.definition.cdroms;
-        // A command that inserted it may have been killed before it had told the process.
+        // An earlier command may have been killed after it had added the image to the definition, and before it
+        // inserted the image in the process.
         let at = drives.iter().position(|drive| self.runs && drive.file.as_ref() == Some(&image));
         let at = match at.or_else(|| drives.iter().position(|drive| drive.file.is_none())) {
             Some(at) => at,
@@ -303,7 +354,9 @@ impl Task<'_> {
         self.change.define(&self.definition)?;
         let Some(added) = self.definition.networks.last().filter(|_| self.runs) else { return Ok(()) };
         let (monitor, chipset) = (self.change.machine().monitor(), self.definition.platform.chipset);
-        let plugged = monitor.and_then(|mut monitor| plug::add_network(&mut monitor, chipset, added));
+        let (machine, features) = (self.change.machine(), self.host.features());
+        let plugged =
+            monitor.and_then(|mut monitor| plug::add_network(&mut monitor, machine, features?, chipset, added));
         plugged.or_else(|error| {
             self.definition.networks.pop();
             self.change.define(&self.definition)?;

@@ -25,6 +25,7 @@
 //! edit         changing a machine, also its name
 //! media        images in CD-ROM drives
 //! plug         adding devices to a running machine, and removing them
+//! user         the users as which QEMU runs
 //! fleet        operations on many machines
 //! host         the environment of commands, locks, recovery
 //! ```
@@ -64,3 +65,4 @@ pub mod resize;
 pub mod screen;
 mod seed;
 pub mod snapshots;
+pub mod user;

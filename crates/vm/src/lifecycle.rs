@@ -1,11 +1,13 @@
 //! Starting and stopping machines.
 
 use crate::busy::DISK_OF_CLIENTS;
+use crate::definition::{Definition, NewIdentity};
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
+use crate::personality;
 use crate::qemu::command::{Memory, network_device};
 use crate::qemu::features::Features;
 use error::{Error, ErrorKind, Result};
@@ -13,6 +15,8 @@ use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How long a guest may take to start and to get its own identity, with all attempts.
+const IDENTITY_PATIENCE: Duration = Duration::from_secs(600);
 /// How long the guest's agent may take to answer. After this time the guest's power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
 /// How long the guest's agent may take to answer before the guest's clock is left unchanged.
@@ -37,6 +41,15 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         return Err(Error::new(ErrorKind::WrongState, format!("machine '{}' runs already", machine.name())));
     }
     change.sweep()?;
+    let definition = machine.definition()?;
+    if paused && definition.new_identity.is_some() {
+        let text = format!(
+            "the guest of machine '{}' gets an identity of its own at this start, for which it must run: start it without \
+             --paused",
+            machine.name()
+        );
+        return Err(Error::new(ErrorKind::WrongState, text));
+    }
     let nbd = machines.disks().server()?;
     wait_for_disks(machine, &**machines.disks())?;
     if let Some(id) = freeze::frozen(machine)? {
@@ -47,14 +60,14 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
                 machine.name()
             ))
         })?;
-        let mut successor = child::set_up(change, machines, &image, features)?;
+        let mut successor = child::set_up(change, machines, &image, features, image.record.passt)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
         // From here on the machine's disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
         // The machine itself continues, not a copy of it. So its network cards, which `child::set_up` disconnected, are
-        // connected again.
-        for network in &image.record.machine.networks {
+        // connected again, unless its guest has the identity of the machine from which it was cloned.
+        for network in image.record.machine.networks.iter().filter(|_| definition.new_identity.is_none()) {
             successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
         go(&mut successor, paused)?;
@@ -76,12 +89,21 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         memory: Memory::Shared(file.clone()),
         record: MemoryRecord::Own(file.clone()),
         incoming: false,
+        passt: true,
     };
     // If this command is killed from here on, the machine ends up stopped or running, but not in between.
-    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+    let holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
     match begun {
-        Ok(mut successor) => go(&mut successor, paused),
+        Ok(mut successor) => match definition.new_identity {
+            None => go(&mut successor, paused),
+            Some(how) => {
+                connect(&mut successor, &definition, false)?;
+                go(&mut successor, false)?;
+                drop(holding);
+                give_identity(change, successor, definition, how)
+            }
+        },
         Err(error) => {
             remove_if_there(&file)?;
             Err(error)
@@ -93,6 +115,45 @@ fn go(successor: &mut Successor, paused: bool) -> Result<()> {
     match paused {
         true => Ok(()),
         false => successor.monitor.execute("cont", json!({})).map(drop),
+    }
+}
+
+/// Plugs or unplugs all network cards.
+fn connect(successor: &mut Successor, definition: &Definition, up: bool) -> Result<()> {
+    definition.networks.iter().try_for_each(|network| {
+        let arguments = json!({ "name": network_device(network), "up": up });
+        successor.monitor.execute("set_link", arguments).map(drop)
+    })
+}
+
+/// Gives a guest whose disks are a copy an identity of its own, and then connects its network. Until then the guest has
+/// the identity of its source, also in a process that starts after a failure.
+fn give_identity(change: &Change, mut successor: Successor, definition: Definition, how: NewIdentity) -> Result<()> {
+    let machine = change.machine();
+    let name = machine.name();
+    let given =
+        personality::give_within(&mut |patience| machine.agent(patience), &definition, Some(true), IDENTITY_PATIENCE);
+    let none = || Error::new(ErrorKind::Unsupported, format!("no guest agent answers within {IDENTITY_PATIENCE:?}"));
+    match given.and_then(|given| given.ok_or_else(none)) {
+        Ok(_) => {
+            connect(&mut successor, &definition, true)?;
+            change.define(&Definition { new_identity: None, ..definition })
+        }
+        Err(error) if how == NewIdentity::Required => {
+            successor.process.quit(Some(&mut successor.monitor))?;
+            change.sweep()?;
+            let what =
+                format_args!("machine '{name}' was stopped again, because its guest has the identity of its source");
+            Err(error.context(what))
+        }
+        Err(error) => {
+            tracing::warn!(
+                machine = name,
+                "its network is unplugged, because its guest has the identity of its source: {error}; the next start \
+                 tries again"
+            );
+            Ok(())
+        }
     }
 }
 

@@ -29,10 +29,12 @@ use crate::media;
 use crate::nvram;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
+use crate::qemu::firmware::Uefi;
 use crate::qemu::network;
+use crate::qemu::passt::{self, Passt};
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
-use crate::{screen, seed};
+use crate::{screen, seed, user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -111,10 +113,12 @@ pub struct Start<'a> {
     pub nbd: &'a Path,
     /// The machine's memory.
     pub memory: Memory,
-    /// The same memory, as recorded in the run folder.
+    /// The record of the memory in the run folder.
     pub record: MemoryRecord,
     /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,
+    /// Whether user networks may be those of passt.
+    pub passt: bool,
 }
 
 /// A process that is set up but is not the machine's current process yet.
@@ -263,7 +267,8 @@ impl Machine {
             };
         Ok(match status["status"].as_str() {
             Some("running") => MachineState::Running,
-            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => MachineState::Paused,
+            // In the state `io-error`, a write has failed, and the guest repeats it when it is resumed.
+            Some("paused" | "suspended" | "prelaunch" | "postmigrate" | "io-error") => MachineState::Paused,
             _ => MachineState::Other,
         })
     }
@@ -287,7 +292,7 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all processes of the machine, with the refusal of [`Machine::change`] for root. While the caller keeps the
+    /// Ends all processes of the machine. Refused for root as [`Machine::change`] is. While the caller keeps the
     /// result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?;
@@ -300,6 +305,11 @@ impl Machine {
     /// Removes memory files that only this machine used.
     pub fn remove_own_memory(&self) -> Result<()> {
         self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
+    }
+
+    /// Whether the user networks of the machine's current process are those of passt.
+    pub fn uses_passt(&self) -> bool {
+        self.run().passt().exists()
     }
 
     /// Whether a command that paused the guest may have been killed since.
@@ -397,28 +407,60 @@ impl Change {
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
         network::check(definition).map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
         media::check(definition)?;
+        screen::check(definition)?;
         seed::write(definition, &run.seed())?;
+        let user = user::of(&self.machine, definition, start.nbd)?;
         let uefi = nvram::prepare(&self.machine.folder, definition)?;
+        let launch = |passt| self.launch(definition, &run, &start, uefi.as_ref(), user.as_deref(), passt);
+        let Some(passt) = start.passt.then(|| passt::find(start.features, definition).ok()).flatten() else {
+            return launch(None);
+        };
+        let successor = launch(Some(&passt))?;
+        match passt::connect_all(&passt, definition, &run, user.as_deref()) {
+            Ok(()) => {
+                private::write(&run.passt(), b"").during(|| format!("writing to '{}'", run.0.display()))?;
+                Ok(successor)
+            }
+            Err(error) => {
+                successor.process.end()?;
+                tracing::warn!(machine = self.machine.name(), "QEMU's own user network is used: {error}");
+                launch(None)
+            }
+        }
+    }
+
+    /// Starts a process in its run folder, which is prepared.
+    fn launch(
+        &self,
+        definition: &Definition,
+        run: &RunFolder,
+        start: &Start<'_>,
+        uefi: Option<&Uefi>,
+        user: Option<&str>,
+        passt: Option<&Passt>,
+    ) -> Result<Successor> {
         let private = if matches!(start.memory, Memory::Shared(_)) { 0 } else { definition.memory };
         let limit = definition.qemu_memory.map(|own| own + private);
         let machine = command::Machine {
             definition,
-            memory: start.memory,
-            uefi: uefi.as_ref(),
-            run: &run,
+            memory: start.memory.clone(),
+            uefi,
+            run,
             nbd: start.nbd,
+            user,
+            passt,
             incoming: start.incoming,
         };
         let arguments = command::arguments(&machine, start.features);
         let starting = Starting::new(&start.features.program, &arguments, &run.errors(), limit)?;
         let (process, mut monitor) = starting
-            .finish(&run, START_PATIENCE)
+            .finish(run, START_PATIENCE)
             .map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
         if let Err(error) = screen::set_password(&self.machine, definition.vnc, &mut monitor) {
             process.end()?;
             return Err(error);
         }
-        Ok(Successor { run, monitor, process })
+        Ok(Successor { run: run.clone(), monitor, process })
     }
 
     /// Makes a process the machine's current process.

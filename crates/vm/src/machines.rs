@@ -182,7 +182,7 @@ impl Machines {
         fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
         durable::sync(&folder)?;
         durable::sync(&self.folder)?;
-        making::take_away((&folder, &lock), &intent, &*self.disks, making::Whose::Named { promote })
+        making::take_away((&folder, &lock), &intent, &*self.disks, making::DiskSelection::Named { promote })
     }
 
     /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
@@ -217,11 +217,11 @@ impl Machines {
             tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
-                    let whose = match deleting {
-                        true => making::Whose::Named { promote: true },
-                        false => making::Whose::MadeSince(intent.begun),
+                    let selection = match deleting {
+                        true => making::DiskSelection::Named { promote: true },
+                        false => making::DiskSelection::MadeSince(intent.begun),
                     };
-                    making::take_away((folder, lock), &intent, &*self.disks, whose)
+                    making::take_away((folder, lock), &intent, &*self.disks, selection)
                 }
                 Ok(None) => fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display())),
                 Err(error) => Err(error),
@@ -240,6 +240,19 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
     let mut names: Vec<String> = durable::names(folder)?.into_iter().filter(is_one).collect();
     names.sort();
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
+}
+
+/// The machines in a folder, and those that are being created there, which may run already.
+pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
+    let mut all = list(folder)?;
+    for name in durable::names(folder)?.into_iter().filter(|name| name.starts_with(NEW)) {
+        match list(&folder.join(name)) {
+            // The command that creates the machine has finished meanwhile.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            new => all.extend(new?),
+        }
+    }
+    Ok(all)
 }
 
 /// Maps each disk to the machine that uses it, for the machines in a folder that need not exist. If a definition cannot

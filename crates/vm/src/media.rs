@@ -62,8 +62,8 @@ pub(crate) fn insert(monitor: &mut Client, cdrom: &Cdrom) -> Result<()> {
     })
 }
 
-/// Ejects the image of a drive. A guest that has locked the drive is requested to release it; with `force` it is not
-/// asked. Without effect if the drive is empty.
+/// Ejects the image of a drive. If the guest has locked the drive, the guest is requested to release it; with `force`,
+/// the image is ejected without this request. Without effect if the drive is empty.
 pub(crate) fn eject(monitor: &mut Client, cdrom: &Cdrom, force: bool) -> Result<()> {
     let (node, id) = (cdrom_node(cdrom), cdrom_device(cdrom));
     if !has_node(monitor, &node)? {

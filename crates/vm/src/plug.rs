@@ -14,8 +14,10 @@
 //!    that.
 
 use crate::busy;
-use crate::definition::{Chipset, Disk, Network};
-use crate::qemu::{command, drives, network};
+use crate::definition::{Chipset, Definition, Disk, Link, Network};
+use crate::machine::{Machine, remove_if_there};
+use crate::qemu::features::Features;
+use crate::qemu::{command, drives, network, passt};
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -26,13 +28,13 @@ use std::time::{Duration, Instant};
 const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Adds a disk. Without effect if the disk is already attached.
-pub fn add_disk(monitor: &mut Client, nbd: &Path, chipset: Chipset, disk: &Disk) -> Result<()> {
+pub fn add_disk(monitor: &mut Client, nbd: &Path, definition: &Definition, disk: &Disk) -> Result<()> {
     let node = drives::disk_node(disk);
     if has_node(monitor, &node)? {
         return Ok(());
     }
     monitor.execute("blockdev-add", drives::block_node(&node, &disk.name, nbd))?;
-    monitor.execute("device_add", drives::added_device(chipset, disk)).map(drop).inspect_err(|_| {
+    monitor.execute("device_add", drives::added_device(definition, disk)).map(drop).inspect_err(|_| {
         let _ = monitor.execute("blockdev-del", json!({ "node-name": node }));
     })
 }
@@ -48,7 +50,13 @@ pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
 }
 
 /// Adds a network card. Without effect if it is there already.
-pub fn add_network(monitor: &mut Client, chipset: Chipset, card: &Network) -> Result<()> {
+pub fn add_network(
+    monitor: &mut Client,
+    machine: &Machine,
+    features: &Features,
+    chipset: Chipset,
+    card: &Network,
+) -> Result<()> {
     let (device, net) = (command::network_device(card), command::network_node(card));
     if has_device(monitor, &device)? {
         return Ok(());
@@ -56,13 +64,39 @@ pub fn add_network(monitor: &mut Client, chipset: Chipset, card: &Network) -> Re
     // An earlier command may have been killed after it had added the network backend and before it added the card.
     let _ = monitor.execute("netdev_del", json!({ "id": net }));
     network::check_one(card)?;
-    monitor.execute("netdev_add", network::backend(card))?;
+    if !has_passt(monitor, machine, features, card)? {
+        monitor.execute("netdev_add", network::backend(card, None))?;
+    }
     let (key, place) = command::place(chipset, card.slot);
     let arguments = json!({ "driver": command::card(card.model), "id": device, "netdev": net, "mac": card.mac,
                             "romfile": "", key: place });
     monitor.execute("device_add", arguments).map(drop).inspect_err(|_| {
         let _ = monitor.execute("netdev_del", json!({ "id": net }));
     })
+}
+
+/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether it was added.
+/// If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then contain the state
+/// of QEMU's network, so the mark for passt is removed.
+fn has_passt(monitor: &mut Client, machine: &Machine, features: &Features, card: &Network) -> Result<bool> {
+    if !matches!(card.link, Link::User | Link::Forward(_)) || !machine.uses_passt() {
+        return Ok(false);
+    }
+    let run = machine.run();
+    let added = match passt::installed(features) {
+        Ok(passt) if passt.serves(card) => monitor
+            .execute("netdev_add", network::backend(card, Some((&passt, &run))))
+            .and_then(|_| passt::connect(&passt, card, &run, None)),
+        // passt does not serve this card because of its forwarded ports. A machine with forwarded ports has no saved
+        // states, so the mark for passt may stay.
+        Ok(_) => return Ok(false),
+        Err(why) => Err(Error::new(ErrorKind::NotFound, why)),
+    };
+    let Err(error) = added else { return Ok(true) };
+    let _ = monitor.execute("netdev_del", json!({ "id": command::network_node(card) }));
+    tracing::warn!(machine = machine.name(), "QEMU's own user network is used: {error}");
+    remove_if_there(&run.passt())?;
+    Ok(false)
 }
 
 /// Removes a network card once the guest has released it. Without effect if the card is not attached.

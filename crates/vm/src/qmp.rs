@@ -23,13 +23,13 @@ use std::time::{Duration, Instant};
 /// and standard error, up to 16 MiB each, in one line in base64.
 const LINE_MAX: usize = 48 << 20;
 
-/// Most events that are kept until the caller asks for them.
+/// Most events that are kept until the caller fetches them.
 const EVENTS_MAX: usize = 1024;
 
 /// Interval of attempts to connect to a socket that does not exist yet.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// An event.
+/// An event that QEMU has reported.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// The event's name, such as `SHUTDOWN`.
@@ -38,7 +38,7 @@ pub struct Event {
     pub data: Value,
 }
 
-/// A connection.
+/// A connection to the monitor of QEMU, or to a guest agent.
 pub struct Client {
     stream: UnixStream,
     path: PathBuf,
@@ -101,8 +101,8 @@ impl Client {
     /// Sends a command, and waits for the reply.
     ///
     /// # Errors
-    /// `Unsupported` if the peer does not know the command, `Invalid` with the peer's message if it refuses, `Io` if it
-    /// has disconnected or does not answer.
+    /// `Unsupported` if the peer does not have the command, `Invalid` with the peer's message if the peer refuses it,
+    /// `Io` if the peer has disconnected or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let request = self.request(command, arguments);
         self.send(&request)?;
@@ -147,7 +147,22 @@ impl Client {
 
     /// Passes an open file to QEMU, under a name that migrations can use.
     pub fn pass(&mut self, name: &str, file: &impl AsFd) -> Result<()> {
-        let request = self.request("getfd", json!({ "fdname": name }));
+        self.execute_with("getfd", json!({ "fdname": name }), file).map(drop)
+    }
+
+    /// Passes an open file to QEMU for as long as `work` runs. `work` gets a name by which commands of QEMU that open
+    /// files by name find the passed file. So QEMU needs no permission to open the file itself.
+    pub fn lend<T>(&mut self, file: &impl AsFd, work: impl FnOnce(&mut Self, &str) -> Result<T>) -> Result<T> {
+        let set = self.execute_with("add-fd", json!({}), file)?["fdset-id"].clone();
+        let outcome = work(self, &format!("/dev/fdset/{set}"));
+        let removed = self.execute("remove-fd", json!({ "fdset-id": set }));
+        let value = outcome?;
+        removed.map(|_| value)
+    }
+
+    /// Sends a command with an open file, and waits for the reply.
+    fn execute_with(&mut self, command: &str, arguments: Value, file: &impl AsFd) -> Result<Value> {
+        let request = self.request(command, arguments);
         let line = format!("{request}\n");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -157,7 +172,7 @@ impl Client {
             .map_err(|e| self.lost(e.into()))?;
         // The file descriptor was sent with the first bytes of the line; the rest follows without it.
         self.send_bytes(&line.as_bytes()[sent..])?;
-        self.answer("getfd").map(drop)
+        self.answer(command)
     }
 
     /// Sends raw bytes, which the guest agent needs to find the beginning of a line.

@@ -57,8 +57,8 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Takes snapshots of disks at one point in time. With `quiesce`, the guest's file systems are frozen during this if
-/// its agent answers. They are thawed in every case: if this command is killed, by the next one.
+/// Takes snapshots of disks at one point in time. With `quiesce`, the guest's file systems are frozen meanwhile if the
+/// guest's agent answers. They are thawed in every case: if this command is killed, the next command thaws them.
 pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], quiesce: bool) -> Result<Quiet> {
     let machine = change.machine();
     let state = machine.state()?;

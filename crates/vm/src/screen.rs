@@ -1,14 +1,15 @@
 //! The screen and keyboard of a running machine.
 //!
-//! 1. QEMU writes a screenshot into the run folder, and this process copies it to its place. So QEMU needs no right to
-//!    write elsewhere.
-//! 2. VNC on a TCP port has a password, in a file that only the owner of the datastore can read. Until it is set, QEMU
-//!    refuses every client.
+//! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for it and then copies to
+//!    its place. So QEMU needs no right to create files.
+//! 2. Without certificates, VNC listens only where no other host reaches it. VNC on a TCP port has a password, in a
+//!    file that only the owner of the datastore can read. Until it is set, QEMU refuses every client.
 
-use crate::definition::{Display, Vnc};
+use crate::definition::{Definition, Display, Vnc, VncTls};
 use crate::durable;
 use crate::machine::{Machine, MachineState, remove_if_there};
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
 use std::fs;
@@ -69,6 +70,22 @@ pub fn password_file(machine: &Machine) -> PathBuf {
     machine.folder().join(PASSWORD)
 }
 
+/// Checks that the files for the encryption of VNC exist.
+pub(crate) fn check(definition: &Definition) -> Result<()> {
+    let Some(tls) = &definition.vnc_tls else { return Ok(()) };
+    for name in VncTls::FILES {
+        let file = tls.folder.join(name);
+        fs::File::open(&file).during(|| {
+            let machine = &definition.name;
+            format!(
+                "opening '{}', which encrypts VNC of machine '{machine}' (lamina vm edit --vnc-tls)",
+                file.display()
+            )
+        })?;
+    }
+    Ok(())
+}
+
 /// Sets the password of VNC in a process that has started, if its VNC has one.
 pub(crate) fn set_password(machine: &Machine, vnc: Option<Vnc>, monitor: &mut Client) -> Result<()> {
     let Some(Vnc::Tcp(_)) = vnc else { return Ok(()) };
@@ -92,16 +109,23 @@ pub fn shoot(machine: &Machine, file: &Path) -> Result<()> {
     let ending = file.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
     machine.running()?;
     let picture = machine.run().0.join(format!("screen-{}", std::process::id()));
-    let mut request = json!({ "filename": picture });
-    match ending.as_str() {
-        "png" => request["format"] = json!("png"),
-        "ppm" => {}
+    let format = match ending.as_str() {
+        "png" => Some("png"),
+        "ppm" => None,
         _ => {
             let text = format!("'{}' is named neither .png nor .ppm, and its format is not known", file.display());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-    }
-    let taken = machine.monitor()?.execute("screendump", request);
+    };
+    let mut monitor = machine.monitor()?;
+    let opened = private::create(&picture).during(|| format!("writing '{}'", picture.display()))?;
+    let taken = monitor.lend(&opened, |monitor, name| {
+        let mut request = json!({ "filename": name });
+        if let Some(format) = format {
+            request["format"] = json!(format);
+        }
+        monitor.execute("screendump", request)
+    });
     let copied = taken.and_then(|_| fs::copy(&picture, file).during(|| format!("writing '{}'", file.display())));
     remove_if_there(&picture)?;
     let name = machine.name();

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `meta-data` | the instance, which is the machine's UUID; the host name; SSH keys |
 //! | `user-data` | what the user has given |
-//! | `vendor-data` | a script that gives a copy of a guest a machine id of its own |
+//! | `vendor-data` | a script that gives a copy of a guest a machine id and client ids of DHCP of its own |
 //!
 //! 1. The image is made at each start of a process, in its run folder. So a clone has its own instance, and cloud-init
 //!    makes new host keys for it.
@@ -15,14 +15,15 @@
 mod fat;
 
 use crate::definition::{Chipset, Definition};
+use crate::personality;
 use crate::qemu::boot;
 use backend::private;
 use error::{IoContext, Result};
 use serde_json::json;
 use std::path::Path;
 
-/// PCI slot of the disk: behind those of the other disks, so that the guest numbers it last. In the chipset i440fx it
-/// is that of the last port.
+/// PCI slot of the disk on q35 and on i440fx: higher than the slots of the other disks, so that the guest numbers this
+/// disk last. On i440fx, it is the slot of the last port.
 const SLOTS: [u8; 2] = [25, 31];
 /// What cloud-init does once in every instance, before its other scripts. A guest that was not copied has one instance.
 const VENDOR: &str = "\
@@ -33,6 +34,9 @@ set -- /var/lib/cloud/instances/*
 rm -f /etc/machine-id /var/lib/dbus/machine-id
 systemd-machine-id-setup
 [ ! -d /var/lib/dbus ] || ln -s /etc/machine-id /var/lib/dbus/machine-id
+# The client id of DHCP follows from the machine id, and the source has the lease of the former one.
+LEASES
+systemctl -q try-restart systemd-networkd.service NetworkManager.service || true
 ";
 
 /// Writes the image of a machine that has a seed.
@@ -46,7 +50,8 @@ pub(crate) fn write(definition: &Definition, path: &Path) -> Result<()> {
     // JSON is YAML too.
     let meta = format!("{meta:#}\n");
     let user = seed.user_data.as_deref().unwrap_or("#cloud-config\n");
-    let files = [("meta-data", meta.as_str()), ("user-data", user), ("vendor-data", VENDOR)];
+    let vendor = VENDOR.replace("LEASES", personality::LEASES);
+    let files = [("meta-data", meta.as_str()), ("user-data", user), ("vendor-data", vendor.as_str())];
     let number = u32::from_le_bytes(std::array::from_fn(|at| definition.uuid.as_bytes()[at]));
     let image = fat::image("CIDATA", number, &files)?;
     private::write(path, &image).during(|| format!("writing '{}'", path.display()))

@@ -58,6 +58,10 @@ pub struct Record {
     pub created: u64,
     /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if the snapshot has the guest's memory.
     pub consistency: String,
+    /// For a snapshot with memory: whether it can be continued with the user networks of passt. Otherwise it contains
+    /// the state of QEMU's own user network.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub passt: bool,
     /// The snapshots of the machine's disks, in the order of the disks.
     #[serde(default, rename = "disk")]
     pub disks: Vec<Snapshot>,
@@ -247,6 +251,7 @@ fn take_in(
         version: VERSION,
         name: name.to_owned(),
         created: clock::seconds(),
+        passt: quiet.is_none() && change.machine().uses_passt(),
         consistency: quiet.as_ref().map_or("memory", Quiet::word).to_owned(),
         disks: of,
         machine: definition,
@@ -276,7 +281,7 @@ fn with_memory(
     let process = machine.running()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let image = host.images().begin(machine.definition()?, None)?;
+    let image = host.images().begin(machine.definition()?, None, machine.uses_passt())?;
     let saved = Memories::prepare(machine.memory()?, host.images(), &image, process.pid()).and_then(|memories| {
         host.disks().snapshot(of)?;
         memories.save(&mut monitor, features, &image.state())?;
@@ -386,6 +391,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
             memory: Memory::Shared(file.clone()),
             record: MemoryRecord::Own(file.clone()),
             incoming: true,
+            passt: record.passt,
         })?;
         let loaded = state::prepare(&mut successor.monitor, features)
             .and_then(|()| state::load(&mut successor.monitor, features, &from.join("state")))

@@ -7,7 +7,7 @@
 //!
 //! 1. Adopting changes nothing outside the record's folder.
 //! 2. Three kinds of images are never written: images in other folders than that of the named image, the image of a
-//!    snapshot (another image may have it as its parent), and every image unless the caller asked for writing.
+//!    snapshot (another image may have it as its parent), and every image unless the caller has requested write access.
 
 use crate::create::{adapter_of, check_name, fresh_record};
 use crate::disk::{Disk, Options};
@@ -241,9 +241,9 @@ impl Tree<'_> {
     }
 }
 
-fn read_list(place: &Place) -> Result<Vmsd> {
+pub(crate) fn read_list(place: &Place) -> Result<Vmsd> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
-    let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
+    let length = file.len().during(|| format!("determining the length of '{}'", place.label()))?;
     if length > vmsd::TEXT_MAX as u64 {
         return Err(Error::new(ErrorKind::Corrupt, format!("'{}' has {length} bytes: too many", place.label())));
     }
@@ -253,7 +253,7 @@ fn read_list(place: &Place) -> Result<Vmsd> {
 }
 
 /// A valid snapshot name that this disk has not used yet: VMware permits any name, and the same name several times.
-fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
+pub(crate) fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
     const LENGTH_MAX: usize = 160;
     let refused = |c: char| c.is_control() || c.is_whitespace() || is_hidden(c) || "@/\\?#%&\"'`$*<>|;:".contains(c);
     let plain = |c: char| if refused(c) { '-' } else { c };

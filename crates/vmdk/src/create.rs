@@ -47,8 +47,9 @@ impl Disk {
         };
         let delta = new.delta.unwrap_or_else(|| DeltaFormat::usual(new.capacity));
         let mut fresh = fresh_record(&new.name, new.kind.name(), delta, new.adapter, options);
-        let image =
-            NewImage { adapter: new.adapter, mode: options.mode, ..NewImage::new(&name, new.capacity, new.kind) };
+        let usual = NewImage::new(&name, new.capacity, new.kind);
+        let piece = options.piece.unwrap_or(usual.piece);
+        let image = NewImage { adapter: new.adapter, mode: options.mode, piece, ..usual };
         let random = &mut || (options.random)();
         let extents = image.descriptor(random)?.map(|descriptor| descriptor.extents).unwrap_or_default();
         let extents = extents.into_iter().filter_map(|extent| extent.file);

@@ -42,6 +42,8 @@ pub struct Options {
     pub overlay: Option<Arc<dyn Layer>>,
     /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
+    /// The most sectors of an extent of a new split disk; `None` for those of VMware's products (2047 MiB).
+    pub piece: Option<u64>,
 }
 
 impl Default for Options {
@@ -55,6 +57,7 @@ impl Default for Options {
             adopted: None,
             overlay: None,
             folders: None,
+            piece: None,
         }
     }
 }
@@ -66,7 +69,7 @@ struct Issued {
 }
 
 /// The state of an open disk in memory.
-pub(crate) struct State {
+pub(crate) struct DiskState {
     pub record: Record,
     issued: Vec<Issued>,
     /// Images that an operation is writing.
@@ -83,6 +86,8 @@ pub(crate) struct State {
     /// Whether an interrupted operation has to be finished before images are opened. It could not be finished for lack
     /// of space, or because the device failed.
     pub unsettled: bool,
+    /// Whether the durable record still names a snapshot that was undone: `record` replaces it before anything else.
+    pub unrecorded: bool,
     /// Whether the last replacement of the record failed in its last step, so that either record may be durable.
     pub failed: bool,
 }
@@ -93,7 +98,7 @@ pub struct Disk {
     pub(crate) options: Options,
     operation: Mutex<()>,
     head: Mutex<Option<Arc<Line>>>,
-    pub(crate) state: Mutex<State>,
+    pub(crate) state: Mutex<DiskState>,
     owner: Owner,
 }
 
@@ -130,7 +135,7 @@ impl Disk {
     }
 
     pub(crate) fn assemble(home: Folder, record: Record, options: &Options, owner: Owner) -> Self {
-        let state = State {
+        let state = DiskState {
             record,
             issued: Vec::new(),
             changing: Vec::new(),
@@ -140,6 +145,7 @@ impl Disk {
             doubtful: false,
             stale: BTreeSet::new(),
             unsettled: false,
+            unrecorded: false,
             failed: false,
         };
         Self {
@@ -302,7 +308,9 @@ impl Disk {
     fn committed(&self, record: Record, outcome: std::result::Result<(), NotStored>) -> Result<()> {
         match outcome {
             Ok(()) => {
-                self.state.lock().record = record;
+                let mut state = self.state.lock();
+                state.record = record;
+                state.unrecorded = false;
                 Ok(())
             }
             Err(failed) => {
@@ -316,6 +324,16 @@ impl Disk {
                 }
                 Err(failed.error)
             }
+        }
+    }
+
+    /// Makes `record` the current one although it could not be written. The durable record remains valid, and every
+    /// later operation writes `record` first.
+    pub(crate) fn leave_unrecorded(&self, record: Record) {
+        let mut state = self.state.lock();
+        if !state.failed {
+            state.record = record;
+            state.unrecorded = true;
         }
     }
 
@@ -468,6 +486,10 @@ impl Disk {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
             return Err(Error::new(ErrorKind::Busy, text));
         };
+        let unrecorded = self.state.lock().unrecorded;
+        if unrecorded && let Err(error) = self.noting(|| self.finish_pending()) {
+            tracing::warn!(%error, disk = self.name(), "a failed snapshot is not undone, and its name stays");
+        }
         let mut head = self.head.lock();
         if let Some(line) = &*head {
             let closed = line.chain.close();

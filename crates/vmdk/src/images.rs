@@ -63,6 +63,7 @@ impl Disk {
             },
             held: false,
             random: self.options.random.clone(),
+            salvage: false,
         }
     }
 
@@ -249,7 +250,7 @@ pub(crate) fn keep_content(record: &Record, settlement: &Settlement, now: &Descr
 }
 
 /// The format of an image, as its node records it.
-fn format_of(node: &Node) -> Result<Option<Format>> {
+pub(crate) fn format_of(node: &Node) -> Result<Option<Format>> {
     match node.format.as_deref() {
         None => Ok(None),
         Some("raw") => Ok(Some(Format::Flat)),

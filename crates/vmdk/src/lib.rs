@@ -19,6 +19,7 @@
 //! merged     what merges and removed snapshot names do to the images and snapshots of a record
 //! merge      removing snapshots and levels: an image is merged into its neighbour while the disk is in use
 //! preview    what a deletion would free, without deleting
+//! remains    what is left of a disk that cannot be opened, for reading
 //! clones     linked clones: disks that begin with the content of another disk's snapshot
 //! maintain   inflate, punch zeros, wipe, shrink, check: on images in use
 //! settle     finishing committed operations, and undoing operations that were not committed
@@ -57,6 +58,7 @@ mod merged;
 mod owner;
 mod preview;
 mod record;
+mod remains;
 mod reopen;
 mod revert;
 mod settle;
@@ -76,6 +78,7 @@ pub use maintain::{Checked, Freed};
 pub use merge::Direction;
 pub use preview::Preview;
 pub use record::{DeltaFormat, ImageOwnership, Node, Record, SnapshotRecord};
+pub use remains::Remains;
 pub use snapshot::{NewSnapshot, Snapshot, snapshot_group};
 
 pub(crate) use error::{Error, ErrorKind, Result};

@@ -14,7 +14,7 @@
 //! 4. After a failed write to an image, the process flushes the image's files and evicts them from the page cache
 //!    before it opens the image again ([`Disk::show_stale`]).
 
-use crate::disk::{Disk, State};
+use crate::disk::{Disk, DiskState};
 use crate::images::remove;
 use crate::line::Line;
 use crate::record::{Node, Record};
@@ -187,7 +187,7 @@ impl Disk {
 
     /// Notes that the page cache may differ from the device for every image.
     pub(crate) fn mistrust(&self) {
-        let State { record, stale, .. } = &mut *self.state.lock();
+        let DiskState { record, stale, .. } = &mut *self.state.lock();
         stale.extend(record.nodes.iter().map(|node| node.id));
     }
 

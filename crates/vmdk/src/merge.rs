@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!            down, from C into F                           up, from F into C
-//! announce   the record says that F is written, hidden    the record says that C is filled where F
-//!            by C; F's snapshot loses its name            shows through
+//! announce   the record says that F is written, hidden    the record says that C is filled where it
+//!            by C; F's snapshot loses its name            reads from F
 //! merge      C's data is copied into F; the first write   F's data is copied into C; the first write
 //!            changes F's CID                              changes C's CID
 //! commit     F replaces C in the tree                     F's parent becomes C's parent
@@ -193,7 +193,7 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // A base of another owner is copied completely only if the user asks for that.
+            // A base of another owner is copied completely only if the user requests that.
             return Ok(None);
         }
         if can_up {
@@ -332,7 +332,8 @@ impl Disk {
             }
         }
         let directory = into.place().folder.directory();
-        let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
+        let room =
+            directory.room().map_err(|error| Error::io("determining the free space of the file system", error))?;
         let metadata = needed / METADATA_SHARE + tables * table + SMALL_FILES;
         if needed > 0 && needed + metadata > room.available {
             return Err(self.lacks_room(into, needed + metadata, &format!("has {}", room.available)));

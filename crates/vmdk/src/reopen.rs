@@ -34,10 +34,10 @@ impl Disk {
         self.open_head().and_then(|line| line.chain.failure())
     }
 
-    /// Opens a stopped disk again. No read may be under way through the old chain; users of the disk have to ask for
-    /// the new chain. Writes acknowledged after the last successful flush may be lost; returns whether there were any
-    /// such writes. Flushes of the new chain do not cover them, so the caller reports the loss to the users that rely
-    /// on flushes.
+    /// Opens a stopped disk again. No read may be under way through the old chain; users of the disk have to get the
+    /// new chain from it. Writes acknowledged after the last successful flush may be lost; returns whether there were
+    /// any such writes. Flushes of the new chain do not cover them, so the caller reports the loss to the users that
+    /// rely on flushes.
     ///
     /// # Errors
     /// `Invalid` when the disk has not stopped; `Busy` while an operation is under way; `Stopped` when the process has
@@ -79,6 +79,7 @@ impl Disk {
         {
             let mut state = self.state.lock();
             state.record = record;
+            state.unrecorded = false;
             state.failed = false;
             state.stale.clear();
         }

@@ -2,7 +2,7 @@
 //!
 //! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record with the new
 //! head is committed. Then the old head is removed, with the images that only the old head needed. Users of the disk
-//! have to ask for the new chain.
+//! have to get the new chain from it.
 
 use crate::Result;
 use crate::disk::Disk;
@@ -21,7 +21,7 @@ impl Disk {
             let delta = record.delta.holding(capacity);
             let (image, node) = self.make_delta(&record, below, None, None, delta, capacity, "revert")?;
             let announced = self.record();
-            // The next caller that asks for the chain opens this image again, with those below it.
+            // The next caller that gets the chain opens this image again, with those below it.
             image.layer().close()?;
             drop(image);
             // Writes that cannot be flushed are dropped; only if the commit fails, the failure stops the disk.

@@ -125,6 +125,11 @@ impl Disk {
     /// Performs the steps of a record's pending operation. May commit a record with more corrections, and replaces
     /// `record` by it.
     pub(crate) fn carry_out(&self, record: &mut Record) -> Result<()> {
+        let unrecorded = self.state.lock().unrecorded;
+        if unrecorded {
+            // The durable record still needs the files that are removed below.
+            self.commit(record.clone())?;
+        }
         self.record_unmerging(record)?;
         let Some(pending) = &record.pending else { return Ok(()) };
         let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();

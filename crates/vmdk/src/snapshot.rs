@@ -14,6 +14,9 @@
 //!    order, pushed, and released. A failure before the push is undone on all of them. Their records are separate
 //!    files, so a power cut between the commits may leave some disks with the snapshot and others without; the deltas
 //!    are empty in this case. The caller records which snapshots belong together.
+//! 4. If the record cannot be restored, writes continue in the old head, and the restored record is the one in memory.
+//!    It is written before the next operation, and when the disk is closed. If the process ends before that, the
+//!    next opening finds the snapshot with the content that the head had at the end.
 
 use crate::create::check_name;
 use crate::disk::{Disk, Operation};
@@ -30,9 +33,9 @@ use std::time::Duration;
 /// Parameters of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewSnapshot {
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
-    /// Its description.
+    /// Description of the snapshot.
     pub description: String,
     /// The folder of the new head; `None` for the folder of the record.
     pub folder: Option<PathBuf>,
@@ -54,7 +57,7 @@ impl NewSnapshot {
 /// Information about a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its name.
+    /// Name of the snapshot.
     pub name: String,
     /// The number of the snapshot in VMware's list of snapshots.
     pub uid: u32,
@@ -66,7 +69,7 @@ pub struct Snapshot {
     pub capacity: u64,
     /// Whether the head is based on the snapshot.
     pub current: bool,
-    /// Its description.
+    /// Description of the snapshot.
     pub description: String,
     /// Names of the snapshot's linked clones.
     pub clones: Vec<String>,
@@ -94,7 +97,7 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
         match disk.noting(|| disk.prepare(new)) {
             Ok(one) => prepared.push(one),
             Err(error) => {
-                take_back(prepared);
+                prepared.into_iter().for_each(Prepared::take_back);
                 return Err(error);
             }
         }
@@ -113,7 +116,7 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
             None => left.push(one),
         }
     }
-    take_back(left);
+    left.into_iter().for_each(Prepared::take_back);
     outcome
 }
 
@@ -139,15 +142,6 @@ fn take_point(
     (keys, outcome)
 }
 
-fn take_back(prepared: Vec<Prepared<'_>>) {
-    for one in prepared {
-        let disk = one.disk;
-        if let Err(error) = disk.noting(|| one.take_back()) {
-            tracing::warn!(%error, "a failed snapshot stays until the disk is opened next");
-        }
-    }
-}
-
 impl Disk {
     /// Takes a snapshot of the head. Returns how long writers had to wait.
     pub fn snapshot(&self, new: &NewSnapshot) -> Result<Duration> {
@@ -161,9 +155,7 @@ impl Disk {
                     flushed.map(|()| pause)
                 }
                 Err(error) => {
-                    if let Err(second) = prepared.take_back() {
-                        tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
-                    }
+                    prepared.take_back();
                     Err(error)
                 }
             }
@@ -252,9 +244,7 @@ impl Disk {
             Ok(()) => Ok(prepared),
             Err(error) => {
                 // The record still announces the files of the delta: see `settle`.
-                if let Err(second) = prepared.take_back() {
-                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
-                }
+                prepared.take_back();
                 Err(error)
             }
         }
@@ -355,16 +345,27 @@ impl Prepared<'_> {
         self.disk.write_list();
     }
 
-    /// Undoes a snapshot before the push: restores the record, and removes the delta.
-    fn take_back(self) -> Result<()> {
+    /// Undoes a snapshot before the push. What cannot be done now is done by the disk's next operation.
+    fn take_back(self) {
+        let disk = self.disk;
+        if let Err(error) = disk.noting(|| self.undo()) {
+            tracing::warn!(%error, disk = disk.name(), "a failed snapshot is not undone yet");
+        }
+    }
+
+    /// Restores the record, and removes the delta.
+    fn undo(self) -> Result<()> {
         let mut record = self.before.clone();
         let delta = self.disk.record().nodes.into_iter().find(|node| node.id == self.node);
-        match delta {
-            None => {}
-            Some(node) => {
-                let made = self.disk.files(&record, &node);
-                record.pending = Some(Pending { made, ..Pending::new("snapshot") });
-                self.disk.commit(record)?;
+        if let Some(node) = delta {
+            let made = self.disk.files(&record, &node);
+            record.pending = Some(Pending { made, ..Pending::new("snapshot") });
+            if let Err(error) = self.disk.commit(record.clone()) {
+                // A stopped chain changes nothing below the delta: the next opening finds the snapshot complete.
+                if self.line.chain.failure().is_none() {
+                    self.disk.leave_unrecorded(record);
+                }
+                return Err(error);
             }
         }
         drop(self.image);

@@ -41,7 +41,7 @@ fn load_from(directory: &dyn Directory, name: &str) -> Result<Option<Record>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         other => other.during(|| format!("opening '{name}'"))?,
     };
-    let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
+    let length = file.len().during(|| format!("determining the length of '{name}'"))?;
     if length > RECORD_MAX {
         return Err(Error::new(ErrorKind::Corrupt, format!("'{name}' has {length} bytes: too many")));
     }

@@ -140,7 +140,7 @@ mod fiemap {
     const FS_IOC_FIEMAP: Opcode = opcode::read_write::<Header>(b'f', 11);
 
     impl<const EXTENTS: usize> Request<EXTENTS> {
-        /// Asks for the extents that end after `offset`.
+        /// Queries the extents that end after `offset`.
         fn new(offset: u64, flags: u32) -> Self {
             let empty =
                 Extent { logical: 0, physical: 0, length: 0, reserved_wide: [0; 2], flags: 0, reserved: [0; 3] };

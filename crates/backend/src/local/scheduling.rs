@@ -32,7 +32,7 @@ pub enum Slice {
     /// Short: the thread runs soon after it wakes. For a thread that answers a user or a guest beside threads that
     /// always compute, or that outnumber the processors. On a busy machine this saves a few milliseconds per answer.
     Short,
-    /// That of threads that request nothing.
+    /// The kernel's default, which threads have that request no slice.
     Default,
     /// Long: every thread with another slice interrupts it. For a thread that computes and that nothing waits for.
     Long,
@@ -78,8 +78,8 @@ fn ask(thread: rustix::thread::Pid, slice: u64) {
         deadline: 0,
         period: 0,
     };
-    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call. A kernel that does not know the
-    // call, or a thread that has ended, is answered with an error, which changes nothing.
+    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call. If the kernel does not have
+    // the call, or the thread has ended, the call returns an error and changes nothing.
     unsafe {
         libc::syscall(libc::SYS_sched_setattr, thread.as_raw_nonzero().get(), std::ptr::from_ref(&attributes), 0)
     };

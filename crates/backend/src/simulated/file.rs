@@ -11,7 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Placements per answer: few, so that callers have to ask again.
+/// Placements per call: few, so that callers have to repeat the call.
 const PLACEMENTS_MAX: usize = 8;
 
 pub(super) struct SimulatedFile {

@@ -47,8 +47,8 @@ impl Random {
     }
 }
 
-/// The probabilities, in percent, with which a power cut keeps unflushed changes. Drawn anew for each cut: keeping
-/// everything and losing everything find other bugs than mixtures.
+/// The probabilities, in percent, with which a power cut keeps unflushed changes. They are drawn anew for each cut,
+/// because cuts that keep all changes, or none, reveal other faults than cuts that keep some.
 #[derive(Clone, Copy)]
 pub(super) struct Fate {
     pub(super) keep: u64,

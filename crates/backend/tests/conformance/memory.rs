@@ -36,13 +36,13 @@ pub struct MemoryMedium {
 
 #[derive(Default)]
 struct Pool {
-    state: Mutex<State>,
+    state: Mutex<MediumState>,
     /// Operations that were performed before an older one.
     overtaken: AtomicU64,
 }
 
 #[derive(Default)]
-struct State {
+struct MediumState {
     files: Vec<Content>,
     names: BTreeMap<String, usize>,
     durable_names: BTreeMap<String, usize>,
@@ -133,7 +133,7 @@ fn parts(offset: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Ran
     })
 }
 
-impl State {
+impl MediumState {
     fn taken(&self) -> u64 {
         self.names.values().map(|file| self.files[*file].length).sum()
     }
@@ -159,12 +159,12 @@ impl State {
 }
 
 impl Pool {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, MediumState> {
         self.state.lock().unwrap()
     }
 
     /// Locks the state for a change; fails for a session that lost its lease.
-    fn change(&self, session: u64) -> io::Result<MutexGuard<'_, State>> {
+    fn change(&self, session: u64) -> io::Result<MutexGuard<'_, MediumState>> {
         let mut state = self.state();
         if state.fenced.contains(&session) {
             return Err(io::Error::new(ErrorKind::PermissionDenied, "the medium has revoked the lease of this owner"));
@@ -242,7 +242,7 @@ impl Session {
         Arc::new(MemoryFile { pool: Arc::clone(&self.pool), session: self.number, file })
     }
 
-    fn lease(&self, state: &mut State, name: &str, file: usize) -> io::Result<Box<dyn Lock>> {
+    fn lease(&self, state: &mut MediumState, name: &str, file: usize) -> io::Result<Box<dyn Lock>> {
         if state.held.contains_key(&file) {
             return Err(io::Error::new(ErrorKind::WouldBlock, format!("'{name}' is leased to another owner")));
         }

@@ -1,6 +1,6 @@
 //! Which level stores a block of which no extent is cached any more: one byte per 4 KiB block. A random load may use
-//! far more extents than the cache can have: with this table, a miss in a deep chain then asks one level, not half of
-//! the levels.
+//! far more extents than the cache can have: with this table, a miss in a deep chain then queries one level, not half
+//! of the levels.
 //!
 //! ```text
 //! span   256 KiB of addresses: its number, how often it was used, and for each of its 64 blocks the number of a level,
@@ -9,7 +9,8 @@
 //! ```
 //!
 //! 1. A block's byte is the number of the newest level that stores any of the block, if that level stores all of it.
-//!    The byte gives no file location: the level is asked for it, so changes within a level do not make the byte stale.
+//!    The byte gives no file location: a lookup queries the level for it, so changes within a level do not make the
+//!    byte stale.
 //! 2. A block that is changed, or copied by a merge, becomes UNKNOWN. A lookup also treats a number as UNKNOWN if its
 //!    stack has no such level.
 //! 3. Memory is a fixed share of the memory that the extents may use ([`BYTES_PER_ENTRY`]), allocated at first use.

@@ -12,7 +12,7 @@
 //!    of earlier prefetches. It grows, up to the limit in the tunables, while more of the evicted prefetched extents
 //!    were used than not, and halves while fewer than one in five was used. It can become zero; then an occasional
 //!    trial checks whether prefetching is useful again.
-//! 4. Without prefetching, a miss asks only one level if [`holders`] has the level of the block. A miss surveys its
+//! 4. Without prefetching, a miss queries only one level if [`holders`] has the level of the block. A miss surveys its
 //!    span while surveys of evicted spans have been useful often enough.
 
 mod entry;
@@ -46,8 +46,8 @@ pub(crate) const SPAN: u64 = 256 << 10;
 const OUTCOMES: u64 = 128;
 /// Walks between two adjustments.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two trials while prefetching is not useful. A trial asks the levels for much larger ranges than a
-/// miss does.
+/// Misses between two trials while prefetching is not useful. A trial queries the levels for much larger ranges
+/// than a miss does.
 const TRY_EVERY: u64 = 256;
 /// Extents per trial.
 const TRY_EXTENTS: usize = 8;

@@ -216,8 +216,8 @@ fn requests_past_the_end_and_writes_to_read_only_layers_are_refused() {
     chain.read(0, &mut [0; 512]).unwrap();
 }
 
-/// A random load over more blocks than the cache has entries: each miss asks only the level that stores the block, and
-/// reads return the latest content.
+/// A random load over more blocks than the cache has entries: each miss queries only the level that stores the block,
+/// and reads return the latest content.
 #[test]
 fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
     const GRAINS: u64 = 4096;

@@ -2,8 +2,9 @@
 //! sector must have its old content or that of a later write, and the merge must be repeatable.
 //!
 //! The owner's record of the levels is a variable here. It changes in `commit` and before a push, as a rename in a
-//! folder would. The guest's writes are made from the progress reports of the merge, so that a seed determines the
-//! history. Levels are mocks that use every freedom of the trait, or layers of the real formats mixed.
+//! folder would. The guest's writes are made when the merge reports progress, on the merge's thread, so that a seed
+//! determines the history. Levels are mocks with every behaviour that the trait permits, or layers of different real
+//! formats.
 
 use crate::formats::Format;
 use crate::mock::{Manner, Mock, Table};

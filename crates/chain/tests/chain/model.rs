@@ -341,7 +341,7 @@ impl Uneven {
     }
 }
 
-/// The merge asks for the rate at each step, also in the last pass, when writes are made in top and target.
+/// The merge queries the rate at each step, also in the last pass, when writes are made in top and target.
 impl Progress for Uneven {
     fn rate(&self) -> u64 {
         let changes = self.random.lock().unwrap().below(3);

@@ -14,7 +14,7 @@ pub struct Tls {
     session: Box<ServerConnection>,
     input: bool,
     ended: bool,
-    /// Whether the transport below was told that the peer has a valid certificate.
+    /// Whether it was reported to the transport below that the peer has a valid certificate.
     authenticated: bool,
 }
 

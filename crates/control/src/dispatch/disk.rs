@@ -3,18 +3,26 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::message::{DiskRequest, Reconnect, Reply, Resized};
-use disk::{Progress, Throttled};
+use disk::{Progress, Throttled, has_label};
 use error::Result;
-use export::clients::Whose;
+use export::clients::ClientSelection;
 
 /// Carries out a request about disks.
 pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
     let datastore = &*service.datastore;
     let progress: &dyn Progress = watch;
     Ok(match request {
-        DiskRequest::Create { name, new } => Reply::Disk(datastore.create_disk(&name, &new, progress)?),
+        DiskRequest::Create { name, new, settings } => {
+            Reply::Disk(Box::new(datastore.create_disk_with(&name, &new, &settings, progress)?))
+        }
         DiskRequest::List => {
             let mut disks = datastore.disks()?;
+            claims::show(&mut disks, &service.clients);
+            Reply::Disks(disks)
+        }
+        DiskRequest::Labelled { label } => {
+            let mut disks = datastore.disks()?;
+            disks.retain(|disk| has_label(&disk.settings.labels, &label));
             claims::show(&mut disks, &service.clients);
             Reply::Disks(disks)
         }
@@ -22,14 +30,14 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let mut disk = datastore.disk(&name)?;
             claims::show(std::slice::from_mut(&mut disk), &service.clients);
             disk.machine = claims::machine_of(&service.location, &name)?;
-            Reply::Disk(disk)
+            Reply::Disk(Box::new(disk))
         }
         DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: _ } => {
             resize(service, &name, capacity, shrink, reconnect)?
         }
         DiskRequest::Rename { name, to, force } => {
             claims::refuse(service, &name, Deed::Rename, force)?;
-            Reply::Disk(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?)
+            Reply::Disk(Box::new(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?))
         }
         DiskRequest::Delete { name, promote, force } => {
             claims::refuse(service, &name, Deed::Delete, force)?;
@@ -47,11 +55,12 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             Reply::WouldFree(Box::new(datastore.would_free(&deletion, progress)?))
         }
         DiskRequest::Space { name } => Reply::Space(Box::new(datastore.space(name.as_deref(), progress)?)),
-        DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
+        DiskRequest::Detach { name } => Reply::Disk(Box::new(datastore.detach(&name, progress)?)),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),
-        DiskRequest::Reopen { name } => Reply::Disk(datastore.reopen_disk(&name, progress)?),
-        DiskRequest::Inflate { name } => Reply::Disk(datastore.inflate_disk(&name, progress)?),
+        DiskRequest::Edit { name, settings } => Reply::Disk(Box::new(datastore.edit_disk(&name, &settings)?)),
+        DiskRequest::Reopen { name } => Reply::Disk(Box::new(datastore.reopen_disk(&name, progress)?)),
+        DiskRequest::Inflate { name } => Reply::Disk(Box::new(datastore.inflate_disk(&name, progress)?)),
         DiskRequest::PunchZero { name } => {
             Reply::Reclaimed { reclaimed: datastore.punch_zeros(&name, progress)?, name }
         }
@@ -59,20 +68,20 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
         DiskRequest::Migrate { name, target, to, rate } => {
             let progress = &Throttled { progress, rate };
-            Reply::Disk(match to {
+            Reply::Disk(Box::new(match to {
                 Some(location) => datastore.migrate_away(&name, &target, location, progress)?,
                 None => datastore.migrate(&name, &target, progress)?,
-            })
+            }))
         }
         DiskRequest::Import { name, import } => {
             let info = datastore.import(&name, &import, progress)?;
             if service.served.is_some() {
                 datastore.start_imports();
             }
-            Reply::Disk(info)
+            Reply::Disk(Box::new(info))
         }
         DiskRequest::Consolidate { name, rate } => {
-            Reply::Disk(datastore.consolidate_disk(&name, &Throttled { progress, rate })?)
+            Reply::Disk(Box::new(datastore.consolidate_disk(&name, &Throttled { progress, rate })?))
         }
     })
 }
@@ -84,16 +93,16 @@ fn resize(service: &Service, name: &str, capacity: u64, shrink: bool, reconnect:
         || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);
     let before: Vec<_> = connected().map(|client| client.peer).collect();
     let mut disk = service.datastore.resize_disk(name, capacity, shrink)?;
-    let whose = match reconnect {
+    let selection = match reconnect {
         Reconnect::NoClient => None,
-        Reconnect::All => Some(Whose::All),
-        Reconnect::Process(pid) => Some(Whose::Process(pid)),
+        Reconnect::All => Some(ClientSelection::All),
+        Reconnect::Process(pid) => Some(ClientSelection::Process(pid)),
     };
-    let reconnected = match (&service.served, whose) {
-        (Some(served), Some(whose)) => served.nbd.reconnect(name, whose) as u64,
+    let reconnected = match (&service.served, selection) {
+        (Some(served), Some(selection)) => served.nbd.reconnect(name, selection) as u64,
         _ => 0,
     };
-    let meant = |peer: &connections::Peer| whose.is_some_and(|whose| whose.means(peer));
+    let meant = |peer: &connections::Peer| selection.is_some_and(|selection| selection.matches(peer));
     let unaware = before.iter().filter(|peer| !meant(peer)).map(ToString::to_string).collect();
     claims::show(std::slice::from_mut(&mut disk), &service.clients);
     let served = service.served.is_some();

@@ -34,7 +34,7 @@ pub fn dispatch(request: ImageRequest, watch: &dyn Watch) -> Result<Reply> {
 pub fn salvage(request: &SalvageRequest, watch: &dyn Watch) -> Result<Reply> {
     let progress: &dyn Progress = watch;
     Ok(match &request.extract {
-        None => Reply::SalvageList(Box::new(request.list()?)),
+        None => Reply::SalvageList(Box::new(request.list(progress)?)),
         Some(extract) => Reply::Salvaged(Box::new(request.extract(extract, progress)?)),
     })
 }

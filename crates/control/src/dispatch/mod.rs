@@ -5,11 +5,13 @@
 //! 2. In a process with jobs ([`Service::jobs`]), long work is a job, and subscribers are notified of every change
 //!    before the front end gets the reply.
 
+mod backup;
 pub mod claims;
 mod clone;
 mod disk;
 mod image;
 mod machine;
+mod scrub;
 mod send;
 mod snapshot;
 
@@ -18,7 +20,7 @@ pub use send::point_name;
 
 use crate::events::changes;
 use crate::jobs::{Jobs, kind};
-use crate::message::{DiskRequest, ExportInfo, JobRequest, Part, Reply, Request, Serving};
+use crate::message::{DiskRequest, ExportInfo, JobRequest, LabelRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
 use ::disk::pace::Background;
 use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress};
@@ -134,8 +136,21 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
             service.publish(|| changes.after(&reply));
             Ok(reply)
         }
+        (Request::Backup(request), Target::Files | Target::At(_)) => backup::alone(request, watch),
         (request, Target::Files | Target::At(_)) => image::alone(request, watch),
     }
+}
+
+/// Carries out a request about labels.
+fn label(datastore: &Datastore, request: LabelRequest) -> Result<Reply> {
+    if let LabelRequest::Limit { label, limits } = &request {
+        datastore.limit_label(label, limits)?;
+    }
+    let mut labels = datastore.labels()?;
+    if let LabelRequest::Limit { label, .. } = &request {
+        labels.retain(|one| one.name == *label);
+    }
+    Ok(Reply::Labels(labels))
 }
 
 impl Service {
@@ -164,9 +179,13 @@ impl Service {
         // Converts the trait object to its supertrait.
         let progress: &dyn Progress = watch;
         Ok(match request {
-            Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
+            Request::Status => {
+                Reply::Status { status: Box::new(datastore.status()?), serving: self.serving().cloned() }
+            }
             Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
+            Request::Scrub(request) => scrub::dispatch(self, request, progress)?,
             Request::Disk(request) => disk::dispatch(self, request, watch)?,
+            Request::Label(request) => label(datastore, request)?,
             Request::Snapshot(request) => snapshot::dispatch(self, request, watch)?,
             Request::Clone { disk, at, names, full: false } => {
                 Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
@@ -180,6 +199,7 @@ impl Service {
             Request::Settle => Reply::Settled,
             Request::Send(request) => send::send(self, &request, watch)?,
             Request::Receive(request) => send::receive(datastore, request)?,
+            Request::Backup(request) => backup::dispatch(self, request, watch)?,
             Request::ExportList => self.exports(),
             Request::Machine(request) => machine::dispatch(&Target::Open(self.clone()), *request, watch)?,
             Request::Job(request) => self.job(request, watch)?,

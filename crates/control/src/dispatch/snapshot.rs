@@ -25,7 +25,7 @@ pub fn dispatch(service: &Service, request: SnapshotRequest, watch: &dyn Watch) 
         }
         SnapshotRequest::Revert { disk, name, force } => {
             claims::refuse(service, &disk, Deed::Revert, force)?;
-            Reply::Disk(datastore.revert(&disk, &name)?)
+            Reply::Disk(Box::new(datastore.revert(&disk, &name)?))
         }
         SnapshotRequest::Diff { disk, from, to } => diff(datastore, &disk, &from, &to, watch)?,
     })

@@ -1,8 +1,11 @@
 //! The events that a request causes.
 
-use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
+use crate::message::{
+    BackupRequest, Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest,
+};
 use disk::DiskInfo;
 use disk::convert::Address;
+use disk::full::WaitNotice;
 
 /// The changes that a request will make, as far as they are known before it.
 pub enum Changes {
@@ -12,6 +15,18 @@ pub enum Changes {
     NewDisks,
     /// A disk is resized; the reply has its new capacity.
     Resized,
+}
+
+/// The change that a notice about waiting writes describes.
+impl From<WaitNotice> for Change {
+    fn from(notice: WaitNotice) -> Self {
+        match notice {
+            WaitNotice::Begins { disk, reason } => Self::WritesWait { disk, reason },
+            WaitNotice::Ends { disk, written, refused, dropped, seconds } => {
+                Self::WritesGoOn { disk, written, refused, dropped, seconds }
+            }
+        }
+    }
 }
 
 fn created(disk: &DiskInfo) -> Change {
@@ -39,6 +54,9 @@ pub fn of(request: &Request) -> Changes {
     match request {
         Request::Disk(request) => of_disk(request),
         Request::Snapshot(request) => Changes::Known(of_snapshot(request)),
+        Request::Label(LabelRequest::Limit { label, .. }) => {
+            Changes::Known(vec![Change::LabelChanged { label: label.clone() }])
+        }
         Request::Clone { .. } => Changes::NewDisks,
         Request::Convert(conversion) => Changes::Known(match &conversion.to {
             Address::Disk(disk) => vec![Change::DiskCreated { disk: disk.clone(), origin: None }],
@@ -47,12 +65,15 @@ pub fn of(request: &Request) -> Changes {
         Request::Receive(ReceiveRequest::Delete { id }) => {
             Changes::Known(vec![Change::ReceptionDeleted { id: id.clone() }])
         }
+        Request::Backup(request) => Changes::Known(of_backup(request)),
         // Operations on machines change disks by requests of their own, and a transfer itself publishes the changes of
         // its snapshots.
         Request::Machine(_)
         | Request::Send(_)
         | Request::Status
+        | Request::Label(LabelRequest::List)
         | Request::Check { .. }
+        | Request::Scrub(_)
         | Request::Salvage(_)
         | Request::ExportArchive(_)
         | Request::Image(_)
@@ -64,10 +85,27 @@ pub fn of(request: &Request) -> Changes {
     }
 }
 
+/// A backup itself publishes the changes of the snapshots that it takes.
+fn of_backup(request: &BackupRequest) -> Vec<Change> {
+    match request {
+        BackupRequest::Restore(restore) if restore.update => {
+            vec![Change::DiskChanged { disk: restore.name.clone(), by: "backup restore".to_owned() }]
+        }
+        BackupRequest::Restore(restore) => vec![Change::DiskCreated { disk: restore.name.clone(), origin: None }],
+        BackupRequest::Create(_)
+        | BackupRequest::Key { .. }
+        | BackupRequest::List { .. }
+        | BackupRequest::Verify { .. }
+        | BackupRequest::Delete { .. }
+        | BackupRequest::Prune { .. } => Vec::new(),
+    }
+}
+
 fn of_disk(request: &DiskRequest) -> Changes {
     let changed = |disk: &String, by: &str| Change::DiskChanged { disk: disk.clone(), by: by.to_owned() };
     Changes::Known(vec![match request {
         DiskRequest::List
+        | DiskRequest::Labelled { .. }
         | DiskRequest::Show { .. }
         | DiskRequest::WouldFree { .. }
         | DiskRequest::Space { .. }
@@ -80,6 +118,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         }
         DiskRequest::Detach { name } => changed(name, "disk detach"),
         DiskRequest::Tune { name, .. } => changed(name, "disk tune"),
+        DiskRequest::Edit { name, .. } => changed(name, "disk edit"),
         DiskRequest::Reopen { name } => changed(name, "disk reopen"),
         DiskRequest::Inflate { name } => changed(name, "disk inflate"),
         DiskRequest::PunchZero { name } => changed(name, "disk punchzero"),

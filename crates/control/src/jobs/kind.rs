@@ -1,6 +1,8 @@
 //! Which requests are jobs, and how jobs are named.
 
-use crate::message::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
+use crate::message::{
+    BackupRequest, DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, ScrubRequest, SnapshotRequest,
+};
 use disk::convert::Address;
 
 /// Most names in the object of a job.
@@ -23,7 +25,9 @@ pub fn of(request: &Request) -> Option<Kind> {
     }
     let (verb, object) = match request {
         Request::Status
+        | Request::Scrub(ScrubRequest::Status | ScrubRequest::Cancel | ScrubRequest::Schedule { .. })
         | Request::ExportList
+        | Request::Label(_)
         | Request::Settle
         | Request::Receive(_)
         | Request::Events
@@ -35,6 +39,7 @@ pub fn of(request: &Request) -> Option<Kind> {
             | JobRequest::Cancel { .. },
         ) => return None,
         Request::Check { .. } => ("check", String::new()),
+        Request::Scrub(ScrubRequest::Start { .. }) => ("scrub", String::new()),
         Request::Disk(request) => disk(request)?,
         Request::Snapshot(request) => snapshot(request)?,
         Request::Clone { disk, .. } => ("clone", disk.clone()),
@@ -45,6 +50,7 @@ pub fn of(request: &Request) -> Option<Kind> {
         Request::Image(ImageRequest::Check { path, .. }) => ("image check", path.display().to_string()),
         Request::Image(ImageRequest::Create { new, .. }) => ("image create", new.path.display().to_string()),
         Request::Send(request) => ("disk send", names(request.disks.iter().map(|disk| disk.disk.as_str()))),
+        Request::Backup(request) => backup(request)?,
         Request::Machine(request) => machine(&request.verb)?,
     };
     Some(Kind { verb, object })
@@ -69,7 +75,11 @@ fn address(address: &Address) -> String {
 
 fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
     let (verb, name) = match request {
-        DiskRequest::List | DiskRequest::Show { .. } | DiskRequest::WouldFree { .. } | DiskRequest::Space { .. } => {
+        DiskRequest::List
+        | DiskRequest::Labelled { .. }
+        | DiskRequest::Show { .. }
+        | DiskRequest::WouldFree { .. }
+        | DiskRequest::Space { .. } => {
             return None;
         }
         DiskRequest::Create { name, .. } => ("disk create", name),
@@ -79,6 +89,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Detach { name } => ("disk detach", name),
         DiskRequest::Stats { name } => ("disk stats", name),
         DiskRequest::Tune { name, .. } => ("disk tune", name),
+        DiskRequest::Edit { name, .. } => ("disk edit", name),
         DiskRequest::Reopen { name } => ("disk reopen", name),
         DiskRequest::Inflate { name } => ("disk inflate", name),
         DiskRequest::PunchZero { name } => ("disk punchzero", name),
@@ -89,6 +100,18 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Import { name, .. } => ("disk import", name),
     };
     Some((verb, name.clone()))
+}
+
+fn backup(request: &BackupRequest) -> Option<(&'static str, String)> {
+    let several = |all: &[String]| names(all.iter().map(String::as_str));
+    Some(match request {
+        BackupRequest::List { .. } | BackupRequest::Key { .. } => return None,
+        BackupRequest::Create(create) => ("backup create", create.disk.clone()),
+        BackupRequest::Restore(restore) => ("backup restore", restore.name.clone()),
+        BackupRequest::Verify { backups, .. } => ("backup verify", several(backups)),
+        BackupRequest::Delete { backups, .. } => ("backup delete", several(backups)),
+        BackupRequest::Prune { .. } => ("backup prune", String::new()),
+    })
 }
 
 fn snapshot(request: &SnapshotRequest) -> Option<(&'static str, String)> {

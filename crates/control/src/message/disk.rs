@@ -1,7 +1,7 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{Deletion, Location, NewDisk, Tuning};
+use disk::{Deletion, Location, NewDisk, SettingsChange, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
@@ -26,9 +26,16 @@ pub enum DiskRequest {
         name: String,
         /// The parameters of the disk.
         new: NewDisk,
+        /// Settings other than the defaults.
+        settings: SettingsChange,
     },
     /// All disks.
     List,
+    /// The disks with a label: `key=value`, or a key with any value.
+    Labelled {
+        /// The label.
+        label: String,
+    },
     /// One disk, with its block counts.
     Show {
         /// The disk's name.
@@ -95,6 +102,13 @@ pub enum DiskRequest {
         /// What to change.
         tuning: Tuning,
     },
+    /// Change the settings of a disk.
+    Edit {
+        /// The disk's name.
+        name: String,
+        /// What to change.
+        settings: SettingsChange,
+    },
     /// Open a stopped disk again.
     Reopen {
         /// The disk's name.
@@ -151,7 +165,12 @@ impl DiskRequest {
     /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::List | Self::Rename { .. } | Self::Stats { .. } | Self::Tune { .. } => false,
+            Self::List
+            | Self::Labelled { .. }
+            | Self::Rename { .. }
+            | Self::Stats { .. }
+            | Self::Tune { .. }
+            | Self::Edit { .. } => false,
             Self::Create { .. }
             | Self::Show { .. }
             | Self::Resize { .. }

@@ -55,7 +55,7 @@ pub enum Change {
         /// The snapshot.
         snapshot: String,
     },
-    /// The storage of a disk has changed: format, chain, tunables or space.
+    /// The storage of a disk has changed: format, chain, tunables, settings or space.
     DiskChanged {
         /// The disk.
         disk: String,
@@ -76,6 +76,31 @@ pub enum Change {
         /// The snapshot.
         snapshot: String,
     },
+    /// The limits of a label have changed.
+    LabelChanged {
+        /// The label.
+        label: String,
+    },
+    /// The first write of a disk waits for space.
+    WritesWait {
+        /// The disk.
+        disk: String,
+        /// The error of the write.
+        reason: String,
+    },
+    /// No write of a disk waits for space any more.
+    WritesGoOn {
+        /// The disk.
+        disk: String,
+        /// Number of waiting writes that were carried out.
+        written: u64,
+        /// Number of waiting writes that failed.
+        refused: u64,
+        /// Number of waiting writes that were not answered, because their connections ended.
+        dropped: u64,
+        /// Time since the first of them began to wait, in seconds.
+        seconds: u64,
+    },
     /// A disk was received from another server, as a new disk or as an update.
     DiskReceived {
         /// The disk.
@@ -85,6 +110,15 @@ pub enum Change {
     ReceptionDeleted {
         /// The reception's id.
         id: String,
+    },
+    /// A scrub has found damage.
+    DamageFound {
+        /// What is wrong.
+        problem: String,
+        /// From what the damage was repaired; `None` if no good copy exists.
+        repaired: Option<String>,
+        /// The disks and snapshots that refer to the damaged place, as far as they are known.
+        objects: Vec<String>,
     },
     /// A job has begun.
     JobStarted {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Definition, Firmware, Link, Seed, Vnc};
+use vm::definition::{BootDevice, CloneKind, Definition, Link, Platform, Seed, Vnc, VncTls, WriteErrors};
 use vm::edit::Edit;
 use vm::import::Note;
 use vm::import::plan::Plan;
@@ -219,6 +219,8 @@ pub struct NewMachine {
     pub name: String,
     /// Virtual CPUs.
     pub cpus: u32,
+    /// Model of the CPUs with its features; `None` for the usual one.
+    pub cpu_model: Option<String>,
     /// Memory in bytes.
     pub memory: u64,
     /// Existing disks of the datastore for the machine.
@@ -231,8 +233,10 @@ pub struct NewMachine {
     pub cdroms: Vec<PathBuf>,
     /// The devices that the firmware tries, in this order; empty for the usual order.
     pub boot_order: Vec<BootDevice>,
-    /// Its firmware.
-    pub firmware: Firmware,
+    /// The machine's firmware, the sockets of its CPUs, and its clock.
+    pub platform: Platform,
+    /// What QEMU does when a write of the guest fails.
+    pub write_errors: WriteErrors,
     /// Absolute path of a kernel to boot without a boot loader.
     pub kernel: Option<PathBuf>,
     /// Absolute path of the initial RAM disk.
@@ -241,7 +245,11 @@ pub struct NewMachine {
     pub append: String,
     /// Where its screen is served by VNC.
     pub vnc: Option<Vnc>,
-    /// What cloud-init in the guest is told.
+    /// The certificates with which VNC is encrypted.
+    pub vnc_tls: Option<VncTls>,
+    /// The user as which QEMU runs; `None` for the default of the datastore.
+    pub run_as: Option<String>,
+    /// The configuration of cloud-init in the guest.
     pub seed: Option<Seed>,
     /// Whether to start the machine.
     pub start: bool,
@@ -277,9 +285,9 @@ pub struct CloneOptions {
     pub quiesce: bool,
     /// Start the clones. Instant clones always run.
     pub start: bool,
-    /// How the identity inside the guests of instant clones is changed.
+    /// How the identity inside the guests is changed: of instant clones at once, of others at their first start.
     pub identity: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 
@@ -544,6 +552,9 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
+    /// Whether passt provides the machine's user networks while the machine runs, or would if the machine started now;
+    /// an error has the reason why it does not. `None` if the machine has no user network.
+    pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,
     /// The memory image to which the machine was frozen.
@@ -565,8 +576,8 @@ pub struct ClonedMachine {
     pub running_ms: Option<f64>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
-    /// own within a minute.
+    /// Whether lamina could not request the guest's kernel to reseed its random number generator. The kernel does so on
+    /// its own within a minute.
     pub same_randomness: bool,
 }
 

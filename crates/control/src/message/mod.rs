@@ -1,20 +1,25 @@
-//! Requests in groups ([`disk`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful replies in
-//! [`reply`], events in [`event`], and their encoding in [`line`].
+//! Requests in groups ([`disk`], [`label`], [`snapshot`], [`image`], [`send`], [`backup`], [`machine`], [`job`]),
+//! successful replies in [`reply`], events in [`event`], and their encoding in [`line`].
 
+mod backup;
 mod disk;
 mod event;
 mod image;
 mod job;
+mod label;
 mod line;
 mod machine;
 mod reply;
+mod scrub;
 mod send;
 mod snapshot;
 
+pub use backup::{BackupCreate, BackupPlace, BackupRequest, BackupRestore};
 pub use disk::{DiskRequest, Reconnect};
 pub use event::{Change, Event};
 pub use image::ImageRequest;
 pub use job::{JobEnd, JobInfo, JobRequest, JobState};
+pub use label::LabelRequest;
 pub use line::{
     Failure, FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode,
 };
@@ -23,6 +28,7 @@ pub use machine::{
     MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
 };
 pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
+pub use scrub::ScrubRequest;
 pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;
 
@@ -44,10 +50,14 @@ pub enum Request {
         /// Repair what can be repaired.
         repair: bool,
     },
+    /// About scrubs.
+    Scrub(ScrubRequest),
     /// About disks.
     Disk(DiskRequest),
     /// About snapshots.
     Snapshot(SnapshotRequest),
+    /// About labels of disks.
+    Label(LabelRequest),
     /// Make clones: all or none.
     Clone {
         /// The disk to clone.
@@ -73,6 +83,8 @@ pub enum Request {
     Send(Box<SendRequest>),
     /// Receptions from other servers.
     Receive(ReceiveRequest),
+    /// About backups.
+    Backup(BackupRequest),
     /// Wait until the requests of disconnected clients have ended.
     Settle,
     /// About machines.
@@ -89,6 +101,7 @@ impl Request {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
             Self::Check { .. }
+            | Self::Label(_) // Disks of limited labels may have to be counted.
             | Self::Convert(_)
             | Self::ExportArchive(_)
             | Self::Salvage(_)
@@ -96,7 +109,9 @@ impl Request {
             | Self::Events => true,
             Self::Machine(request) => request.verb.takes_long(),
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
+            Self::Backup(request) => !matches!(request, BackupRequest::List { .. } | BackupRequest::Key { .. }),
             Self::Image(request) => request.takes_long(),
+            Self::Scrub(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
             Self::Clone { full, .. } => *full,
@@ -106,10 +121,10 @@ impl Request {
     /// Whether the requesting process, never the server of the datastore, carries the request out: true for requests
     /// about machines and for a resize that notifies a running machine. They may start or change a QEMU process, which
     /// must not depend on a server.
-    pub fn is_of_asking_process(&self) -> bool {
+    pub fn is_for_requesting_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,
-            Self::Job(JobRequest::Start(request)) => request.is_of_asking_process(),
+            Self::Job(JobRequest::Start(request)) => request.is_for_requesting_process(),
             _ => false,
         }
     }
@@ -119,6 +134,7 @@ impl Request {
         match self {
             Self::Image(_) | Self::Salvage(_) => false,
             Self::Convert(conversion) => conversion.needs_datastore(),
+            Self::Backup(request) => request.needs_datastore(),
             _ => true,
         }
     }

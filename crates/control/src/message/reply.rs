@@ -1,11 +1,15 @@
 //! Successful replies.
 
 use super::{JobEnd, JobInfo, MachineReply};
+use backup::{BackupInfo, Created, Pruned, Restored, Verified};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
-use disk::{CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status, WouldFree};
+use disk::{
+    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, ScrubReport, ScrubSummary,
+    SnapshotInfo, Status, WouldFree,
+};
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -18,16 +22,20 @@ pub enum Reply {
     /// Reply to `Status`.
     Status {
         /// The datastore.
-        status: Status,
+        status: Box<Status>,
         /// The server, if the datastore is served.
         serving: Option<Serving>,
     },
     /// Reply to `Check`.
     Check(CheckReport),
+    /// Reply to `ScrubRequest::Start` and `ScrubRequest::Status`.
+    Scrub(Box<ScrubReport>),
+    /// Reply to `ScrubRequest::Cancel` and `ScrubRequest::Schedule`.
+    ScrubState(Box<ScrubSummary>),
     /// Reply to `DiskRequest::Resize`.
     Resized(Box<Resized>),
     /// Reply to requests that create or change one disk, and to `DiskRequest::Show`.
-    Disk(DiskInfo),
+    Disk(Box<DiskInfo>),
     /// Reply to `DiskRequest::List` and `Clone`.
     Disks(Vec<DiskInfo>),
     /// Reply to `SnapshotRequest::Show`.
@@ -38,6 +46,8 @@ pub enum Reply {
     Deleted(String),
     /// Reply to `DiskRequest::WouldFree`.
     WouldFree(Box<WouldFree>),
+    /// Reply to requests about labels.
+    Labels(Vec<LimitInfo>),
     /// Reply to `DiskRequest::Space`.
     Space(Box<DatastoreSpace>),
     /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.
@@ -74,6 +84,23 @@ pub enum Reply {
     Sent(Box<Sent>),
     /// Reply to `Receive`.
     Receptions(Vec<ReceptionInfo>),
+    /// Reply to `BackupRequest::Create`.
+    BackedUp(Box<Created>),
+    /// Reply to `BackupRequest::List`.
+    Backups(Vec<BackupInfo>),
+    /// Reply to `BackupRequest::Verify`.
+    Verified(Box<Verified>),
+    /// Reply to `BackupRequest::Restore`.
+    Restored(Box<Restored>),
+    /// Reply to `BackupRequest::Key`.
+    BackupKey {
+        /// The file of the new key.
+        path: PathBuf,
+        /// Identity of the key.
+        id: String,
+    },
+    /// Reply to `BackupRequest::Prune`.
+    Pruned(Box<Pruned>),
     /// Reply to `Settle`.
     Settled,
     /// Reply to requests about machines.

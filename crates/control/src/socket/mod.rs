@@ -28,9 +28,9 @@
 //! 3. If the client disconnects, its request is cancelled, and the work of the request is undone. An operation that has
 //!    to continue is started as a job by one request; another request waits for the job.
 //! 4. Requests about machines, and the resize of a disk that notifies a running machine, are not sent over the socket:
-//!    the requesting process carries them out ([`Request::is_of_asking_process`]).
+//!    the requesting process carries them out ([`Request::is_for_requesting_process`]).
 //!
-//! [`Request::is_of_asking_process`]: crate::Request::is_of_asking_process
+//! [`Request::is_for_requesting_process`]: crate::Request::is_for_requesting_process
 
 mod client;
 mod lines;

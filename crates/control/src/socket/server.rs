@@ -101,7 +101,7 @@ impl Protocol for Control {
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
         let sentence = match why {
             Refusal::Full(_, limit) => format!("{limit} commands are under way already: try again later"),
-            // A client that connected just before the stop is told that its request was not begun.
+            // A client that connected just before the stop gets the reply that its request was not begun.
             Refusal::Stopping => "the server of this datastore is stopping: try again".to_owned(),
         };
         if let Ok(line) = encode(&failure(&Error::new(ErrorKind::Busy, sentence)), REPLY_LINE_MAX) {
@@ -186,7 +186,7 @@ impl Session<'_> {
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
         }
-        if request.is_of_asking_process() {
+        if request.is_for_requesting_process() {
             let sentence = "requests that start, change or notify a machine are carried out by the requesting process, \
                             not by the server: they cannot be jobs of the server";
             self.send(&failure(&Error::new(ErrorKind::Unsupported, sentence)))?;

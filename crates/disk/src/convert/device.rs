@@ -97,7 +97,8 @@ pub struct DeviceSink {
 }
 
 impl DeviceSink {
-    /// Fills the device. Afterwards `end` is called with the outcome; after a failure it removes the device.
+    /// A sink that fills the device. Afterwards `end` is called with the outcome; after a failure, `end` removes the
+    /// device.
     pub fn new(device: Arc<dyn Device>, end: End) -> Self {
         Self { device, end }
     }

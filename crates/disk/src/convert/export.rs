@@ -112,7 +112,7 @@ impl ArchiveExport {
                 new.finish(&*file)?;
                 let target = self.path.display().to_string();
                 let (format, files) = (TargetFormat::Ova, vec![self.path.clone()]);
-                Ok(Converted { target, format, capacity, copied, files, warnings: Vec::new() })
+                Ok(Converted { target, format, capacity, copied, files, warnings: Vec::new(), lost: Vec::new() })
             }
             Err(error) => {
                 new.abandon();

@@ -26,6 +26,7 @@ mod device;
 mod export;
 mod format;
 mod image;
+mod skipping;
 mod source;
 mod target;
 
@@ -38,8 +39,10 @@ pub use source::{ChainSource, descriptor_of};
 pub(crate) use source::{is_archive, open_member};
 pub(crate) use target::folder_of;
 
+use crate::salvage::{ByteRange, LostRanges, image_source};
 use crate::{Datastore, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
+use skipping::SkippingSource;
 use std::path::PathBuf;
 use work::{Progress, Throttled};
 
@@ -83,6 +86,9 @@ pub struct Conversion {
     pub options: ImageOptions,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
+    /// Whether damaged and unreadable ranges of the source become zeros, instead of ending the conversion.
+    #[serde(default)]
+    pub skip_damaged: bool,
 }
 
 /// The result of a conversion.
@@ -100,6 +106,8 @@ pub struct Converted {
     pub files: Vec<PathBuf>,
     /// Warnings for the user.
     pub warnings: Vec<String>,
+    /// Ranges of the source that were skipped, and read as zeros in the target.
+    pub lost: Vec<ByteRange>,
 }
 
 impl Conversion {
@@ -121,16 +129,21 @@ impl Conversion {
             Address::Disk(name) => Some(datastore()?.uses.share(crate::names::split(name).0)?),
             Address::Path(_) => None,
         };
-        let source: Box<dyn Source + '_> = match &self.from {
-            Address::Path(path) => source::open(path, &self.options, progress, &mut warnings)?,
-            Address::Disk(name) => disk_source(datastore()?, name)?,
+        let lost = LostRanges::default();
+        let source: Box<dyn Source + '_> = match (&self.from, self.skip_damaged) {
+            (Address::Path(path), false) => source::open(path, &self.options, progress, &mut warnings)?,
+            (Address::Path(path), true) => Box::new(image_source(path, &self.options, &lost, &mut warnings, progress)?),
+            (Address::Disk(name), false) => disk_source(datastore()?, name)?,
+            (Address::Disk(name), true) => {
+                Box::new(SkippingSource::new(disk_source(datastore()?, name)?, lost.clone()))
+            }
         };
         let datastore = match &self.to {
             Address::Disk(_) => Some(datastore()?),
             Address::Path(_) => None,
         };
         let made = copy_into(source, &self.to, self.format, datastore, self.rate, progress)?;
-        Ok(Converted { warnings, ..made })
+        Ok(Converted { warnings, lost: lost.merged(), ..made })
     }
 }
 
@@ -164,7 +177,7 @@ pub(crate) fn copy_into(
         Address::Path(path) => path.display().to_string(),
         Address::Disk(name) => name.clone(),
     };
-    Ok(Converted { target, format, capacity, copied, files, warnings: Vec::new() })
+    Ok(Converted { target, format, capacity, copied, files, warnings: Vec::new(), lost: Vec::new() })
 }
 
 /// A disk or snapshot of a datastore to read.

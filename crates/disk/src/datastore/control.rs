@@ -8,6 +8,8 @@ use crate::info::{
 };
 use crate::names;
 use crate::native::{Taking, check_capacity};
+use crate::quota::{LimitInfo, Limits};
+use crate::settings::{LimitsChange, SettingsChange};
 use crate::snapshot_group::{self, ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -25,9 +27,97 @@ impl Datastore {
         Err(Error::new(ErrorKind::Unsupported, text))
     }
 
-    /// Creates a disk. Reports progress while a thick disk is zeroed.
+    /// Creates a disk with default settings. Reports progress while a thick disk is zeroed.
     pub fn create_disk(&self, name: &str, new: &NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let _name = self.reserve(name)?;
+        self.make_disk(name, new, progress)
+    }
+
+    /// As [`Datastore::create_disk`], with settings. If these cannot be stored, the disk is removed. If a crash
+    /// interrupts the creation, a disk with default settings may exist.
+    pub fn create_disk_with(
+        &self,
+        name: &str,
+        new: &NewDisk,
+        settings: &SettingsChange,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let _name = self.reserve(name)?;
+        let made = self.make_disk(name, new, progress)?;
+        if *settings == SettingsChange::default() {
+            return Ok(made);
+        }
+        if let Err(error) = self.native.settings.change(&made.uuid, settings) {
+            self.delete_disk(name, false)?;
+            return Err(error.context(format!("disk '{name}' was not made")));
+        }
+        self.disk_in_list(name)
+    }
+
+    /// Changes the settings of a disk, at once and durably, also while the disk is in use.
+    pub fn edit_disk(&self, name: &str, change: &SettingsChange) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        let uuid = self.uuid_of(name)?;
+        let changed = self.native.settings.change(&uuid, change);
+        changed.map_err(|error| error.context(format!("disk '{name}' was not changed")))?;
+        self.disk_in_list(name)
+    }
+
+    /// Changes the limits of all disks with a label, at once and durably.
+    pub fn limit_label(&self, label: &str, change: &LimitsChange) -> Result<()> {
+        let changed = self.native.settings.change_label(label, change);
+        changed.map_err(|error| error.context(format!("label '{label}' was not changed")))
+    }
+
+    /// The labels of disks, and those with limits, with their limits and use.
+    pub fn labels(&self) -> Result<Vec<LimitInfo>> {
+        let mut all = self.limits()?;
+        all.retain(|one| one.is_label);
+        for (name, disks) in self.native.settings.labels() {
+            if !all.iter().any(|one| one.name == name) {
+                let (limits, used) = (Limits::default(), None);
+                all.push(LimitInfo { name, is_label: true, limits, used, disks, exceeded: false });
+            }
+        }
+        all.sort_by(|one, two| one.name.cmp(&two.name));
+        Ok(all)
+    }
+
+    /// The quotas and reservations of disks and labels, with their use. Counts disks that are not counted yet.
+    pub fn limits(&self) -> Result<Vec<LimitInfo>> {
+        self.native.settings.quotas().info(true)
+    }
+
+    /// One disk, without its block counts.
+    fn disk_in_list(&self, name: &str) -> Result<DiskInfo> {
+        match self.foreign.find(name) {
+            Some(entry) => self.foreign.info(&entry, false),
+            None => self.native.disk_info(self.native.find_disk(name)?.id, false),
+        }
+    }
+
+    /// The UUID of a disk, under which its settings are stored.
+    pub(crate) fn uuid_of(&self, name: &str) -> Result<String> {
+        match self.foreign.find(name) {
+            Some(entry) => Ok(entry.disk.uuid()),
+            None => self.native.find_disk(name).map(|disk| names::uuid_text(&disk.uuid)),
+        }
+    }
+
+    /// Gives the settings of a disk to clones of it that were just made.
+    fn pass_on_settings(&self, disk: &str, clones: &mut [DiskInfo]) {
+        let settings = &self.native.settings;
+        let uuids: Vec<String> = clones.iter().map(|clone| clone.uuid.clone()).collect();
+        if let Err(error) = self.uuid_of(disk).and_then(|uuid| settings.inherit(&uuid, &uuids)) {
+            tracing::warn!(
+                disk, %error,
+                "the clones have the default settings, not those of this disk; 'lamina disk edit' changes them"
+            );
+        }
+        clones.iter_mut().for_each(|clone| clone.settings = settings.of(&clone.uuid));
+    }
+
+    fn make_disk(&self, name: &str, new: &NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         match new.format.kind(new.provisioning) {
             Some(kind) => {
                 check_capacity(name, new.capacity)?;
@@ -80,6 +170,7 @@ impl Datastore {
             None => self.native.rename_disk(name, to),
         }?;
         self.uses.renamed(name, to);
+        self.native.settings.renamed(&renamed.uuid, to);
         Ok(renamed)
     }
 
@@ -99,7 +190,12 @@ impl Datastore {
     fn delete_whole_disk(&self, name: &str, promote: bool) -> Result<()> {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
-        let Some(entry) = self.foreign.find(name) else { return self.native.delete_disk(name, promote) };
+        let Some(entry) = self.foreign.find(name) else {
+            let uuid = self.uuid_of(name)?;
+            self.native.delete_disk(name, promote)?;
+            self.native.settings.forget(&uuid);
+            return Ok(());
+        };
         let (uuid, spare) = (entry.disk.uuid(), self.spare());
         let overlay = self.overlay_of(&entry);
         match self.foreign.delete_disk(&entry, promote) {
@@ -114,6 +210,7 @@ impl Datastore {
             outcome => outcome,
         }?;
         drop(entry);
+        self.native.settings.forget(&uuid);
         if let Some(overlay) = overlay
             && let Err(error) = self.native.remove_hidden(&overlay)
         {
@@ -303,20 +400,24 @@ impl Datastore {
             self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
         };
         let _names = names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
-        match self.foreign.find(disk) {
+        let mut clones = match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_linked(&entry, at, names, progress),
             None => self.native.clone_linked(disk, at, names, progress),
-        }
+        }?;
+        self.pass_on_settings(disk, &mut clones);
+        Ok(clones)
     }
 
     /// Makes an independent copy of the allocated data. An interrupted copy is removed.
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(disk)?;
         let _name = self.reserve(name)?;
-        match self.foreign.find(disk) {
+        let mut clone = match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_full(&entry, at, name, progress),
             None => self.native.clone_full(disk, at, name, progress),
-        }
+        }?;
+        self.pass_on_settings(disk, std::slice::from_mut(&mut clone));
+        Ok(clone)
     }
 
     /// Makes a linked clone independent of its parent, while the clone is in use. The parent can be deleted afterwards.

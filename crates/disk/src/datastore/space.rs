@@ -52,6 +52,16 @@ impl Datastore {
 
     /// The space of one disk, or of all disks by name, with their snapshots.
     pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
+        let mut all = self.space_now(disk, progress)?;
+        for disk in &mut all.disks {
+            let left = disk.space.provisioned.saturating_sub(disk.space.mapped);
+            // The disk may have been deleted or renamed since it was counted.
+            disk.growth = self.uuid_of(&disk.name).ok().and_then(|uuid| self.samples.of_disk(&uuid, left));
+        }
+        Ok(all)
+    }
+
+    fn space_now(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
         if let Some(name) = disk {
             return match self.foreign.find(name) {
                 Some(entry) => Ok(DatastoreSpace { disks: vec![self.foreign.space(&entry)?], total: None }),

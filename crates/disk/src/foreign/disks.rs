@@ -133,7 +133,10 @@ impl Foreign {
             Some(info) => info.capacity,
             None => entry.capacity()?,
         };
+        let settings = &self.native.settings;
         Ok(DiskInfo {
+            settings: settings.of(&record.uuid),
+            waiting: settings.waiting(&record.uuid),
             capacity,
             provisioning: provisioning.map_or(Provisioning::Thin, Provisioning::from),
             format: if flat { VMDK.to_owned() } else { record.kind.clone() },
@@ -277,14 +280,21 @@ impl Foreign {
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
             // An unreadable disk counts as 0 here; `check` reports it.
             sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
-            let path = self.images()?.join(&entry.folder);
-            for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
-                // The metadata cannot be read if the file was deleted since the folder was listed.
-                let metadata = file.and_then(|file| file.metadata());
-                sums.allocated += metadata.map_or(0, |metadata| metadata.blocks() * 512);
-            }
+            sums.allocated += self.allocated(&entry)?;
         }
         Ok(sums)
+    }
+
+    /// Bytes that the files of a disk occupy in the file system.
+    pub fn allocated(&self, entry: &ForeignDisk) -> Result<u64> {
+        let path = self.images()?.join(&entry.folder);
+        let mut sum = 0;
+        for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
+            // The metadata cannot be read if the file was deleted since the folder was listed.
+            let metadata = file.and_then(|file| file.metadata());
+            sum += metadata.map_or(0, |metadata| metadata.blocks() * 512);
+        }
+        Ok(sum)
     }
 }
 

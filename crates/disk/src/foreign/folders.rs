@@ -232,7 +232,8 @@ fn names_in(path: &Path) -> Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use crate::datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
+    use crate::datastore::{Datastore, InitOptions, QueueChoice};
+    use crate::testbed::options;
     use layer::image::{ImageKind, Place};
     use std::fs;
     use std::os::unix::fs::{chown, lchown, symlink};
@@ -243,13 +244,7 @@ mod tests {
     const USER: u32 = 1234;
 
     fn open(path: &Path) -> Arc<Datastore> {
-        let options = OpenOptions {
-            mode: backend::IoMode::Buffered,
-            queue: QueueChoice::Threads,
-            metadata_cache: 16 << 20,
-            write_buffer: 8 << 20,
-        };
-        Datastore::open(path, options).unwrap()
+        Datastore::open(path, options(QueueChoice::Threads)).unwrap()
     }
 
     /// A closed datastore of root with the disk `own`, and `adopted`, which has an adopted image and the delta of its
@@ -323,6 +318,7 @@ mod tests {
         let datastore = open(&path);
         assert!(datastore.foreign.find("adopted").is_none());
         datastore.close().unwrap();
+        drop(datastore);
         assert_eq!(names(&outside), ["own-flat.vmdk", "own.vmdk"]);
         // A folder that root has created in the datastore with an earlier version.
         chown(path.join("images/own"), Some(0), None).unwrap();
@@ -344,6 +340,7 @@ mod tests {
         assert!(datastore.foreign.create_disk(&new, &NoProgress).is_err());
         assert!(datastore.foreign.remove_folder("own").is_err());
         datastore.close().unwrap();
+        drop(datastore);
         assert_eq!((names(&elsewhere), names(&elsewhere.join("own"))), (before, within));
         give(&elsewhere, USER);
         let datastore = open(&path);

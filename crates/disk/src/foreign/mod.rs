@@ -275,7 +275,11 @@ impl Foreign {
                 (title.clone(), self.switches.attach(entry.identity(Some(snapshot)), open)?)
             }
         };
-        Ok(Arc::new(SwitchedDevice::over(name, read_only || snapshot.is_some(), client)))
+        let device = SwitchedDevice::over(name, read_only || snapshot.is_some(), client);
+        Ok(Arc::new(match snapshot {
+            None => device.with_settings(self.native.settings.open_disk(&disk.uuid(), &disk.name())),
+            Some(_) => device,
+        }))
     }
 
     /// The names that [`Foreign::open_device`] can open.

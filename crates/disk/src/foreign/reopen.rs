@@ -133,7 +133,8 @@ impl Device for StoppedDevice {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
+    use crate::datastore::{Datastore, InitOptions, QueueChoice};
+    use crate::testbed::options;
     use layer::image::ImageKind;
     use work::NoProgress;
 
@@ -154,13 +155,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ds");
         Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
-        let options = OpenOptions {
-            mode: backend::IoMode::Buffered,
-            queue: QueueChoice::Auto,
-            metadata_cache: 16 << 20,
-            write_buffer: 8 << 20,
-        };
-        let datastore = Datastore::open(&path, options).unwrap();
+        let datastore = Datastore::open(&path, options(QueueChoice::Auto)).unwrap();
         datastore.foreign.create_disk(&vmdk::NewDisk::new("vm", 8 << 20, ImageKind::Thin, None), &NoProgress).unwrap();
         let entry = datastore.foreign.find("vm").unwrap();
         let client = datastore.device("vm", false).unwrap();

@@ -63,6 +63,7 @@ impl Foreign {
             space: SpaceUse { provisioned: snapshot.capacity, ..SpaceUse::default() },
         });
         Ok(DiskSpace {
+            growth: None,
             space: SpaceUse { provisioned, mapped: usage.mapped, stored: usage.allocated, ..SpaceUse::default() },
             used_by_snapshots: None,
             reclaimable: entry.disk.bytes_made()?,

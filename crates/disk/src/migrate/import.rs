@@ -204,9 +204,9 @@ impl Datastore {
             mirror.copy(progress)?;
             mirror.settle()
         })();
-        let like = Source::Foreign(ForeignOriginal { entry: Arc::clone(&from.entry) }).likeness();
+        let identity = Source::Foreign(ForeignOriginal { entry: Arc::clone(&from.entry) }).disk_identity();
         let done = copied.and_then(|()| match &target {
-            Target::Native(_) => self.native.complete_replica(&hidden, name, None, like?).map(|_| ()),
+            Target::Native(_) => self.native.complete_replica(&hidden, name, None, identity?).map(|_| ()),
             Target::Foreign(disk) => self.foreign.complete(&disk.folder),
         });
         match done {
@@ -345,7 +345,7 @@ impl Datastore {
     pub(crate) fn stop_imports(&self) {
         self.imports.closed.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
-        // All migrations are told to stop before the first one is waited for.
+        // The flag is set for all migrations before the end of the first one is awaited, so that they end concurrently.
         running.iter().for_each(|import| import.stop.store(true, Ordering::SeqCst));
         running.into_iter().for_each(Import::end);
     }

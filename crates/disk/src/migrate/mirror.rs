@@ -29,6 +29,7 @@
 
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::zeros::is_zero;
 use backend::{BLOCK_SIZE, SharedSlice};
 use chain::Ranges;
 use error::{Error, ErrorKind, Result};
@@ -458,12 +459,6 @@ fn difference(wanted: &[u8], present: Option<&[u8]>, at: usize) -> Difference {
         Some(_) if is_zero(block) => Difference::Zeroed,
         _ => Difference::Data,
     }
-}
-
-fn is_zero(block: &[u8]) -> bool {
-    // Compares words explicitly, because the compiler does not combine comparisons of bytes.
-    let (words, rest) = block.as_chunks::<64>();
-    words.iter().all(|word| word == &[0; 64]) && rest.iter().all(|byte| *byte == 0)
 }
 
 impl Device for MirrorDevice {

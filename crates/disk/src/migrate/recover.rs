@@ -4,7 +4,7 @@
 //! incomplete: it sets the marks that the record requires, and then removes the record.
 
 use super::intent::{Copy, DamagedIntent, Intent, Intents, Stage, peek};
-use super::run::likeness_of;
+use super::run::recorded_identity;
 use crate::foreign::ImageFolders;
 use crate::native::Native;
 use backend::Directory;
@@ -98,7 +98,7 @@ fn complete(intent: &Intent, native: &Native, folders: &ImageFolders) -> Result<
                 Some(Copy::Native { object }) => *object,
                 _ => None,
             };
-            native.complete_replica(&intent.hidden(), &intent.disk, original, likeness_of(intent)?).map(|_| ())
+            native.complete_replica(&intent.hidden(), &intent.disk, original, recorded_identity(intent)?).map(|_| ())
         }
         Copy::Images { folder } => set_incomplete(folders, folder, false),
     }

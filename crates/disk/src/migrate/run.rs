@@ -92,9 +92,9 @@ impl Source {
         }
     }
 
-    pub fn likeness(&self) -> Result<DiskIdentity> {
+    pub fn disk_identity(&self) -> Result<DiskIdentity> {
         match self {
-            Self::Native(disk) => disk.likeness(),
+            Self::Native(disk) => disk.disk_identity(),
             Self::Foreign(disk) => {
                 let record = disk.entry.disk.record();
                 let uuid = names::parse_uuid(&record.uuid).map_or_else(names::new_uuid, Ok)?;
@@ -182,18 +182,22 @@ impl Datastore {
         let client = self.switches.attach(source.identity(None)?, || source.head())?;
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
+        let identity = source.disk_identity();
+        let (uuid, created) = identity.map(|disk| (names::uuid_text(&disk.uuid), disk.created)).unwrap_or_default();
+        if away.is_some() {
+            // The settings are stored first, so that the disk never has other settings there.
+            there.native.settings.adopt(&uuid, &self.native.settings)?;
+        }
         let target = there
             .make_target(name, &format!(".migrating-{id}"), client.switch().device().capacity(), options, progress)
             .map_err(|error| error.context(format!("disk '{name}' was not moved")))?;
-        let likeness = source.likeness();
-        let (uuid, created) = likeness.map(|like| (names::uuid_text(&like.uuid), like.created)).unwrap_or_default();
         let intent = Intent {
             id,
             stage: Stage::Copying,
             disk: name.to_owned(),
             source: Some(source.copy()),
             target: target.copy(),
-            uuid,
+            uuid: uuid.clone(),
             created,
             peer: away.map(|peer| peer.location.clone()),
         };
@@ -202,6 +206,10 @@ impl Datastore {
             Ok(None) => {
                 drop(client);
                 migration.clean();
+                if away.is_some() {
+                    self.native.settings.forget(&uuid);
+                }
+                there.native.settings.rekey(&uuid, &there.uuid_of(name)?);
                 there.disk(name)
             }
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
@@ -379,9 +387,9 @@ impl Migration<'_> {
         };
         match &self.target {
             Target::Native(_) => {
-                let like = likeness_of(&self.intent)?;
+                let identity = recorded_identity(&self.intent)?;
                 let here = native.filter(|_| here);
-                self.there().native.complete_replica(&self.intent.hidden(), self.name, here, like)?;
+                self.there().native.complete_replica(&self.intent.hidden(), self.name, here, identity)?;
             }
             Target::Foreign(disk) => {
                 self.there().foreign.complete(&disk.folder)?;
@@ -438,7 +446,7 @@ impl Migration<'_> {
 }
 
 /// The disk's identity according to the record.
-pub(super) fn likeness_of(intent: &Intent) -> Result<DiskIdentity> {
+pub(super) fn recorded_identity(intent: &Intent) -> Result<DiskIdentity> {
     let uuid = names::parse_uuid(&intent.uuid).map_or_else(names::new_uuid, Ok)?;
     Ok(DiskIdentity { uuid, created: intent.created })
 }

@@ -12,7 +12,7 @@ const UNIT_MIN: u64 = 4096;
 /// Most bits in the bitmap: 8 MiB of memory, which suffices for one bit per block in disks up to 256 GiB.
 const UNITS_MAX: u64 = 64 << 20;
 
-/// The marks of a disk.
+/// A bitmap of the parts of a disk that the copier has to copy.
 pub(super) struct Work {
     words: Box<[AtomicU64]>,
     unit: u64,

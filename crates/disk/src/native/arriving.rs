@@ -74,7 +74,7 @@ impl Native {
     }
 
     /// Identity and creation time of a snapshot.
-    pub fn snapshot_likeness(&self, disk: &str, snapshot: &str) -> Result<DiskIdentity> {
+    pub fn snapshot_identity(&self, disk: &str, snapshot: &str) -> Result<DiskIdentity> {
         let snapshot = self.find_snapshot(&self.find_disk(disk)?, snapshot)?;
         Ok(DiskIdentity { uuid: snapshot.uuid, created: snapshot.created })
     }
@@ -216,13 +216,13 @@ impl Native {
         for disk in arrived {
             let id = self.hidden_or_lost(&disk.hidden)?;
             let snapshot = match &disk.snapshot {
-                Some((name, like)) => Some(self.hidden_snapshot(id, name, *like)?),
+                Some((name, identity)) => Some(self.hidden_snapshot(id, name, *identity)?),
                 None => None,
             };
             match (disk.update_from, snapshot) {
                 (None, _) => {
-                    let like = DiskIdentity { uuid: disk.uuid, created };
-                    arrivals.push(ReceiveCommit::Disk { id, name: disk.name.clone(), like });
+                    let identity = DiskIdentity { uuid: disk.uuid, created };
+                    arrivals.push(ReceiveCommit::Disk { id, name: disk.name.clone(), identity });
                 }
                 (Some(from), Some(snapshot)) => {
                     let target = self.find_disk(&disk.name)?;
@@ -253,17 +253,17 @@ impl Native {
     }
 
     /// The snapshot of a hidden disk. It is taken now, unless an interrupted attempt has taken it before.
-    fn hidden_snapshot(&self, disk: u64, name: &str, like: DiskIdentity) -> Result<Object> {
+    fn hidden_snapshot(&self, disk: u64, name: &str, identity: DiskIdentity) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {
             Some(id) => id,
             None => {
-                let new = NewSnapshot { disk, name: name.to_owned(), uuid: like.uuid, incomplete: false };
+                let new = NewSnapshot { disk, name: name.to_owned(), uuid: identity.uuid, incomplete: false };
                 let ids = self.engine.snapshot(&[new])?;
                 ids.first().copied().ok_or_else(|| Error::new(ErrorKind::Io, "no snapshot was taken"))?
             }
         };
-        self.engine.liken_snapshot(id, like)?;
+        self.engine.set_snapshot_identity(id, identity)?;
         self.engine.with_catalog(|catalog| catalog.get(id).cloned())
     }
 }

@@ -189,11 +189,13 @@ impl Native {
 
     pub(crate) fn disk_info(&self, id: u64, count: bool) -> Result<DiskInfo> {
         let counts = if count { Some(self.engine.count_blocks(id)?) } else { None };
+        let uuid = self.engine.with_catalog(|catalog| catalog.get(id).map(|disk| names::uuid_text(&disk.uuid)))?;
+        let (settings, waiting) = (self.settings.of(&uuid), self.settings.waiting(&uuid));
         self.engine.with_catalog(|catalog| {
             let disk = catalog.get(id)?;
             Ok(DiskInfo {
                 name: disk.name.clone(),
-                uuid: names::uuid_text(&disk.uuid),
+                uuid,
                 capacity: disk.capacity,
                 provisioning: shown(disk.provisioning),
                 format: "native".into(),
@@ -207,6 +209,8 @@ impl Native {
                 users: Vec::new(),
                 machine: None,
                 stopped: self.engine.failure(),
+                settings,
+                waiting,
                 created: disk.created,
                 image: None,
             })

@@ -33,6 +33,9 @@ pub(crate) use snapshots::Taking;
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
+use crate::names;
+use crate::quota;
+use crate::settings::Settings;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
@@ -55,7 +58,7 @@ impl Capacity {
 }
 
 /// Whether users see a disk: it is complete, and is not a hidden part of another disk.
-fn is_visible(disk: &Object) -> bool {
+pub(crate) fn is_visible(disk: &Object) -> bool {
     !disk.incomplete && !disk.name.starts_with('.')
 }
 
@@ -63,6 +66,8 @@ fn is_visible(disk: &Object) -> bool {
 pub(crate) struct Native {
     pub engine: Arc<Engine>,
     switches: Arc<Switches>,
+    /// The settings of the disks of all formats.
+    pub settings: Arc<Settings>,
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
     /// Serializes changes of disks and snapshots.
     changes: Mutex<()>,
@@ -77,9 +82,11 @@ type Refusal = dyn Fn(&str) -> Result<()> + Send + Sync;
 impl Native {
     /// The native disks of a store.
     pub fn open(engine: Arc<Engine>, switches: Arc<Switches>) -> Arc<Self> {
+        let settings = Settings::open(Arc::clone(engine.directory()));
         Arc::new_cyclic(|this| Self {
             engine,
             switches,
+            settings,
             capacities: Mutex::default(),
             changes: Mutex::new(()),
             refuse_to_replace: OnceLock::new(),
@@ -163,7 +170,11 @@ impl Native {
             None => (disk.clone(), disk.name.clone()),
         };
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
-        Ok(Arc::new(SwitchedDevice::over(name, read_only || object.is_snapshot(), client)))
+        let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), client);
+        Ok(Arc::new(match snapshot {
+            None => device.with_settings(self.settings.open_disk(&names::uuid_text(&disk.uuid), &disk.name)),
+            Some(_) => device,
+        }))
     }
 
     /// A device for the datastore's own operations, which is not counted as a client.
@@ -192,6 +203,16 @@ impl Native {
         let capacity = Arc::new(Capacity(AtomicU64::new(object.capacity)));
         all.insert(object.id, Arc::downgrade(&capacity));
         capacity
+    }
+
+    /// Bytes that the head of a disk maps, by the UUID of the disk.
+    pub fn mapped(&self, uuid: &str) -> Result<u64> {
+        let found = self.engine.with_catalog(|catalog| {
+            let mut disks = catalog.disks().filter(|disk| is_visible(disk));
+            disks.find(|disk| names::uuid_text(&disk.uuid) == uuid).cloned()
+        });
+        let disk = found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no disk {uuid} any more")))?;
+        quota::mapped(&*self.device_of(&disk, &disk))
     }
 
     /// The names that [`Native::open_device`] can open.

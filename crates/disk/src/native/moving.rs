@@ -88,13 +88,13 @@ impl Native {
         hidden: &str,
         name: &str,
         original: Option<u64>,
-        like: DiskIdentity,
+        identity: DiskIdentity,
     ) -> Result<bool> {
         let new = self.engine.with_catalog(|catalog| catalog.disk(hidden).map(|disk| disk.id));
         let Some(new) = new else { return Ok(false) };
         let aside = format!("{hidden}-away");
         let old = original.filter(|id| self.is_disk(*id));
-        self.engine.replace_disk(old.map(|id| (id, aside.as_str())), new, name, like)?;
+        self.engine.replace_disk(old.map(|id| (id, aside.as_str())), new, name, identity)?;
         Ok(true)
     }
 
@@ -178,7 +178,7 @@ impl NativeOriginal {
     }
 
     /// Identity and creation time of the disk.
-    pub fn likeness(&self) -> Result<DiskIdentity> {
+    pub fn disk_identity(&self) -> Result<DiskIdentity> {
         self.native.engine.with_catalog(|catalog| {
             catalog.get(self.id).map(|disk| DiskIdentity { uuid: disk.uuid, created: disk.created })
         })
@@ -270,7 +270,7 @@ impl Replica for NativeReplica {
         let new = NewSnapshot { disk: self.id, name: node.name.clone(), uuid, incomplete: false };
         let ids = self.native.engine.snapshot(&[new])?;
         for id in ids {
-            self.native.engine.liken_snapshot(id, DiskIdentity { uuid, created: node.created })?;
+            self.native.engine.set_snapshot_identity(id, DiskIdentity { uuid, created: node.created })?;
         }
         Ok(())
     }

@@ -142,6 +142,7 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {
     set.push(disk.id);
     let reclaimable = accounts.would_free(&set)?.data;
     Ok(DiskSpace {
+        growth: None,
         name: disk.name.clone(),
         space: shown(disk, accounts.space_of(disk.id)?),
         used_by_snapshots: Some(bytes(used_by_snapshots)),

@@ -3,9 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::{
-    Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, OpenOptions, Provisioning, QueueChoice, SnapshotOptions,
-};
+use crate::testbed::options;
+use crate::{Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Directory, File, IoMode, LocalFolder};
 use parking_lot::Mutex;
@@ -95,13 +94,7 @@ fn one_damaged_byte_of_a_record_is_mended() {
 const SIZE: u64 = 1 << 20;
 
 fn open(path: &Path) -> Arc<Datastore> {
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Threads,
-        metadata_cache: 4 << 20,
-        write_buffer: 1 << 20,
-    };
-    Datastore::open(path, options).unwrap()
+    Datastore::open(path, options(QueueChoice::Threads)).unwrap()
 }
 
 /// A datastore with the native disk `n` and the VMDK disks `a` and `b`, all filled with ones.

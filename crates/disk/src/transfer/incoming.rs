@@ -536,13 +536,13 @@ impl Reception {
         self.commit_data()?;
         let mut arrived = Vec::with_capacity(record.disks.len());
         for (index, disk) in record.disks.iter().enumerate() {
-            let like = DiskIdentity { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
+            let identity = DiskIdentity { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
             let base = disk.base.as_deref().map(parse).transpose()?;
             arrived.push(Arrived {
                 hidden: record.hidden(index),
                 name: disk.name.clone(),
                 uuid: parse(&disk.uuid)?,
-                snapshot: disk.keep.then(|| (disk.point.name.clone(), like)),
+                snapshot: disk.keep.then(|| (disk.point.name.clone(), identity)),
                 update_from: base.filter(|_| disk.update),
                 provisioning: disk.provisioning,
             });

@@ -61,14 +61,14 @@ impl Datastore {
                 native: None,
             });
         }
-        let like = self.native.snapshot_likeness(disk, snapshot)?;
+        let identity = self.native.snapshot_identity(disk, snapshot)?;
         let bases = self.native.lineage(disk, snapshot, BASES_MAX)?;
         let id = self.native.find_snapshot(&self.native.find_disk(disk)?, snapshot)?.id;
-        let uuid = names::uuid_text(&like.uuid);
+        let uuid = names::uuid_text(&identity.uuid);
         Ok(Outgoing {
             device,
             provisioning: info.provisioning,
-            point: SnapshotIdentity { uuid, name: snapshot.to_owned(), created: like.created },
+            point: SnapshotIdentity { uuid, name: snapshot.to_owned(), created: identity.created },
             bases: bases.iter().map(|(uuid, _)| names::uuid_text(uuid)).collect(),
             base_ids: bases.iter().map(|(_, id)| *id).collect(),
             native: Some((Arc::clone(&self.native), id)),

@@ -14,11 +14,11 @@ use std::sync::Arc;
 /// The rules in use.
 #[derive(Debug)]
 pub struct CurrentRules {
-    state: Mutex<State>,
+    state: Mutex<RulesState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct RulesState {
     rules: Arc<Rules>,
     /// Sessions with a completed handshake, by their numbers.
     sessions: BTreeMap<u64, Session>,
@@ -50,7 +50,7 @@ pub struct Lost {
 impl CurrentRules {
     /// Uses these rules until they are replaced.
     pub fn new(rules: Rules) -> Self {
-        Self { state: Mutex::new(State { rules: Arc::new(rules), sessions: BTreeMap::new() }) }
+        Self { state: Mutex::new(RulesState { rules: Arc::new(rules), sessions: BTreeMap::new() }) }
     }
 
     /// The current rules.
@@ -82,7 +82,7 @@ impl CurrentRules {
     pub fn replace(&self, rules: Rules, export_of: impl Fn(u64) -> Option<String>) -> Vec<Lost> {
         let mut state = self.state.lock();
         state.rules = Arc::new(rules);
-        let State { rules, sessions } = &*state;
+        let RulesState { rules, sessions } = &*state;
         let lost = sessions.iter().filter_map(|(number, session)| {
             let export = export_of(*number)?;
             let left = rules.of(session.certificate.as_ref()).permission(&export);

@@ -7,10 +7,10 @@
 //! long on a slow device.
 
 use super::limits::LEAVING_LOOK;
-use super::{Clients, State};
+use super::{Clients, ClientsState};
 use std::time::{Duration, Instant};
 
-impl State {
+impl ClientsState {
     /// Whether a session of an export that `matches` belongs to a client that has closed its side of the connection.
     fn some_leaves(&self, matches: &impl Fn(&str) -> bool) -> bool {
         self.sessions.values().any(|session| {

@@ -8,7 +8,7 @@
 //! 2. If a listed client requested a name that its disk no longer has, this name opens no disk. This applies to all
 //!    clients that request the name, because a proxy or a new address can hide that it is the same client.
 
-use super::{Clients, Session, State, Visit};
+use super::{Clients, ClientsState, Session, Visit};
 use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 
@@ -86,7 +86,7 @@ impl Drop for Moving<'_> {
     }
 }
 
-impl State {
+impl ClientsState {
     /// `Busy` for a name that must not be opened because of a rename.
     pub(super) fn refuse_former_name(&self, export: &str) -> Result<()> {
         self.refuse_moving(export)?;

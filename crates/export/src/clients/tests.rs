@@ -95,8 +95,8 @@ fn the_number_of_clients_in_grace_is_limited() {
 fn a_new_session_waits_for_sessions_that_are_told_to_end() {
     let clients = Arc::new(Clients::in_memory(LONG));
     let (old, other) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
-    assert!(clients.retire("b", Whose::All).is_empty());
-    assert_eq!(clients.retire("a", Whose::Process(1)), [old.number()]);
+    assert!(clients.retire("b", ClientSelection::All).is_empty());
+    assert_eq!(clients.retire("a", ClientSelection::Process(1)), [old.number()]);
     assert!(old.stop().load(Ordering::SeqCst) && !other.stop().load(Ordering::SeqCst));
     let new = clients.arrive(ONE);
     assert_eq!(new.chooses("a", Duration::from_millis(20)).unwrap_err().kind(), ErrorKind::Busy);
@@ -264,8 +264,8 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_opens_no_other_disk() {
     assert_eq!(listed(&clients), now);
     one.opened("g").unwrap_err();
     // The disk that now has the name has no clients: clients of the renamed disk are not counted for it.
-    assert!(clients.retire("g", Whose::All).is_empty());
-    assert_eq!(clients.retire("g2", Whose::Process(1)), [one.number()]);
+    assert!(clients.retire("g", ClientSelection::All).is_empty());
+    assert_eq!(clients.retire("g2", ClientSelection::Process(1)), [one.number()]);
     drop(one);
     let back = clients.arrive(ONE);
     for (name, to) in [("g", "'g2'"), ("g@s", "'g2@s'")] {
@@ -381,7 +381,7 @@ fn sessions_in_their_handshake_delay_no_other_session() {
     let (one, two) = (clients.arrive(ONE), clients.arrive(TWO));
     one.chooses("a", LONG).unwrap();
     two.chooses("a", LONG).unwrap();
-    assert_eq!(clients.retire("a", Whose::All).len(), 2);
+    assert_eq!(clients.retire("a", ClientSelection::All).len(), 2);
     one.chooses("a", LONG).unwrap();
     two.chooses("a", LONG).unwrap();
     one.agreed("a");

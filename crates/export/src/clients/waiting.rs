@@ -4,7 +4,7 @@
 //! 2. The list is bounded. The oldest client of the export with the most entries is removed first, so that lost clients
 //!    of one disk do not end the grace of clients of other disks.
 
-use super::State;
+use super::ClientsState;
 use super::limits::{CLIENT_GRACE_MAX, CLIENTS_GONE_MAX};
 use super::record::Gone;
 use connections::Peer;
@@ -23,7 +23,7 @@ pub(super) fn grace_left(gone: &Gone, grace: Duration, now: u64) -> Option<Durat
     grace.checked_sub(passed).filter(|left| !left.is_zero())
 }
 
-impl State {
+impl ClientsState {
     /// Adds a client in grace for its remaining time.
     pub fn waits(&mut self, gone: Gone, left: Duration) {
         let same = |other: &Gone| other.export == gone.export && other.asked == gone.asked;

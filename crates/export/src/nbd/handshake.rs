@@ -225,7 +225,7 @@ impl Handshake<'_> {
             option::LIST => self.list(data)?,
             option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => self.choose_style(code, data),
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.contexts(code, data)?,
-            _ => self.refuse(code, option_reply::ERR_UNSUP, "this server does not know the option"),
+            _ => self.refuse(code, option_reply::ERR_UNSUP, "this server does not support the option"),
         }
         Ok(Next::Another)
     }

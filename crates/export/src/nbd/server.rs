@@ -5,8 +5,8 @@
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::{Terms, serve};
-use crate::access::{CurrentRules, Rules};
-use crate::clients::{Clients, Whose};
+use crate::access::{CurrentRules, Restricted, Rules, UserAccess};
+use crate::clients::{ClientSelection, Clients};
 use crate::exports::{Exports, ResizePolicy};
 use backend::local::{Slice, Thread};
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
@@ -30,6 +30,8 @@ pub struct ServerConfig {
     pub allow_insecure_tcp: bool,
     /// Which exports clients over TCP may open, depending on their certificates; `None` if they may open all.
     pub rules: Option<Rules>,
+    /// Which exports clients over unix sockets may open, depending on their users; `None` if they may open all.
+    pub user_access: Option<Arc<dyn UserAccess>>,
     /// Open every export read-only.
     pub read_only: bool,
     /// Whether clients may resize disks.
@@ -51,6 +53,7 @@ impl Default for ServerConfig {
             tls: None,
             allow_insecure_tcp: false,
             rules: None,
+            user_access: None,
             read_only: false,
             resize: ResizePolicy::default(),
             limits: Limits::each(CONNECTIONS_DEFAULT),
@@ -79,6 +82,8 @@ struct Nbd {
     tls_required: bool,
     /// Rules for sessions over TCP; `None` if there are none.
     rules: Option<Arc<CurrentRules>>,
+    /// Rights of clients over unix sockets; `None` if they may open everything.
+    user_access: Option<Arc<dyn UserAccess>>,
 }
 
 impl Protocol for Nbd {
@@ -93,7 +98,7 @@ impl Protocol for Nbd {
         let span = tracing::info_span!("nbd", connection = connection.number(), %peer);
         let _entered = span.enter();
         if connection.is_tcp() {
-            // Until the client is known to be one that may open an export.
+            // The thread has the long slice until the client has proven that it may open an export.
             Thread::current().set_slice(Slice::Long);
         } else {
             // A failure is ignored, because the larger buffer is only an optimization.
@@ -102,9 +107,13 @@ impl Protocol for Nbd {
         let tls_forced = connection.is_tcp() && self.tls_required;
         let rules = self.rules.clone().filter(|_| connection.is_tcp());
         let terms = Terms { tls_forced, rules, ..self.terms.clone() };
+        let exports = match &self.user_access {
+            Some(access) if !connection.is_tcp() => Restricted::of(&self.exports, access, connection.peer()),
+            _ => Arc::clone(&self.exports),
+        };
         let mut visit = self.clients.connected(Arc::clone(connection));
         // The session has logged its error already, with the export's name.
-        let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*self.exports, &terms, &mut visit);
+        let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*exports, &terms, &mut visit);
     }
 }
 
@@ -120,6 +129,7 @@ impl Server {
             exports,
             clients: Arc::clone(&config.clients),
             rules: rules.clone(),
+            user_access: config.user_access,
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,
@@ -161,8 +171,8 @@ impl Server {
     /// Replaces the access rules, and ends the sessions that lose the permission for the export that they have open.
     /// Returns the number of these sessions; `None` if the server was started without rules: then rules cannot be set.
     ///
-    /// Their connections are cut without further replies. Waits until the requests that they have begun have ended, at
-    /// most for the grace time.
+    /// The connections of these sessions are closed without further replies. Waits until the requests that the sessions
+    /// have begun have ended, at most for the grace time.
     pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
         let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
         let numbers = self.clients.revoke(&lost);
@@ -178,8 +188,8 @@ impl Server {
 
     /// Ends sessions of an export after their requests are done, so that their clients reconnect and see the export's
     /// new properties. Sessions that have not ended after the grace time are cut. Returns the number of sessions.
-    pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
-        let numbers = self.clients.retire(export, whose);
+    pub fn reconnect(&self, export: &str, selection: ClientSelection) -> usize {
+        let numbers = self.clients.retire(export, selection);
         let left = self.clients.wait_ended(&numbers, self.stop_grace);
         if !left.is_empty() {
             tracing::warn!(

@@ -14,7 +14,9 @@
 //! 3. Every request is answered exactly once, unless the connection ends. A request whose payload did not arrive
 //!    completely has no effect.
 //! 4. When the client disconnects or the server stops, accepted requests are finished and answered before the
-//!    connection is closed.
+//!    connection is closed. Writes that wait for space wait no longer: when the client disconnects, they are answered
+//!    with their error. When the server stops or the client has to reconnect, they are not answered, so that a client
+//!    that reconnects repeats them.
 //! 5. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
 //!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
 //!    payload is longer than [`PAYLOAD_BYTES_MAX`].
@@ -28,7 +30,7 @@ use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
 use crate::exports::Exports;
 use crate::session::{Completion, Operation, Payload, Reply, Session};
-use connections::transport::{Transport, Wait, wait_for};
+use connections::transport::{Transport, Wait, peer_has_gone, wait_for};
 use disk::device::Device;
 use error::{Error, ErrorKind, IoContext, Result};
 use std::io::{self, IoSliceMut};
@@ -130,13 +132,14 @@ impl Transmission<'_> {
             if arrived {
                 self.session.saw_overlap();
             }
-            self.answer();
             if self.stop.load(Ordering::Relaxed) {
                 self.ended = true;
             }
+            self.end_waiting();
+            self.answer();
             let drained = self.send()?;
             let busy = self.session.under_way() > 0;
-            self.session.note_answered(drained && !busy);
+            self.session.note_answered(drained && self.session.under_way() == self.session.waiting_for_space());
             if self.ended && drained && !busy {
                 return self.fault.take().map_or(Ok(()), Err);
             }
@@ -178,6 +181,22 @@ impl Transmission<'_> {
                     self.receive_if(wanting)?;
                 }
             }
+        }
+    }
+
+    /// Ends the wait of writes for space if the session ends.
+    fn end_waiting(&mut self) {
+        if self.session.waiting_for_space() == 0 {
+            return;
+        }
+        // While no input is received, the end of the stream is not noticed.
+        if !self.ended && !self.is_wanting() && self.transport.descriptor().is_some_and(peer_has_gone) {
+            self.ended = true;
+        }
+        if self.stop.load(Ordering::Relaxed) {
+            self.session.drop_waiting();
+        } else if self.ended {
+            self.session.refuse_waiting();
         }
     }
 
@@ -273,6 +292,14 @@ impl Transmission<'_> {
         };
         let action = judge(&head, &rules);
         match &action {
+            Ok(Action::Write { length, .. }) if !self.session.has_room_to_write(*length) => {
+                self.stalled = true;
+                return false;
+            }
+            Ok(Action::Zero { .. }) if !self.session.has_room_to_write(0) => {
+                self.stalled = true;
+                return false;
+            }
             // Small payloads are processed once they have arrived completely.
             Ok(Action::Write { length, .. } | Action::StatusPayload { payload: length, .. })
                 if *length < DIRECT_PAYLOAD_BYTES_MIN && self.inbox.available().len() < head_bytes + length =>

@@ -2,8 +2,8 @@
 //! delay other requests.
 //!
 //! ```text
-//!   asked ── start ── completed here, on the session's thread
-//!                └─── handed over ── flusher thread ── eventfd ── reap
+//!   requested ── start ── completed here, on the session's thread
+//!                    └─── handed over ── flusher thread ── eventfd ── reap
 //! ```
 //!
 //! A client with one request at a time waits only for its flush, which is completed on the session's own thread. If
@@ -17,7 +17,7 @@
 use super::{Completion, Reply};
 use disk::device::{Device, FlushTicket};
 use error::{Error, ErrorKind, Result};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io;
@@ -161,22 +161,33 @@ impl<T> Flushes<T> {
         }
     }
 
-    /// Waits until the flush that was handed over has completed, or until `socket` is readable (true).
-    pub fn wait(&self, socket: Option<BorrowedFd<'_>>) -> io::Result<bool> {
-        let Some(flusher) = &self.flusher else { return Ok(false) };
-        let mut watched = vec![PollFd::from_borrowed_fd(flusher.wake.as_fd(), PollFlags::IN)];
+    /// Waits until the flush that was handed over, if any, has completed, until `socket` is readable (true), or until
+    /// `timeout` is over.
+    pub fn wait(&self, socket: Option<BorrowedFd<'_>>, timeout: Option<Duration>) -> io::Result<bool> {
+        let flusher = self.flusher.as_ref().filter(|_| self.running());
+        if flusher.is_none() && timeout.is_none() {
+            return Ok(false);
+        }
+        let mut watched = Vec::with_capacity(2);
         watched.extend(socket.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)));
+        watched.extend(flusher.map(|flusher| PollFd::from_borrowed_fd(flusher.wake.as_fd(), PollFlags::IN)));
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         loop {
-            match poll(&mut watched, None) {
+            match poll(&mut watched, timeout.as_ref()) {
                 Ok(_) => break,
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        if !watched[0].revents().is_empty() {
+        let readable = |at: usize| watched.get(at).is_some_and(|one| !one.revents().is_empty());
+        let (by_socket, by_flush) = match socket {
+            Some(_) => (readable(0), readable(1)),
+            None => (false, readable(0)),
+        };
+        if by_flush {
             self.clear_wake();
         }
-        Ok(watched.get(1).is_some_and(|socket| !socket.revents().is_empty()))
+        Ok(by_socket)
     }
 }
 

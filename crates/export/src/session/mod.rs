@@ -6,9 +6,11 @@
 //! on an I/O queue, shared flushes that do not delay other requests, reuse of memory, and waiting for completions and
 //! for the client at once. Invariants:
 //!
-//! 1. Every request completes exactly once. Writes, discards and zeroes complete before [`Session::submit`] returns.
+//! 1. Every request completes exactly once, unless [`Session::drop_waiting`] gives it up. Discards complete before
+//!    [`Session::submit`] returns, and so do writes and zeroes, unless they [wait for space](waiting).
 //! 2. A flush completes after a device flush that covers every request which had completed when the flush was
-//!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush.
+//!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush. Waiting writes have
+//!    not completed, so neither flushes nor other requests wait for them.
 //! 3. Memory is bounded if the protocol submits only requests that [`Session::has_room`] allows.
 //! 4. When a session was dropped, the device processes none of its requests any more.
 
@@ -17,13 +19,14 @@ mod flushes;
 pub mod limits;
 mod pool;
 mod reads;
+mod waiting;
 
 use crate::exports::Exports;
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use connections::polling::Polling;
 use disk::device::{Device, ReadPlan};
 use disk::pace::{Foreground, Waiting};
-use error::{IoContext, Result};
+use error::{ErrorKind, IoContext, Result};
 use flushes::Flushes;
 use limits::{HELD_BYTES_MAX, OUTSTANDING_REQUESTS_MAX};
 use pool::Pool;
@@ -32,6 +35,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use waiting::{Change, WaitingWrites};
 
 /// A request to the device. Ranges must lie within the capacity.
 pub enum Operation {
@@ -151,6 +155,7 @@ pub struct Session<'a, T> {
     device: Arc<dyn Device>,
     reads: Reads<'a, T>,
     flushes: Flushes<T>,
+    waiting_writes: WaitingWrites<T>,
     completions: VecDeque<Completion<T>>,
     /// Bytes of the completed reads.
     completed_bytes: usize,
@@ -176,6 +181,7 @@ impl<'a, T> Session<'a, T> {
         Self {
             reads: Reads::new(Arc::clone(&device), exports),
             flushes: Flushes::new(Arc::clone(&device)),
+            waiting_writes: WaitingWrites::new(device.space_wait().cloned()),
             device,
             completions: VecDeque::new(),
             completed_bytes: 0,
@@ -198,7 +204,7 @@ impl<'a, T> Session<'a, T> {
 
     /// Whether another request may be submitted, in addition to `unsent` replies with `unsent_bytes` bytes.
     pub fn has_room(&self, unsent: usize, unsent_bytes: usize) -> bool {
-        self.under_way() + self.completions.len() + unsent < OUTSTANDING_REQUESTS_MAX
+        self.served_now() + self.completions.len() + unsent < OUTSTANDING_REQUESTS_MAX
             && self.held() + unsent_bytes < HELD_BYTES_MAX
     }
 
@@ -209,6 +215,12 @@ impl<'a, T> Session<'a, T> {
         held == 0 || held + length <= HELD_BYTES_MAX
     }
 
+    /// Whether a write with a payload of this length may be submitted as well; 0 for zeroes. Always true if no write
+    /// waits for space.
+    pub fn has_room_to_write(&self, payload: usize) -> bool {
+        self.waiting_writes.has_room(payload)
+    }
+
     /// Bytes of reads that are in progress, or completed and not yet returned to the protocol.
     fn held(&self) -> usize {
         self.reads.held() + self.completed_bytes
@@ -216,7 +228,28 @@ impl<'a, T> Session<'a, T> {
 
     /// Requests that have not completed.
     pub fn under_way(&self) -> usize {
+        self.served_now() + self.waiting_writes.count()
+    }
+
+    /// Requests that have not completed and do not wait for space.
+    fn served_now(&self) -> usize {
         self.reads.pending() + self.flushes.pending()
+    }
+
+    /// Number of writes that wait for space.
+    pub fn waiting_for_space(&self) -> usize {
+        self.waiting_writes.count()
+    }
+
+    /// Ends the wait for space: the waiting writes complete with their errors.
+    pub fn refuse_waiting(&mut self) {
+        self.waiting_writes.refuse_all(&mut self.completions);
+    }
+
+    /// Gives up the writes that wait for space, without completing them: for a connection that ends so that its client
+    /// reconnects and repeats its requests.
+    pub fn drop_waiting(&mut self) {
+        self.waiting_writes.drop_all();
     }
 
     /// Memory for the payload of a write.
@@ -241,7 +274,7 @@ impl<'a, T> Session<'a, T> {
     }
 
     /// Records that the requests which completed at once are answered; `idle` says that no other requests are in
-    /// progress.
+    /// progress, except those that wait for space. These do not count, because background work may free space.
     pub fn note_answered(&mut self, idle: bool) {
         let served = std::mem::take(&mut self.served);
         if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())
@@ -257,7 +290,7 @@ impl<'a, T> Session<'a, T> {
     /// Submits a request. A flush, and a read that misses metadata, wait for [`Session::end_batch`].
     pub fn submit(&mut self, tag: T, operation: Operation) {
         self.batch += 1;
-        let done = match operation {
+        let change = match operation {
             Operation::Read { offset, length } => {
                 let ask = Ask { tag, offset, length, arrived: self.arrived };
                 if let Some(finished) = self.reads.begin(ask, &mut self.pool) {
@@ -267,14 +300,20 @@ impl<'a, T> Session<'a, T> {
                 return;
             }
             Operation::Flush => return self.flushes.ask(tag, self.arrived),
-            Operation::Write { offset, data, fua } => self.device.write(offset, data, fua),
-            Operation::Zero { offset, length, allocate, fua } => {
-                self.device.write_zeroes(offset, length, allocate, fua)
-            }
-            Operation::Discard { offset, length, fua } => self.device.discard(offset, length, fua),
+            Operation::Write { offset, data, fua } => Change::Write { offset, data, fua },
+            Operation::Zero { offset, length, allocate, fua } => Change::Zero { offset, length, allocate, fua },
+            Operation::Discard { offset, length, fua } => Change::Discard { offset, length, fua },
         };
-        self.served += 1;
-        self.completions.push_back(Completion { tag, outcome: done.map(|()| Reply::Done) });
+        let again = self.waiting_writes.accepts(&change).then(|| change.clone());
+        match (change.carry_out(&*self.device), again) {
+            (Err(error), Some(again)) if error.kind() == ErrorKind::NoSpace => {
+                self.waiting_writes.put(tag, again, error);
+            }
+            (done, _) => {
+                self.served += 1;
+                self.completions.push_back(Completion { tag, outcome: done.map(|()| Reply::Done) });
+            }
+        }
     }
 
     /// Ends a batch: all requests that have arrived are submitted. Starts one device flush for all requested flushes,
@@ -354,11 +393,15 @@ impl<'a, T> Session<'a, T> {
 
     /// Waits until a request completes, or until `socket` is readable: true if there may be input to receive. While
     /// only reads are in progress, the socket is watched only if the client has several requests in flight at a time.
+    /// Also returns when it is time to try writes again that wait for space.
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
-        let readable = if self.reads.pending() == 0 && self.flushes.running() {
-            let readable =
-                self.flushes.wait(socket).during(|| format!("waiting for a flush of {}", self.device.name()))?;
+        let due_in = self.waiting_writes.due_in();
+        let readable = if self.reads.pending() == 0 && (self.flushes.running() || due_in.is_some()) {
+            let readable = self
+                .flushes
+                .wait(socket, due_in)
+                .during(|| format!("waiting for a flush of {}", self.device.name()))?;
             self.reap(Some(Duration::ZERO))? || readable
         } else {
             if let Some(descriptor) = self.flushes.descriptor() {
@@ -366,11 +409,11 @@ impl<'a, T> Session<'a, T> {
             }
             if let Some(socket) = socket
                 && !self.reads.armed()
-                && (self.flushes.running() || self.depth.watch_now())
+                && (self.flushes.running() || due_in.is_some() || self.depth.watch_now())
             {
                 self.reads.watch(socket.as_raw_fd());
             }
-            self.reap(None)?
+            self.reap(due_in)?
         };
         self.polling.slept(began.elapsed());
         Ok(readable)
@@ -396,6 +439,7 @@ impl<'a, T> Session<'a, T> {
             self.flushes.clear_wake();
         }
         self.flushes.reap(&mut self.completions, served);
+        self.waiting_writes.try_again(&*self.device, &mut self.completions);
         Ok(readable.socket)
     }
 }

@@ -1,14 +1,14 @@
-//! Completion of names on the command line: disks, snapshots, machines and their snapshots.
+//! Completion of names on the command line: disks, snapshots, machines and their snapshots, and jobs.
 //!
-//! 1. A completion never opens a datastore, because opening writes to the datastore: the names of disks and snapshots
-//!    are queried from its server only. The names of machines are the names of their folders.
+//! 1. A completion never opens a datastore, because opening writes to the datastore: the names of disks, snapshots and
+//!    jobs are queried from its server only. The names of machines are the names of their folders.
 //! 2. A completion fails silently, because its output is read by a shell.
 
 use super::definition;
 use clap::Arg;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 use control::socket::{self, Client};
-use control::{DiskRequest, Reply, Request, SnapshotRequest};
+use control::{DiskRequest, JobRequest, Reply, Request, SnapshotRequest};
 use disk::{Location, NoProgress};
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -33,6 +33,8 @@ enum Named {
     MachineSnapshot,
     /// A machine or a snapshot of it.
     MachineState,
+    /// A job.
+    Job,
 }
 
 /// What an argument of the command `verbs` names.
@@ -52,6 +54,8 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
         (["vm", "snapshot", "create"], _, Some("VM@SNAPSHOT")) => Some(Named::NewMachineSnapshot),
         (["vm", ..], _, Some("VM@SNAPSHOT")) => Some(Named::MachineSnapshot),
         (["clone" | "send" | "disk" | "snapshot", ..], "source" | "to", Some("SOURCE" | "STATE")) => Some(Named::State),
+        (["backup", "create"], "source", _) => Some(Named::State),
+        (["job", ..], _, Some("JOB")) => Some(Named::Job),
         _ => None,
     }
 }
@@ -111,6 +115,7 @@ fn names(named: Named, location: &Location) -> Option<Vec<String>> {
         Named::NewMachineSnapshot => with_at(machines(location)?),
         Named::MachineSnapshot => machine_snapshots(location)?,
         Named::MachineState => [machines(location)?, machine_snapshots(location)?].concat(),
+        Named::Job => jobs(location)?,
     })
 }
 
@@ -129,6 +134,13 @@ fn disks(location: &Location) -> Option<Vec<String>> {
 fn snapshots(location: &Location) -> Option<Vec<String>> {
     match ask(location, Request::Snapshot(SnapshotRequest::List { disk: None }))? {
         Reply::Snapshots(all) => Some(all.into_iter().map(|one| format!("{}@{}", one.disk, one.name)).collect()),
+        _ => None,
+    }
+}
+
+fn jobs(location: &Location) -> Option<Vec<String>> {
+    match ask(location, Request::Job(JobRequest::List))? {
+        Reply::Jobs(jobs) => Some(jobs.into_iter().map(|job| job.id).collect()),
         _ => None,
     }
 }
@@ -199,5 +211,7 @@ mod tests {
         assert_eq!(of("vm snapshot create"), [Named::NewMachineSnapshot]);
         assert_eq!(of("vm clone"), [Named::MachineState]);
         assert_eq!(of("vm export"), [Named::MachineState]);
+        assert_eq!(of("backup create"), [Named::State]);
+        assert_eq!((of("job wait"), of("job list")), (vec![Named::Job], Vec::new()));
     }
 }

@@ -4,12 +4,14 @@ pub mod address;
 mod arguments;
 pub mod complete;
 pub mod format;
+pub mod interval;
 pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand,
-    ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
+    BackupCommand, CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand,
+    JobCommand, LabelCommand, ReceiveCommand, SalvageArguments, ScrubArguments, ServeArguments, SnapshotCommand,
+    VmArguments, VmCommand,
 };
 
 use address::location;
@@ -27,7 +29,7 @@ Exit codes:
   3    no datastore, disk or snapshot of that name
   4    in use: by clients, by clones or by another process
   5    no space
-  6    corrupt, check found problems that are not repaired, or salvage lost ranges
+  6    corrupt, check found problems that are not repaired, or salvage or convert lost ranges
   7    a machine does not run, runs or is paused, and the command needs another state
   130  interrupted";
 
@@ -76,11 +78,17 @@ pub enum Command {
     Status,
     /// Check all metadata and report problems.
     Check(CheckArguments),
-    /// Extract disks and snapshots from a datastore that cannot be opened, without writing to it.
+    /// Read all metadata and data in the background, and report and restore what is damaged.
+    Scrub(ScrubArguments),
+    /// Extract disks and snapshots from a datastore that cannot be opened, or read a damaged image, without writing to
+    /// either.
     Salvage(SalvageArguments),
     /// Create and manage disks.
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// List labels of disks, and limit all disks with a label.
+    #[command(subcommand)]
+    Label(LabelCommand),
     /// Take and manage snapshots.
     #[command(subcommand)]
     Snapshot(SnapshotCommand),
@@ -101,6 +109,9 @@ pub enum Command {
     /// Show and manage receptions from other servers.
     #[command(subcommand)]
     Receive(ReceiveCommand),
+    /// Back up snapshots to a folder, a file or a pipe, and restore them.
+    #[command(subcommand)]
+    Backup(BackupCommand),
     /// Show, wait for and cancel jobs: long operations of the server.
     #[command(subcommand)]
     Job(JobCommand),
@@ -124,14 +135,17 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
+            Self::Scrub(arguments) => arguments.request()?,
             Self::Salvage(arguments) => arguments.request()?,
             Self::Disk(command) => command.request()?,
+            Self::Label(command) => command.request(),
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,
             Self::Convert(arguments) => arguments.request()?,
             Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
             Self::Receive(command) => command.request(),
+            Self::Backup(command) => command.request()?,
             Self::Vm(arguments) => arguments.request()?,
             Self::Job(command) => command.request(),
             Self::Events => Request::Events,

@@ -29,6 +29,24 @@ pub fn time(seconds: u64) -> String {
     }
 }
 
+/// A difference of sizes: `+512 B`, `-10 GiB`.
+pub fn difference(bytes: i64) -> String {
+    let sign = if bytes < 0 { '-' } else { '+' };
+    format!("{sign}{}", size(bytes.unsigned_abs()))
+}
+
+/// A long time in its largest useful unit: `90 s`, `25 min`, `30 h`, `12 days`, `over 10 years`.
+pub fn span(seconds: u64) -> String {
+    const DAY: u64 = 86_400;
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ if seconds < 3650 * DAY => format!("{} days", seconds / DAY),
+        _ => "over 10 years".to_owned(),
+    }
+}
+
 /// `1 disk`, `2 disks`.
 pub fn count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
@@ -88,6 +106,23 @@ mod tests {
             if month > 12 {
                 (month, year) = (1, year + 1);
             }
+        }
+    }
+
+    #[test]
+    fn differences_and_long_times() {
+        assert_eq!([0, 512, -(10 << 30), i64::MIN].map(difference), ["+0 B", "+512 B", "-10 GiB", "-8 EiB"]);
+        for (seconds, text) in [
+            (0, "0 s"),
+            (119, "119 s"),
+            (120, "2 min"),
+            (7200, "2 h"),
+            (172_799, "47 h"),
+            (172_800, "2 days"),
+            (3649 * 86_400, "3649 days"),
+            (u64::MAX, "over 10 years"),
+        ] {
+            assert_eq!(span(seconds), text);
         }
     }
 }

@@ -16,6 +16,17 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
             value
         }
         Reply::Check(report) => json!(report),
+        Reply::Scrub(report) => {
+            let mut value = json!(report.summary);
+            if let Some(members) = value.as_object_mut() {
+                members.insert("last".into(), json!(report.last));
+                members.insert("touched".into(), json!(report.touched));
+                members.insert("damage".into(), json!(report.damage));
+                members.insert("unlisted".into(), json!(report.unlisted));
+            }
+            value
+        }
+        Reply::ScrubState(summary) => json!(summary),
         Reply::Disk(disk) => json!(disk),
         Reply::Resized(resized) => {
             let mut value = json!(resized.disk);
@@ -33,6 +44,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
         Reply::WouldFree(free) => json!(free),
         Reply::Space(space) => json!(space),
+        Reply::Labels(labels) => json!({ "labels": labels }),
         Reply::Deleted(name) => json!({ "deleted": name }),
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
         Reply::Statistics(statistics) => json!(statistics),
@@ -48,6 +60,12 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Salvaged(report) => json!(report),
         Reply::Exports(exports) => json!({ "exports": exports }),
         Reply::Sent(sent) => json!(sent),
+        Reply::BackedUp(created) => json!(created),
+        Reply::Backups(backups) => json!({ "backups": backups }),
+        Reply::Verified(verified) => json!(verified),
+        Reply::Restored(restored) => json!(restored),
+        Reply::BackupKey { path, id } => json!({ "path": path, "id": id }),
+        Reply::Pruned(pruned) => json!(pruned),
         Reply::Receptions(receptions) => json!({ "receptions": receptions }),
         Reply::Settled => json!({ "settled": true }),
         Reply::Machine(reply) => match request {

@@ -17,8 +17,10 @@
 
 mod access;
 mod exports;
+mod machine_users;
 mod notify;
 mod receiving;
+mod sampling;
 
 use crate::cli::ServeArguments;
 use crate::output::Form;
@@ -27,6 +29,7 @@ use backend::local::KeptSpace;
 use backend::private;
 use connections::{Address, Limits, Listen, TlsConfig, group_id};
 use control::jobs::Jobs;
+use control::scrubs::ScrubScheduler;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
 use disk::{Datastore, Location, OpenOptions, file_system};
 use error::{Error, ErrorKind, Result};
@@ -34,7 +37,9 @@ use export::access::Rules;
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
+use machine_users::MachineUsers;
 use rustix::process::{Resource, getrlimit};
+use sampling::Sampling;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -47,6 +52,13 @@ const NBD_SOCKET: &str = "nbd.sock";
 
 /// Open files per NBD connection: its socket and its io_uring.
 const FILES_BY_CONNECTION: usize = 2;
+
+/// The groups of the sockets, besides the user of this process.
+#[derive(Clone, Copy)]
+struct Groups {
+    control: Option<u32>,
+    nbd: Option<u32>,
+}
 
 /// Serves until a signal stops the server.
 pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
@@ -63,6 +75,8 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
     let group = arguments.socket_group.as_deref().map(group_id).transpose()?;
+    let machine_group = arguments.machine_group.as_deref().map(group_id).transpose()?;
+    let groups = Groups { control: group, nbd: group.or(machine_group) };
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
@@ -79,7 +93,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
         drop(held);
         spare.keep();
     };
-    let outcome = serve(&location, &datastore, arguments, group, form, &mut signals, started);
+    let outcome = serve(&location, &datastore, arguments, groups, form, &mut signals, started);
     let closed = datastore.close();
     outcome?;
     closed?;
@@ -102,7 +116,7 @@ fn serve(
     location: &Location,
     datastore: &Arc<Datastore>,
     arguments: &ServeArguments,
-    group: Option<u32>,
+    groups: Groups,
     form: Form,
     signals: &mut Signals,
     started: impl FnOnce(),
@@ -111,11 +125,13 @@ fn serve(
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
-    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments, group)? };
+    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments, groups.nbd)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     let jobs = Arc::new(Jobs::new()?);
+    let of_waiting = Arc::clone(&jobs);
+    datastore.notice_waiting(move |notice| of_waiting.events().publish(vec![notice.into()]));
     let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
@@ -128,10 +144,10 @@ fn serve(
         served: Some(Served { nbd: Arc::clone(&nbd), serving: Arc::clone(&serving) }),
         jobs: Some(Arc::clone(&jobs)),
     };
-    let target = Target::Open(service);
+    let target = Target::Open(service.clone());
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(location, group, handler)?;
-    let_reach(location, arguments, group);
+    let control = socket::Server::start(location, groups.control, handler)?;
+    let_reach(location, arguments, groups.nbd);
     started();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
@@ -144,6 +160,8 @@ fn serve(
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
     );
     datastore.start_imports();
+    let sampling = Sampling::start(datastore)?;
+    let mut scrubs = ScrubScheduler::start(service)?;
     let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
@@ -161,7 +179,10 @@ fn serve(
     // The receiver stops before the control socket, because a reception may end with a control request.
     drop(receiver);
     nbd.stop();
+    scrubs.stop();
+    drop(scrubs);
     jobs.stop();
+    drop(sampling);
     control.stop();
     clients.close();
     announced
@@ -229,6 +250,10 @@ fn nbd_config(location: &Location, arguments: &ServeArguments, group: Option<u32
         allow_insecure_tcp: arguments.insecure_tcp,
         limits: limits(arguments),
         rules: arguments.access.as_deref().map(Rules::load).transpose()?,
+        user_access: match &arguments.machine_group {
+            Some(_) => Some(Arc::new(MachineUsers::new(location.need_folder("virtual machines")?))),
+            None => None,
+        },
         read_only: arguments.read_only,
         ..nbd::ServerConfig::default()
     })

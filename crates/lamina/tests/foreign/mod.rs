@@ -11,6 +11,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::SystemTime;
+use testkit::fleet::Fleet;
+use testkit::nbd::Client;
 use testkit::pattern;
 use testkit::process::{Done, lamina, output, tool};
 
@@ -103,6 +105,15 @@ impl Left {
             (entry.file_name().into_string().unwrap(), (fs::read(entry.path()).unwrap(), modified))
         });
         state.collect()
+    }
+}
+
+/// Checks the content of a disk of the datastore.
+#[track_caller]
+pub fn same_bytes(fleet: &Fleet, disk: &str, content: &[u8]) {
+    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
+    for (index, part) in content.chunks(MIB as usize).enumerate() {
+        assert!(client.read(index as u64 * MIB, part.len() as u32).unwrap() == part, "{disk}: MiB {index} differs");
     }
 }
 

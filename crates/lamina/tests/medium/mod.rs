@@ -70,9 +70,16 @@ struct Inside {
     passes: u64,
     left: u64,
     failed: u64,
+    /// Ranges of which reads fail.
+    unreadable: Vec<std::ops::Range<usize>>,
 }
 
 impl Inside {
+    fn is_unreadable(&self, request: Request, range: &std::ops::Range<usize>) -> bool {
+        let touches = |bad: &std::ops::Range<usize>| bad.start < range.end && range.start < bad.end;
+        request == Request::Read && self.unreadable.iter().any(touches)
+    }
+
     /// Carries out a request that changes the content.
     fn change(&mut self, request: Request, range: std::ops::Range<usize>, payload: &[u8]) {
         if let Some(power) = &mut self.power {
@@ -173,7 +180,7 @@ fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
             let mut inside = inside.lock().unwrap();
             let range = offset..offset + length;
             match request {
-                request if inside.refuses(request) => error = EIO,
+                request if inside.refuses(request) || inside.is_unreadable(request, &range) => error = EIO,
                 Request::Read => answer.extend(&inside.content[range]),
                 _ => inside.change(request, range, &payload),
             }
@@ -192,6 +199,8 @@ const POWER: u64 = 100;
 const POWER_IS_OFF: u64 = 101;
 /// Command: restore the power. The reply is the number of changes since the cut was scheduled.
 const POWER_STAYS: u64 = 102;
+/// Command: reads of a range, offset and length, fail from now on. The reply is 0.
+const UNREADABLE: u64 = 103;
 
 impl Inside {
     fn obey(&mut self, words: &[u64]) -> u64 {
@@ -203,6 +212,10 @@ impl Inside {
             }
             POWER_IS_OFF => u64::from(self.power.as_ref().is_some_and(|power| power.off)),
             POWER_STAYS => self.power.take().map_or(0, |power| power.done),
+            UNREADABLE => {
+                self.unreadable.push(words[1] as usize..(words[1] + words[2]) as usize);
+                0
+            }
             command => {
                 self.fails = Request::of(command as u16);
                 (self.passes, self.left) = (words[1], words[2]);
@@ -262,7 +275,12 @@ impl Medium {
         self.tell(command, passes, fails);
     }
 
-    /// Ends all failures; returns their number.
+    /// Makes a range of the device unreadable.
+    pub fn spoil(&mut self, offset: u64, length: u64) {
+        self.tell(UNREADABLE, offset, length);
+    }
+
+    /// Ends all failures, except of unreadable ranges; returns their number.
     pub fn heal(&mut self) -> u64 {
         self.tell(2, 0, 0)
     }
@@ -310,7 +328,8 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
         return println!("not root: other tests simulate this");
     }
     let folder = tempfile::tempdir().unwrap();
-    let inside = Inside { content: vec![0; megabytes << 20], power: None, fails: None, passes: 0, left: 0, failed: 0 };
+    let (content, unreadable) = (vec![0; megabytes << 20], Vec::new());
+    let inside = Inside { content, power: None, fails: None, passes: 0, left: 0, failed: 0, unreadable };
     let inside = Arc::new(Mutex::new(inside));
     listen(folder.path().join("nbd"), &inside, serve);
     listen(folder.path().join("control"), &inside, obey);

@@ -78,7 +78,7 @@ fn plain(line: &str) -> String {
         return line.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).filter(not_repeated('0')).collect();
     }
     let mut words: Vec<String> = line.split(' ').map(word).collect();
-    if line.starts_with("sent ") {
+    if line.starts_with("sent ") || line.starts_with("backed up ") {
         for word in words.iter_mut().filter(|word| is_number(word) || SIZES.contains(&word.as_str())) {
             *word = "N".into();
         }

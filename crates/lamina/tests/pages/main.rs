@@ -84,6 +84,7 @@ macro_rules! pages {
 pages! {
     readme: "README.md",
     manual: "docs/manual/README.md",
+    backups: "docs/manual/backups.md",
     clients: "docs/manual/clients.md",
     clones: "docs/manual/clones.md",
     cloud_machines: "docs/manual/cloud-machines.md",
@@ -95,10 +96,12 @@ pages! {
     measuring: "docs/manual/measuring.md",
     moving_from_vmware: "docs/manual/moving-from-vmware.md",
     remote_clones: "docs/manual/remote-clones.md",
+    scrub: "docs/manual/scrub.md",
     serving: "docs/manual/serving.md",
     snapshots: "docs/manual/snapshots.md",
     troubleshooting: "docs/manual/troubleshooting.md",
     virtual_machines: "docs/manual/virtual-machines.md",
+    windows: "docs/manual/windows.md",
 }
 
 #[test]

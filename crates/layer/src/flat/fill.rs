@@ -48,7 +48,7 @@ impl Flat {
     /// Reserves all space; on failure, frees what was reserved.
     fn take_space(&self) -> Result<()> {
         let length = self.bytes.end - self.bytes.start;
-        let during = || format!("taking {length} bytes of space for '{}'", self.name);
+        let during = || format!("reserving {length} bytes of space for '{}'", self.name);
         let reserved = self.file.reserve(self.bytes.start, length).during(during);
         for block in 0..self.blocks.count() {
             if self.blocks.state(block) != BlockType::Hole {
@@ -145,7 +145,7 @@ impl Account<'_> {
         // If the loaded extents end within the block, the next part is loaded.
         while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
             let found: Vec<Placement> =
-                flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;
+                flat.file.placements(known_to).during(|| format!("listing the allocated ranges of '{}'", flat.name))?;
             known_to = found.last().map_or(u64::MAX, |last| last.range.end.max(known_to + 1));
             for placement in found.into_iter().filter(|placement| placement.written) {
                 match self.whole.last_mut() {

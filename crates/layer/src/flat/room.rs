@@ -29,7 +29,7 @@ impl Flat {
             let part = whole.start.max(bytes.start)..whole.end.min(bytes.end);
             let _alone = self.locks.alone(block..block + 1);
             let taken = self.file.reserve(part.start, part.end - part.start);
-            taken.during(|| format!("taking {} bytes of space for '{}'", part.end - part.start, self.name))?;
+            taken.during(|| format!("reserving {} bytes of space for '{}'", part.end - part.start, self.name))?;
             if self.blocks.state(block) == BlockType::Hole {
                 self.blocks.set(block, BlockType::Unwritten);
             }

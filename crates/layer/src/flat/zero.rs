@@ -65,7 +65,7 @@ impl Flat {
             let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
             let left = match whole {
                 true => BlockType::Hole,
-                // Asking the file system is slow, because it first allocates space for all dirty pages; thin disks
+                // Querying the file system is slow, because it first allocates space for all dirty pages; thin disks
                 // rarely need this.
                 false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
                 false => match self.file.next_allocated(bytes.start).during(during)? {

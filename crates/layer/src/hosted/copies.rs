@@ -5,7 +5,7 @@
 //! all other grains of the table, or at a sector that both copies give to another grain of the table. Then the other
 //! copy's entry is right. If neither entry is provably wrong, neither is chosen: reading such a grain is an error,
 //! because a guess would return wrong data in half of the cases. Two cases need no choice: both entries mean zeros and
-//! no parent shows through; and an image that was not closed, in which a crash may have left each entry old or new.
+//! the image has no parent; and an image that was not closed, in which a crash may have left each entry old or new.
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
 use rustc_hash::FxHashSet;
@@ -20,7 +20,7 @@ pub(crate) struct Rules {
     pub(super) alignment: u64,
     /// Whether both copies are read and compared. In a stream the primary is used unless it is damaged.
     pub(super) compare: bool,
-    /// Whether a parent shows through absent grains.
+    /// Whether absent grains are read from a parent.
     pub(super) parent: bool,
     /// Whether one of two differing possible entries is chosen: after a crash, or because the caller forces the
     /// primary.

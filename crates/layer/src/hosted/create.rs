@@ -11,7 +11,7 @@ use backend::File;
 const DESCRIPTOR_SECTORS: u64 = 20;
 
 /// The usual grain in sectors: 64 KiB.
-const GRAIN_SECTORS: u64 = 128;
+pub(crate) const GRAIN_SECTORS: u64 = 128;
 
 /// Parameters of a new extent.
 #[derive(Clone, Debug)]

@@ -6,6 +6,7 @@
 
 use super::copies::{Doubt, Merged, Rules, alone, merge};
 use super::header::{FLAG_COMPRESSED, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header};
+use crate::aligned::read_sectors;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use parking_lot::Mutex;
@@ -47,8 +48,8 @@ pub(crate) type Places = [u32; 2];
 /// A grain table as read from the file.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven
-    /// are [`ENTRY_BAD`].
+    /// The table's entries, always as many as the header states. Invalid entries, and those for which neither copy is
+    /// proven, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// The first sectors of its copies.
     pub(crate) places: Places,
@@ -96,9 +97,9 @@ impl Directories {
         image: &str,
         warnings: &Warnings,
     ) -> Result<Self> {
-        let primary = read_directory(file, header, header.directory_offset);
+        let primary = read_directory(file, header, header.directory_offset, writable);
         let redundant = match header.has(FLAG_REDUNDANT) && header.redundant_offset != 0 {
-            true => Some(read_directory(file, header, header.redundant_offset)),
+            true => Some(read_directory(file, header, header.redundant_offset, writable)),
             false => None,
         };
         let copies = match (primary, redundant) {
@@ -143,7 +144,7 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Sets whether a parent shows through, and whether the primary is used if neither copy is proven.
+    /// Sets whether absent grains are read from a parent, and whether the primary is used if neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;
@@ -214,7 +215,8 @@ impl Directories {
         let named = self.named(index);
         // Entry 1 in a directory would mean a table of zero grains; no known program writes it, and sector 1 contains
         // the descriptor or a directory.
-        if named == [0, 0] || (named[0] == 0 && !self.has(1)) || (named[1] == 0 && !self.has(0)) {
+        let lost = [0, 1].map(|copy: usize| !self.has(copy) || named[copy] == ENTRY_BAD);
+        if named == [0, 0] || (named[0] == 0 && lost[1]) || (named[1] == 0 && lost[0]) {
             return Ok(None);
         }
         let length = file.len().during(|| format!("{image}: cannot find out the length"))?;
@@ -285,8 +287,9 @@ impl Directories {
     }
 }
 
-/// Reads one of the directories.
-fn read_directory(file: &dyn File, header: &Header, offset: u64) -> Result<Vec<u32>> {
+/// Reads one of the directories. For an extent that is only read, the entries in unreadable sectors become
+/// [`ENTRY_BAD`], unless no sector can be read.
+fn read_directory(file: &dyn File, header: &Header, offset: u64, writable: bool) -> Result<Vec<u32>> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let bytes = header.directory_entries() * 4;
     let start = offset.checked_mul(SECTOR).filter(|start| *start > 0);
@@ -296,7 +299,11 @@ fn read_directory(file: &dyn File, header: &Header, offset: u64) -> Result<Vec<u
         return Err(Error::new(ErrorKind::Corrupt, sentence));
     };
     let mut buffer = vec![0; bytes as usize];
-    file.read_at(&mut buffer, start).during(|| format!("cannot read the grain directory at sector {offset}"))?;
+    let read = file.read_at(&mut buffer, start);
+    if read.is_err() && !writable && read_sectors(file, &mut buffer, start) {
+        return Ok(words(&buffer));
+    }
+    read.during(|| format!("cannot read the grain directory at sector {offset}"))?;
     Ok(words(&buffer))
 }
 

@@ -23,7 +23,7 @@ pub const FLAG_ZERO_GRAINS: u32 = 1 << 2;
 pub const FLAG_COMPRESSED: u32 = 1 << 16;
 /// Flag: markers precede grains and tables.
 pub const FLAG_MARKERS: u32 = 1 << 17;
-/// Flags that a reader must know to read the file correctly.
+/// Flags that a reader must support to read the file correctly.
 const FLAGS_ESSENTIAL: u32 = 0xffff_0000;
 
 /// Line ends and a space: a file transfer in text mode changes these bytes, so the damage is detected.

@@ -38,10 +38,13 @@ mod tests;
 mod write;
 
 pub use check::Check;
+pub(crate) use create::GRAIN_SECTORS;
 pub use create::{CreateOptions, create};
 
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
+use crate::{
+    Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, grain_end, only_file, read_only,
+};
 use backend::File;
 use directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
 use header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, HEADER_SIZE, Header};
@@ -60,7 +63,7 @@ pub struct OpenOptions {
     pub image: String,
     /// Whether the extent is opened for writing.
     pub writable: bool,
-    /// Whether a parent shows through absent grains. Without a parent, zeros need no entry.
+    /// Whether absent grains are read from a parent. Without a parent, zeros need no entry.
     pub parent: bool,
     /// Use the primary copy of a table if the copies differ and neither is provably wrong.
     pub force: bool,
@@ -222,6 +225,14 @@ impl Layer for Hosted {
             }
         }
         Ok(())
+    }
+
+    fn damage_end(&self, at: u64) -> u64 {
+        let table = at / self.grain_bytes() / u64::from(self.header.table_entries);
+        match self.tables.get(self.file.as_ref(), table as usize, &self.warnings) {
+            Ok(_) => grain_end(self, at),
+            Err(_) => ((table + 1) * u64::from(self.header.table_entries) * self.grain_bytes()).min(self.capacity()),
+        }
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {

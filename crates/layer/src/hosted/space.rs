@@ -75,7 +75,7 @@ impl Space {
     /// Truncates the file to its used part.
     pub(super) fn cut(&self, file: &dyn File) -> Result<()> {
         let mut state = self.state.lock();
-        file.set_len(state.used * SECTOR).during(|| format!("{}: cannot cut its unused end", self.image))?;
+        file.set_len(state.used * SECTOR).during(|| format!("{}: cannot truncate its unused end", self.image))?;
         state.length = state.used;
         Ok(())
     }

@@ -343,7 +343,7 @@ impl Hosted {
     fn back(&self, writer: &Writer, sector: u64, sectors: u64, piece: u64) -> Result<()> {
         let bytes = sector * SECTOR..(sector + sectors) * SECTOR;
         let taken = writer.backing.take(self.file.as_ref(), bytes, piece);
-        taken.during(|| format!("{}: cannot take space for its tables", self.image))
+        taken.during(|| format!("{}: cannot allocate space for its tables", self.image))
     }
 
     pub(super) fn zero_grains(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {
@@ -364,8 +364,8 @@ impl Hosted {
 
     /// Zeroes grains of one table.
     fn zero_part(&self, writer: &Writer, first: u64, count: u64, keep: bool) -> Result<()> {
-        // A grain without a location is zeroed by the zero entry, or by an absent entry if no parent shows through; if
-        // neither is possible, a hole is allocated for it.
+        // A grain without a location is zeroed by the zero entry, or by an absent entry if the image has no parent. If
+        // neither is possible, a hole is allocated for the grain.
         let nowhere = match (writer.parent, self.header.has(FLAG_ZERO_GRAINS)) {
             (false, _) => Some(ENTRY_ABSENT),
             (true, true) => Some(ENTRY_ZERO),

@@ -8,7 +8,7 @@
 //! has the name of a raw file. The file with that name is accepted as the parent, and opened as raw, whatever the guest
 //! has written into it.
 
-use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_raw_name};
+use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_loss, is_raw_name};
 use crate::descriptor::ContentId;
 use crate::{Error, ErrorKind, Layer, Result};
 use backend::{Access, IoMode};
@@ -50,9 +50,25 @@ pub fn open_chain(place: Place, options: &OpenOptions) -> Result<Chain> {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        let parent = find_parent(image, reference, options, &visited)?;
+        let parent = match find_parent(image, reference, options, &visited) {
+            Err(error) if options.salvage && is_loss(&error) => {
+                let name = base_name(&reference.hint).to_owned();
+                Image::lost(Place { folder: image.place().folder.clone(), name }, image, &error)
+            }
+            parent => parent?,
+        };
         visited.push(parent.place().label());
         images.push(parent);
+    }
+    let is_delta = matches!(options.format, Some(Format::VmfsSparse | Format::SeSparse | Format::VsanSparse));
+    if let [alone] = &images[..]
+        && options.salvage
+        && is_delta
+    {
+        // Without its descriptor, it is unknown whether zeros or a parent are below the extent.
+        let place = Place { folder: alone.place().folder.clone(), name: format!("parent of {}", alone.place().name) };
+        let why = Error::new(ErrorKind::NotFound, "an extent that is opened without its descriptor names no parent");
+        images.push(Image::lost(place, alone, &why));
     }
     Ok(Chain { images })
 }

@@ -124,7 +124,8 @@ impl Work<'_> {
             !compressed && matches!(format, Format::HostedSparse | Format::VmfsSparse | Format::VsanSparse);
         let mut checked = Checked { file: place.name.clone(), ..Checked::default() };
         if self.repair && repairable && flat.writable {
-            let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
+            let (journal, force) = (self.options.journal, self.options.force);
+            let how = ExtentOptions { flat, parent, journal, force, salvage: false };
             let before = self.look(format, place, file(false)?, flat, parent, progress)?;
             let opened = open_extent(format, place, file(true)?, how)?;
             if let Some(Engine::Hosted(layer)) = &opened.engine {
@@ -180,7 +181,8 @@ impl Work<'_> {
                 Ok(Checked { format: "vsansparse".into(), problems, dead, ..Checked::default() })
             }
             _ => {
-                let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
+                let (journal, force) = (self.options.journal, self.options.force);
+                let how = ExtentOptions { flat, parent, journal, force, salvage: false };
                 let layer = open_extent(format, place, file, how)?.layer;
                 let mut checked = Checked { format: layer.format().into(), ..Checked::default() };
                 match walk(&*layer, progress) {

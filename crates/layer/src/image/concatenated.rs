@@ -15,9 +15,9 @@ use std::sync::Arc;
 pub(super) struct Part {
     /// Length in bytes.
     pub(super) length: u64,
-    /// Its layer; `None` for a zero extent, which cannot be written.
+    /// The layer of the extent; `None` for a zero extent, which cannot be written.
     pub(super) layer: Option<Arc<dyn Layer>>,
-    /// Its name in messages.
+    /// The extent's name in messages.
     pub(super) name: String,
 }
 
@@ -179,6 +179,17 @@ impl Layer for Concatenated {
             }
         }
         Ok(())
+    }
+
+    fn damage_end(&self, at: u64) -> u64 {
+        let Some(piece) = self.pieces(at..self.capacity).ok().and_then(|mut pieces| pieces.next()) else {
+            return self.capacity;
+        };
+        let end = match &piece.placed.part.layer {
+            Some(layer) => layer.damage_end(piece.within.start).min(piece.within.end),
+            None => piece.within.end,
+        };
+        piece.placed.start + end
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {

@@ -139,8 +139,8 @@ impl ImageKind {
         }
     }
 
-    /// The extents of a disk `stem`.vmdk with this many sectors.
-    fn extents(self, stem: &str, sectors: u64) -> Result<Vec<ExtentLine>> {
+    /// The extents of a disk `stem`.vmdk with this many sectors. Those of a split disk have at most `piece` sectors.
+    fn extents(self, stem: &str, sectors: u64, piece: u64) -> Result<Vec<ExtentLine>> {
         let whole = |kind, file| Ok(vec![ExtentLine::whole(kind, sectors, file)]);
         match self {
             Self::Thin | Self::ZeroedThick | Self::EagerZeroedThick => {
@@ -151,8 +151,10 @@ impl ImageKind {
             Self::VsanSparse => whole(ExtentKind::VsanSparse, format!("{stem}-vsan.vmdk")),
             Self::MonolithicSparse => whole(ExtentKind::Sparse, format!("{stem}.vmdk")),
             Self::MonolithicFlat => whole(ExtentKind::Flat, format!("{stem}-flat.vmdk")),
-            Self::SplitSparse => split(sectors, ExtentKind::Sparse, |piece| format!("{stem}-s{piece:03}.vmdk")),
-            Self::SplitFlat => split(sectors, ExtentKind::Flat, |piece| format!("{stem}-f{piece:03}.vmdk")),
+            Self::SplitSparse => {
+                split(sectors, piece, ExtentKind::Sparse, |number| format!("{stem}-s{number:03}.vmdk"))
+            }
+            Self::SplitFlat => split(sectors, piece, ExtentKind::Flat, |number| format!("{stem}-f{number:03}.vmdk")),
             Self::Raw => Ok(Vec::new()),
         }
     }
@@ -176,15 +178,19 @@ impl FromStr for ImageKind {
     }
 }
 
-/// The extents of a split disk.
-fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
-    let pieces = sectors.div_ceil(flat::SPLIT_SECTORS);
+/// The extents of a split disk, of at most `each` sectors.
+fn split(sectors: u64, each: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
+    if each == 0 || !each.is_multiple_of(hosted::GRAIN_SECTORS) {
+        let text = format!("a piece of a split disk has whole grains of {} sectors, not {each}", hosted::GRAIN_SECTORS);
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let pieces = sectors.div_ceil(each);
     if pieces > EXTENTS_MAX as u64 {
         let text = format!("a split disk has at most {EXTENTS_MAX} pieces, and this needs {pieces}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let piece = |number: u64| {
-        let length = (sectors - number * flat::SPLIT_SECTORS).min(flat::SPLIT_SECTORS);
+        let length = (sectors - number * each).min(each);
         ExtentLine::whole(kind, length, name(number + 1))
     };
     Ok((0..pieces).map(piece).collect())
@@ -240,12 +246,15 @@ pub struct NewImage<'a> {
     pub adapter: Adapter,
     /// The I/O mode for the zeros of eager zeroed disks.
     pub mode: IoMode,
+    /// The most sectors of an extent of a split disk.
+    pub piece: u64,
 }
 
 impl<'a> NewImage<'a> {
-    /// An image without a parent, with the default adapter.
+    /// An image without a parent, with the default adapter, and pieces as VMware's products make them.
     pub fn new(name: &'a str, capacity: u64, kind: ImageKind) -> Self {
-        Self { name, capacity, kind, parent: None, adapter: Adapter::default(), mode: IoMode::Buffered }
+        let (adapter, mode, piece) = (Adapter::default(), IoMode::Buffered, flat::SPLIT_SECTORS);
+        Self { name, capacity, kind, parent: None, adapter, mode, piece }
     }
 
     /// Makes `parent` the parent of the image.
@@ -279,7 +288,7 @@ impl<'a> NewImage<'a> {
         };
         let stem = storage::check_name(self.name)?;
         let sectors = self.capacity / SECTOR;
-        let extents = self.kind.extents(stem, sectors)?;
+        let extents = self.kind.extents(stem, sectors, self.piece)?;
         Ok(Some(match &self.parent {
             Some(parent) => Descriptor::delta(&parent.descriptor, &parent.hint, create_type, extents, random),
             None => {
@@ -309,9 +318,9 @@ pub struct Unfinished {
 /// A new image.
 #[derive(Clone)]
 pub struct Made {
-    /// Its location.
+    /// Folder and name of the image.
     pub place: Place,
-    /// Its files, the descriptor first.
+    /// The image's files, the descriptor first.
     pub files: Vec<String>,
 }
 

@@ -76,13 +76,15 @@ pub(super) struct ExtentOptions {
     pub(super) journal: DirtyJournal,
     /// Whether a truncated stream is accepted as far as it can be read.
     pub(super) force: bool,
+    /// Whether an extent is opened of which parts are lost.
+    pub(super) salvage: bool,
 }
 
 impl ExtentOptions {
     /// Options for a file that is an image by itself.
     pub(super) fn alone(options: &OpenOptions) -> Self {
         let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
-        Self { flat, parent: false, journal: options.journal, force: options.force }
+        Self { flat, parent: false, journal: options.journal, force: options.force, salvage: options.salvage }
     }
 }
 
@@ -114,7 +116,11 @@ pub(super) fn open_extent(
             return Ok(OpenExtent { layer, flat: Some(flat), engine: None, parent: None });
         }
         Format::HostedSparse if is_compressed(&*file, &image)? => {
-            let open = if options.force { Stream::salvage } else { Stream::open };
+            let open = match (options.salvage, options.force) {
+                (true, _) => Stream::open_incomplete,
+                (false, true) => Stream::salvage,
+                (false, false) => Stream::open,
+            };
             let layer: Arc<dyn Layer> = Arc::new(open(file, &image)?);
             return Ok(OpenExtent { layer, flat: None, engine: None, parent: None });
         }
@@ -124,16 +130,17 @@ pub(super) fn open_extent(
         }
         Format::VmfsSparse => {
             let usual = vmfssparse::OpenOptions::reading(image);
-            let options = vmfssparse::OpenOptions { writable, parent, ..usual };
+            let options = vmfssparse::OpenOptions { writable, parent, salvage: options.salvage, ..usual };
             Engine::VmfsSparse(Arc::new(VmfsSparse::open(file, &options)?))
         }
         Format::VsanSparse => {
             let usual = vsansparse::OpenOptions::reading(image);
-            let options = vsansparse::OpenOptions { writable, parent, ..usual };
+            let options = vsansparse::OpenOptions { writable, parent, salvage: options.salvage, ..usual };
             Engine::VsanSparse(Arc::new(VsanSparse::open(file, &options)?))
         }
         Format::SeSparse => {
-            let options = sesparse::Options { write: writable, journal: options.journal, ..Default::default() };
+            let (journal, repair) = (options.journal, options.salvage);
+            let options = sesparse::Options { write: writable, journal, repair, ..Default::default() };
             Engine::SeSparse(Arc::new(SeSparse::open(file, &image, options)?))
         }
         Format::Qcow2 if writable => return Err(crate::read_only("qcow2").context(image)),

@@ -8,7 +8,7 @@
 //!    compared with the roots. A link to a file outside the roots is refused like the path of that file.
 //! 3. The resolved file is the one that is opened: its folder is opened component by component, and then the file,
 //!    without following links, so that no other process can replace a component in between.
-//! 4. The file system is not asked about a refused name, so an error does not reveal whether such a file exists.
+//! 4. A refused name is not looked up in the file system, so an error does not reveal whether such a file exists.
 //! 5. Only regular files are opened: no device, pipe or socket.
 //!
 //! The file that the user named needs no permission: its folder is the first root.
@@ -104,7 +104,7 @@ impl Folder {
             };
         };
         let path = own.join(&slashes);
-        // The file system is not asked about a path that will be refused.
+        // A path that will be refused is not looked up in the file system.
         let literal = without_dots(&path).ok_or_else(|| not_permitted(reference, None))?;
         if !self.permits_file(&literal) {
             return Err(not_permitted(reference, literal.parent()));
@@ -177,7 +177,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for the folder '{}'", path.display()))
 }
 
-/// A path without `.` and `..`, computed from its text without asking the file system; `None` if it leads above the
+/// A path without `.` and `..`, computed from its text without a query of the file system; `None` if it leads above the
 /// root directory.
 fn without_dots(path: &Path) -> Option<PathBuf> {
     let mut out = PathBuf::new();

@@ -1,6 +1,6 @@
 //! Maintenance of an open image, extent by extent in any format: wiping, shrinking, checking.
 
-use super::Image;
+use super::{Image, is_loss};
 use crate::hosted::Hosted;
 use crate::sesparse::SeSparse;
 use crate::vmfssparse::VmfsSparse;
@@ -122,6 +122,24 @@ impl Image {
             }
         }
         Ok(sum)
+    }
+
+    /// For an image that was opened for salvage: uses the second copies of its metadata, as far as this requires
+    /// reading the whole image. Returns what was found, as text.
+    pub fn use_proofs(&self, progress: &dyn Progress) -> Result<Vec<String>> {
+        let mut told = Vec::new();
+        for engine in &self.engines {
+            if let Engine::SeSparse(layer) = engine {
+                match layer.prove_in_memory(progress) {
+                    Ok(found) => told.extend(found.into_iter().map(|what| format!("{}: {what}", layer.name()))),
+                    Err(error) if is_loss(&error) => {
+                        told.push(format!("{}: its second copies of metadata were not used: {error}", layer.name()));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(told)
     }
 
     /// Checks every table. With `repair`, an image open for writing is also repaired as far as possible.

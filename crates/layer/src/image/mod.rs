@@ -25,6 +25,7 @@ pub mod create;
 mod extent;
 mod folder;
 mod home;
+mod lost;
 mod maintain;
 mod probe;
 
@@ -35,6 +36,7 @@ pub use chain::{Chain, open_chain};
 pub use create::{ImageKind, Made, NewImage, NewParent, Unfinished, create, parent_hint};
 pub use extent::Format;
 pub use folder::{Folder, Place};
+pub use lost::is_loss;
 pub use maintain::{ImageCheck, ImageFreed};
 pub use probe::{PROBE_LENGTH, Signature, probe};
 
@@ -42,10 +44,11 @@ use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
 use crate::flat::{Counters, Flat, FlatOptions, Provisioning};
 use crate::sesparse::DirtyJournal;
 use crate::{Error, ErrorKind, IoContext, Layer, Result};
-use backend::{IoMode, Lock};
+use backend::{File, IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
 use home::{Identified, StoredDescriptor};
+use lost::{Lost, Remembering};
 use maintain::Engine;
 use probe::is_raw_name;
 use std::hash::{BuildHasher, Hasher};
@@ -89,6 +92,9 @@ pub struct OpenOptions {
     pub held: bool,
     /// The source of new identities.
     pub random: Entropy,
+    /// Whether an image that is opened for reading is opened although parts of it are lost: extents, parents, or ranges
+    /// that damaged tables describe. Reading these fails, so that no older content takes their place.
+    pub salvage: bool,
 }
 
 impl Default for OpenOptions {
@@ -102,7 +108,15 @@ impl Default for OpenOptions {
             journal: DirtyJournal::Refuse,
             held: false,
             random: system_entropy(),
+            salvage: false,
         }
+    }
+}
+
+impl OpenOptions {
+    /// A file of an image, as it is used.
+    fn prepared(&self, file: Arc<dyn File>) -> Arc<dyn File> {
+        if self.salvage { Remembering::over(file) } else { file }
     }
 }
 
@@ -127,6 +141,8 @@ pub struct Image {
     /// Whether all extents are flat.
     only_flat: bool,
     parent: Option<ParentReference>,
+    /// What is lost, for the user.
+    notes: Vec<String>,
     _lock: Option<Box<dyn Lock>>,
 }
 
@@ -215,13 +231,14 @@ impl Image {
             }
             other => other.mode(options.mode, 0, None),
         };
-        let file = place.open(mode, access(options.writable))?;
+        let file = options.prepared(place.open(mode, access(options.writable))?);
         let opened = open_extent(format, &place, file, ExtentOptions::alone(options))?;
         let only_flat = opened.flat.is_some();
         let flats = opened.flat.into_iter().collect();
         let engines = opened.engine.into_iter().collect();
         let parent = opened.parent;
-        Ok(Self { place, home: None, layer: opened.layer, flats, engines, only_flat, parent, _lock: lock })
+        let (layer, notes) = (opened.layer, Vec::new());
+        Ok(Self { place, home: None, layer, flats, engines, only_flat, parent, notes, _lock: lock })
     }
 
     /// Opens a sparse extent of VMware Workstation with an embedded descriptor.
@@ -229,6 +246,7 @@ impl Image {
         let label = place.label();
         let lock = lock_for(&place, options)?;
         let file = place.open(Format::HostedSparse.mode(options.mode, 0, None), access(options.writable))?;
+        let file = options.prepared(file);
         let embedded = storage::load_embedded(&*file).map_err(|error| error.context(format!("'{label}'")))?;
         let Some((range, descriptor)) = embedded else {
             if options.format.is_some() {
@@ -241,7 +259,7 @@ impl Image {
         // The extent lines of an embedded descriptor name the file that contains it.
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
-        if !options.force {
+        if !options.force && !options.salvage {
             check_size(&*opened.layer, &descriptor, &label)?;
         }
         let home = StoredDescriptor::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
@@ -258,18 +276,34 @@ impl Image {
         let mut flats = Vec::new();
         let mut engines = Vec::new();
         let mut only_flat = true;
+        let mut notes = Vec::new();
         for (line, extent) in descriptor.extents.iter().zip(&resolved) {
-            let mut part = Part { length: line.length(), layer: None, name: String::new() };
-            if let Some(extent) = extent {
-                let opened = open_resolved(extent, &descriptor, parent.is_some(), options)
-                    .map_err(|error| error.context(format!("'{label}'")))?;
-                part.name = extent.place.label();
-                only_flat &= opened.flat.is_some();
-                flats.extend(opened.flat);
-                engines.extend(opened.engine);
-                part.layer = Some(opened.layer);
+            let length = line.length();
+            let Some(extent) = extent else {
+                parts.push(Part { length, layer: None, name: String::new() });
+                continue;
+            };
+            let name = extent.place.label();
+            let mut rest = 0..length;
+            match open_resolved(extent, &descriptor, parent.is_some(), options) {
+                Ok(opened) => {
+                    only_flat &= opened.flat.is_some();
+                    flats.extend(opened.flat);
+                    engines.extend(opened.engine);
+                    rest.start = length.min(opened.layer.capacity());
+                    parts.push(Part { length: rest.start, layer: Some(opened.layer), name: name.clone() });
+                }
+                Err(error) if options.salvage && is_loss(&error) => notes.push(format!("'{name}' is lost: {error}")),
+                Err(error) => return Err(error.context(format!("'{label}'"))),
             }
-            parts.push(part);
+            if !rest.is_empty() {
+                let why = format!("'{name}' is lost from byte {} of {length} on", rest.start);
+                if rest.start > 0 {
+                    notes.push(why.clone());
+                }
+                let length = rest.end - rest.start;
+                parts.push(Part { length, layer: Some(Arc::new(Lost { capacity: length, why })), name });
+            }
         }
         let whole = match &parts[..] {
             [Part { length, layer: Some(layer), .. }] if *length == layer.capacity() => Some(Arc::clone(layer)),
@@ -282,7 +316,21 @@ impl Image {
             ),
         };
         let home = StoredDescriptor::new(place.clone(), descriptor, None, Arc::clone(&options.random));
-        Ok(Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock))
+        Ok(Self { notes, ..Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock) })
+    }
+
+    /// What stands in for an image that is lost, below `above`. Reading it fails.
+    pub fn lost(place: Place, above: &Self, why: &Error) -> Self {
+        let note = format!("'{}' is lost: {why}", place.label());
+        let layer = Arc::new(Lost { capacity: above.layer.capacity(), why: note.clone() });
+        let (flats, engines) = (Vec::new(), Vec::new());
+        let (home, parent, notes) = (None, None, vec![note]);
+        Self { place, home, layer, flats, engines, only_flat: false, parent, notes, _lock: None }
+    }
+
+    /// What of the image is lost, if it was opened for salvage.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     fn assemble(
@@ -299,7 +347,8 @@ impl Image {
             true => Arc::new(Identified { inner: layer, home: Arc::clone(&home) }),
             false => layer,
         };
-        Self { place, home: Some(home), layer, flats, engines, only_flat, parent, _lock: lock }
+        let notes = Vec::new();
+        Self { place, home: Some(home), layer, flats, engines, only_flat, parent, notes, _lock: lock }
     }
 
     /// The file by which the image was opened.
@@ -482,7 +531,13 @@ fn resolve_extents<'a>(
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        let extent = place.folder.resolve(file).map_err(|error| error.context(format!("'{label}'")))?;
+        let extent = match place.folder.resolve(file) {
+            // Opening the extent finds that it is missing.
+            Err(error) if options.salvage && is_loss(&error) => {
+                Place { folder: place.folder.clone(), name: base_name(file).to_owned() }
+            }
+            other => other.map_err(|error| error.context(format!("'{label}'")))?,
+        };
         if format != Format::Flat && line.offset != 0 {
             let text = format!("'{label}' begins '{file}' at an offset, which only flat extents have");
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -517,11 +572,18 @@ fn open_resolved(
     let length = extent.line.length();
     let offset = extent.line.offset.saturating_mul(crate::SECTOR);
     let mode = extent.format.mode(options.mode, offset, Some(length));
-    let file = extent.place.open(mode, access(writable))?;
-    let flat = FlatOptions { offset, capacity: Some(length), writable, thin: descriptor.thin() };
-    let how = ExtentOptions { flat, parent, journal: options.journal, force: options.force };
-    let opened = open_extent(extent.format, &extent.place, file, how)?;
-    if opened.layer.capacity() < length {
+    let file = options.prepared(extent.place.open(mode, access(writable))?);
+    let mut capacity = length;
+    if options.salvage {
+        // A truncated file is read as far as it reaches.
+        let there = file.len().during(|| format!("asking for the length of '{label}'"))?;
+        capacity = length.min(there.saturating_sub(offset) / crate::SECTOR * crate::SECTOR);
+    }
+    let flat = FlatOptions { offset, capacity: Some(capacity), writable, thin: descriptor.thin() };
+    let (journal, force, salvage) = (options.journal, options.force, options.salvage);
+    let opened =
+        open_extent(extent.format, &extent.place, file, ExtentOptions { flat, parent, journal, force, salvage })?;
+    if opened.layer.capacity() < length && !salvage {
         let text = format!("'{label}' has {} bytes of disk, and {length} by its extent line", opened.layer.capacity());
         return Err(Error::new(ErrorKind::Corrupt, text));
     }

@@ -83,7 +83,7 @@ pub fn probe(bytes: &[u8]) -> Signature {
 ///
 /// # Errors
 /// `Corrupt` for a file named like a VMDK that does not begin like one; `Invalid` for a file that may be raw or not, so
-/// that only the user can know its format.
+/// that the user must name its format.
 pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> Result<Signature> {
     let refuse = |kind, text: String| Err(Error::new(kind, format!("'{label}' {text}")));
     match (found, is_raw_name(name)) {

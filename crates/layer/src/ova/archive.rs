@@ -20,12 +20,12 @@ pub struct Member {
 }
 
 impl Member {
-    /// Its name: a plain file name without folders.
+    /// The member's name: a plain file name without folders.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its size in bytes.
+    /// The member's size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }

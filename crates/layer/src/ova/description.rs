@@ -10,7 +10,7 @@ use ovf::xml::Element;
 /// A disk that the OVF describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disk {
-    /// Its identifier within the OVF.
+    /// The disk's identifier within the OVF.
     pub id: String,
     /// The member with its content.
     pub file: String,

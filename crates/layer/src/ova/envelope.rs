@@ -54,7 +54,7 @@ impl Controller {
 pub struct Network {
     /// The network to which the card is connected.
     pub name: String,
-    /// Its kind: `VmxNet3`, `E1000e`.
+    /// The kind of the card: `VmxNet3`, `E1000e`.
     pub adapter: String,
     /// The card's MAC address, if it is fixed.
     pub mac: Option<String>,
@@ -63,7 +63,7 @@ pub struct Network {
 /// The virtual machine with the disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// Its name.
+    /// The machine's name.
     pub name: String,
     /// Number of processors.
     pub processors: u32,

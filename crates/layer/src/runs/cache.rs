@@ -27,7 +27,7 @@ const CLOCK_STEPS_MAX: usize = 64;
 
 /// A table at the time of its capture.
 pub(crate) struct Captured {
-    /// Its index.
+    /// The table's index.
     pub(crate) index: u32,
     /// The table.
     pub(crate) list: Arc<RunList>,

@@ -10,16 +10,19 @@ pub struct OpenOptions {
     pub image: String,
     /// Whether the image is opened for writing.
     pub writable: bool,
-    /// Whether a parent shows through where the image stores nothing. Without a parent, zeros need no entry.
+    /// Whether ranges that the image does not store are read from a parent. Without a parent, zeros need no entry.
     pub parent: bool,
     /// Bytes of memory for cached parts of the mapping.
     pub cache_bytes: usize,
+    /// Whether an image that is opened for reading is opened although a part of its directory or root is lost: reading
+    /// the ranges of that part fails.
+    pub salvage: bool,
 }
 
 impl OpenOptions {
     /// Options for reading an image over a parent.
     pub fn reading(image: impl Into<String>) -> Self {
-        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
+        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES, salvage: false }
     }
 
     /// Options for writing an image over a parent.

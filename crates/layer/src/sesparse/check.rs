@@ -163,6 +163,20 @@ impl SeSparse {
         Ok(report)
     }
 
+    /// For an image that is open for reading: uses, in memory only, what bitmap and backmap prove. Proven entries and
+    /// slots are read as they must have been; reading those that are contradicted without such a proof fails. Returns
+    /// the conclusions as text.
+    pub fn prove_in_memory(&self, progress: &dyn Progress) -> Result<Vec<String>> {
+        let mut work = self.begin_work(progress, "checking")?;
+        let (mut report, evidence) = self.look(None, &mut work)?;
+        let proofs = self.prove(&evidence, &mut report)?;
+        self.apply_in_memory(&proofs)?;
+        let mut told = std::mem::take(&mut *self.mended.lock());
+        told.extend(proofs.sentences);
+        told.extend(report.doubts);
+        Ok(told)
+    }
+
     /// Compares tables, bitmap and backmap; with `repair`, makes bitmap and backmap equal to the tables.
     fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
@@ -216,7 +230,7 @@ impl SeSparse {
                         report.invalid += u64::from(shared);
                     }
                     if shared && first {
-                        report.tell(|| format!("table {} is named by slot {slot} and another one", table.0));
+                        report.tell(|| format!("table {} is named by slot {slot} and by another slot", table.0));
                     }
                     if !shared {
                         let checked = CheckedTable { slot, table, ours, alone: repair };
@@ -303,7 +317,7 @@ impl SeSparse {
                     if damage {
                         evidence.suspect(suspect);
                         report.overlapping += 1;
-                        report.tell(|| format!("entry {entry} of table {} names a grain of another", table.0));
+                        report.tell(|| format!("entry {entry} of table {} names a grain of another entry", table.0));
                     } else {
                         owners.push((grain.0, Owner { table, entry }));
                     }

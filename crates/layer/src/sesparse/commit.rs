@@ -208,7 +208,7 @@ impl SeSparse {
         }
     }
 
-    /// Punches long runs of freed grains, if the options ask for it. No other thread can allocate these runs before
+    /// Punches long runs of freed grains, if the options request that. No other thread can allocate these runs before
     /// they are released.
     fn punch_runs(&self, runs: &[GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };

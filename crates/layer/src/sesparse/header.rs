@@ -190,7 +190,7 @@ impl Layout {
 
     fn check(&self) -> std::result::Result<(), String> {
         if self.capacity == 0 || self.capacity > CAPACITY_MAX / SECTOR {
-            return Err(format!("a capacity of {} sectors is none or beyond 64 TiB", self.capacity));
+            return Err(format!("its capacity of {} sectors is 0 or beyond 64 TiB", self.capacity));
         }
         let mut areas = self.areas();
         for area in areas {

@@ -171,7 +171,7 @@ fn decode_transaction(sectors: &[u8], slot: u64, layout: &Layout) -> std::result
         return Err(format!("its length is {used} sectors"));
     }
     if words.get(40) == u64::MAX {
-        return Err("no sequence number follows its own".to_owned());
+        return Err("its sequence number is the largest possible".to_owned());
     }
     let mut records = Vec::new();
     for (index, payload) in (0..used - 1).zip(sectors[SECTOR_BYTES..].as_chunks().0) {

@@ -93,7 +93,8 @@ pub struct Options {
     pub cache: usize,
     /// Freed runs of at least this many bytes are punched at once; `None` keeps them for new grains.
     pub punch: Option<u64>,
-    /// Open for writing although the directory is damaged, for a check with repair. Reads of damaged parts still fail.
+    /// Open although the directory is damaged, for a check with repair, or to read what is left of an image that is
+    /// opened for reading. Reads of damaged parts still fail. Headers are repaired, for reading in memory only.
     pub repair: bool,
 }
 
@@ -215,6 +216,10 @@ impl Layer for SeSparse {
         self.check_range(&range, 1)?;
         self.count_request();
         self.map_range(range, most, out)
+    }
+
+    fn damage_end(&self, at: u64) -> u64 {
+        self.damage_around(at).min(self.capacity())
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {

@@ -26,13 +26,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 /// The least number of pages in memory: one step of the largest operation needs some two hundred.
 const CACHE_PAGES_MIN: usize = 512;
 
-/// Repairs words of the headers in the file that are proven wrong; returns what was wrong.
-fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<Vec<String>> {
+/// Repairs words of the headers that are proven wrong, in memory, and with `write` also in the file; returns what was
+/// wrong.
+fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer, write: bool) -> Result<Vec<String>> {
     let failed = || format!("opening {name}");
     let journal = Layout::for_capacity(1).journal;
     let beginning = read_sectors(file, journal.offset, BLOCK_SIZE / SECTOR as usize).during(failed)?;
     let mended = heads::mend(block, &beginning);
-    if !mended.is_empty() {
+    if !mended.is_empty() && write {
         file.write_at(&[&block[..]], 0, true).during(|| format!("repairing the headers of {name}"))?;
     }
     Ok(mended)
@@ -49,8 +50,8 @@ impl SeSparse {
         }
         let mut block = Buffer::zeroed(1);
         file.read_at(&mut block, 0).during(failed)?;
-        let mended = match options.write && options.repair {
-            true => mend_headers(&file, name, &mut block)?,
+        let mended = match options.repair {
+            true => mend_headers(&file, name, &mut block, options.write)?,
             false => Vec::new(),
         };
         let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
@@ -77,7 +78,13 @@ impl SeSparse {
             let sector = read_sectors(&file, layout.volatile.offset, 1).during(failed)?;
             Volatile::decode(&sector).map_err(corrupt)
         };
-        let mut header = read_volatile()?;
+        let mut header = match mended.is_empty() {
+            true => read_volatile()?,
+            // The repaired headers are in the first block, because only headers of lamina are repaired.
+            false => {
+                Volatile::decode(&block[layout.volatile.start() as usize..][..SECTOR as usize]).map_err(corrupt)?
+            }
+        };
         let (mut overlay, mut replayed) = (Overlay::default(), None);
         if header.replay != 0 {
             if options.journal == DirtyJournal::Refuse {
@@ -97,7 +104,7 @@ impl SeSparse {
                 overlay = sectors;
             }
         }
-        if header.free_table > layout.tables_max() && options.write && options.repair {
+        if header.free_table > layout.tables_max() && options.repair {
             heads::recount_tables(&mut block);
             header.free_table = 0;
         }

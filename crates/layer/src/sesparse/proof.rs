@@ -82,6 +82,8 @@ pub(super) struct Proofs {
     /// Entries to be corrected, with their right content.
     entries: Vec<(Owner, u64)>,
     slots: Vec<(u64, Table)>,
+    /// Wrong slots without a proof.
+    doubted_slots: Vec<u64>,
     /// The repairs, as text.
     pub sentences: Vec<String>,
     /// The number of allocated grains that are kept although no table names them yet.
@@ -160,6 +162,7 @@ impl SeSparse {
         }
         for slot in candidates.iter().filter(|_| zeros || !lost.is_empty() || !evidence.bad_slots.is_empty()) {
             let span = TABLE_ENTRIES * GRAIN;
+            proofs.doubted_slots.push(*slot);
             report.unproven += 1;
             tell(&mut report.doubts, || {
                 let end = ((slot + 1) * span).min(self.layout.capacity * SECTOR);
@@ -291,6 +294,29 @@ impl SeSparse {
                 state.need_no_commit()?;
                 state.need_backed(key)?;
                 // The grain in the wrong entry is not freed, because it belongs to another entry or is free.
+                state.cache.set(key, page_index(u64::from(owner.entry)), raw);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Uses the proofs in memory, in an image that is open for reading: nothing is ever written. A slot or entry
+    /// without a proof is refused, because the data that it names may belong to another part of the disk.
+    pub(super) fn apply_in_memory(&self, proofs: &Proofs) -> Result<()> {
+        let proven = proofs.slots.iter().map(|(slot, table)| (*slot, encode_slot(*table)));
+        for (slot, raw) in proven.chain(proofs.doubted_slots.iter().map(|slot| (*slot, REFUSED))) {
+            let key = PageKey::new(Kind::Directory, slot / PAGE_ENTRIES);
+            self.settle(|state| {
+                state.need(key)?;
+                state.cache.set(key, (slot % PAGE_ENTRIES) as usize, raw);
+                Ok(())
+            })?;
+        }
+        for &(owner, raw) in &proofs.entries {
+            let key = table_page(owner.table, u64::from(owner.entry));
+            self.settle(|state| {
+                state.need(key)?;
                 state.cache.set(key, page_index(u64::from(owner.entry)), raw);
                 Ok(())
             })?;

@@ -96,6 +96,20 @@ impl SeSparse {
         }
     }
 
+    /// The end of the range that is damaged together with the byte at `at`: of the table, if its slot is damaged, of
+    /// the page of the table, if that cannot be read, or of the grain.
+    pub(super) fn damage_around(&self, at: u64) -> u64 {
+        let span = match self.settle(|state| state.table_of(at / TABLE_SPAN)) {
+            Err(_) => TABLE_SPAN,
+            Ok(None) => GRAIN,
+            Ok(Some(table)) => {
+                let key = table_page(table, at % TABLE_SPAN / GRAIN);
+                if self.settle(|state| state.need(key)).is_ok() { GRAIN } else { PAGE_SPAN }
+            }
+        };
+        (at / span + 1).saturating_mul(span)
+    }
+
     /// As [`SeSparse::map_page`] for a range within one page. Fails if the first entry of the range is invalid.
     fn map_entries(
         &self,

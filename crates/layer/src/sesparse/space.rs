@@ -16,7 +16,7 @@
 //!
 //! 1. A grain in `runs`, or set aside for a stream, is named by no table, in memory or on the device. No reader uses
 //!    it, and its bit in the bitmap is clear.
-//! 2. Grains from `fresh` on were never allocated, or are free in the same sense as by 1.
+//! 2. Grains from `fresh` on were never allocated, or are free in the sense of invariant 1.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
 //! 4. A free grain is in one of `runs`, set aside for one stream, or not remembered. The bitmap does not show which, so
 //!    streams release their grains before the bitmap is searched, and before the end is lowered.

@@ -90,7 +90,7 @@ pub(super) struct LayerState {
     /// Tables that slots name, kept while the image is open for writing. Other tables may have content from before a
     /// crash.
     pub named_tables: NamedTables,
-    /// Tables that slots named when the image was opened, although they were not allocated.
+    /// Tables that directory slots named when the image was opened, although the tables were not allocated.
     pub uncounted_tables: FxHashSet<Table>,
 }
 
@@ -135,7 +135,7 @@ impl LayerState {
             Some(None) => Ok(None),
             Some(Some(table)) if self.shared_tables.contains(&table) => {
                 Err(self
-                    .corrupt(&format!("slot {slot} of the grain directory names table {}, as another one", table.0)))
+                    .corrupt(&format!("slot {slot} of the grain directory and another slot name table {}", table.0)))
             }
             Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => Ok(Some(table)),
             _ => Err(self.corrupt(&format!("slot {slot} of the grain directory is {raw:#018x}"))),

@@ -80,7 +80,14 @@ impl SeSparse {
             let mut buffer = Buffer::zeroed(count as usize);
             let hole = if known { None } else { self.find_hole(key.kind(), &bytes)? };
             if !known && hole.is_none() {
-                self.read_metadata(&mut buffer, offset)?;
+                let read = self.read_metadata(&mut buffer, offset);
+                if read.is_err() && count > 1 {
+                    // The pages after the requested one are only read ahead.
+                    buffer = Buffer::zeroed(1);
+                    self.read_metadata(&mut buffer, offset)?;
+                } else {
+                    read?;
+                }
             }
             Ok((buffer, hole))
         });
@@ -149,7 +156,7 @@ impl SeSparse {
         match self.file.reserve(offset, length) {
             // This file system cannot reserve space, so a later write may fail for lack of it.
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
-            other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
+            other => other.during(|| format!("reserving {length} bytes for tables of {}", self.name)),
         }
     }
 

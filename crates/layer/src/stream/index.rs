@@ -1,7 +1,7 @@
 //! The locations of the grains of a stream: from the directory of the header or footer, or by walking the markers.
 
 use super::marker::{GRAIN_MARKER_SIZE, Kind, Marker};
-use crate::hosted::directory::{Directories, ENTRY_ABSENT, Warnings};
+use crate::hosted::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Warnings};
 use crate::hosted::header::{DIRECTORY_AT_END, FLAG_MARKERS, HEADER_SIZE, Header};
 use crate::hosted::tables::Tables;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -13,12 +13,28 @@ type Grains = Vec<(u32, u32)>;
 /// Bytes read per call while markers are walked.
 const WALK_BYTES: usize = 64 << 10;
 
+/// How the missing part of a truncated stream is treated.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Missing {
+    /// The stream is not opened.
+    Refused,
+    /// The grains of the missing part are absent.
+    Zeros,
+    /// The grains of the missing part are invalid.
+    Lost,
+}
+
 /// The index of a stream.
 pub(super) enum Index {
     /// The tables in the file.
     Tables(Box<TableIndex>),
     /// Grain and sector of each marker found, sorted by grain: 8 bytes of memory for at least 512 of the file.
-    Walked(Grains),
+    Walked {
+        grains: Grains,
+        /// Grains from this one on may be in the missing part of the stream: if no marker was found for such a grain,
+        /// its content is unknown.
+        unknown_from: u64,
+    },
 }
 
 /// The grain tables of the directory.
@@ -31,13 +47,13 @@ pub(super) struct TableIndex {
 }
 
 impl Index {
-    /// Finds the index, and the valid header. With `cut`, a stream without its end is accepted, too, as far as it
-    /// reaches.
+    /// Finds the index, and the valid header. A stream without its end is accepted, as far as it reaches, unless `cut`
+    /// refuses that.
     pub(super) fn open(
         file: &dyn File,
         header: Header,
         image: &str,
-        cut: bool,
+        cut: Missing,
         warnings: &Warnings,
     ) -> Result<(Header, Self)> {
         let found = match header.directory_offset == DIRECTORY_AT_END {
@@ -55,19 +71,23 @@ impl Index {
             Err(error) if header.has(FLAG_MARKERS) && error.kind() == ErrorKind::Corrupt => {
                 let (grains, stopped) = walk(file, &header)?;
                 if let Some(why) = &stopped
-                    && !cut
+                    && cut == Missing::Refused
                 {
                     let text = format!(
-                        "{error}, and following it ends at {why}: the file was truncated; get it again, \
-                         or give --force-parent to save what is before that"
+                        "{error}, and its grains can be found only up to {why}: the file was truncated; get it \
+                         again, or give --force-parent to save these grains"
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }
                 warnings.add(image, format!("{error}; its grains were found by walking the stream"));
+                let unknown_from = match (&stopped, cut) {
+                    (Some(_), Missing::Lost) => first_unknown(&grains),
+                    _ => u64::MAX,
+                };
                 if let Some(why) = stopped {
-                    warnings.add(image, format!("the stream was followed up to {why}"));
+                    warnings.add(image, format!("grains of the stream were found only up to {why}"));
                 }
-                Ok((header, Self::Walked(grains)))
+                Ok((header, Self::Walked { grains, unknown_from }))
             }
             Err(error) => Err(error),
         }
@@ -80,9 +100,10 @@ impl Index {
                 let table = index.tables.get(file, (grain / index.per_table) as usize, warnings)?;
                 Ok(table.map_or(ENTRY_ABSENT, |table| table.entry((grain % index.per_table) as usize)))
             }
-            Self::Walked(grains) => {
+            Self::Walked { grains, unknown_from } => {
                 let at = grains.binary_search_by_key(&grain, |(grain, _)| u64::from(*grain));
-                Ok(at.map_or(ENTRY_ABSENT, |at| grains[at].1))
+                let missing = if grain < *unknown_from { ENTRY_ABSENT } else { ENTRY_BAD };
+                Ok(at.map_or(missing, |at| grains[at].1))
             }
         }
     }
@@ -95,9 +116,10 @@ impl Index {
                 Some(true) => 0,
                 _ => index.per_table - grain % index.per_table,
             },
-            Self::Walked(grains) => {
+            Self::Walked { grains, unknown_from } => {
                 let next = grains.partition_point(|(at, _)| u64::from(*at) < grain);
-                grains.get(next).map_or(u64::MAX, |(at, _)| u64::from(*at) - grain)
+                let end = grains.get(next).map_or(u64::MAX, |(at, _)| u64::from(*at)).min(*unknown_from);
+                end.saturating_sub(grain)
             }
         }
     }
@@ -116,9 +138,16 @@ impl Index {
                 }
                 Ok(count)
             }
-            Self::Walked(grains) => Ok(grains.len() as u64),
+            Self::Walked { grains, .. } => Ok(grains.len() as u64),
         }
     }
+}
+
+/// The first grain that may be in the missing part of a stream: the one after the last grain that was found, if the
+/// stream has its grains in ascending order, as far as it was followed, and the first grain otherwise.
+fn first_unknown(grains: &Grains) -> u64 {
+    let ascending = grains.windows(2).all(|pair| pair[0].1 < pair[1].1);
+    grains.last().filter(|_| ascending).map_or(0, |(grain, _)| u64::from(*grain) + 1)
 }
 
 /// The footer, a second header with the location of the directory, before the last sector.

@@ -32,7 +32,7 @@ use crate::hosted::read_header;
 use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file};
 use backend::File;
 use grains::Grains;
-use index::Index;
+use index::{Index, Missing};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
@@ -54,15 +54,20 @@ pub struct Stream {
 impl Stream {
     /// Opens an extent; messages call it `image`. An incomplete extent, without the end-of-stream marker, is refused.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
-        Self::open_with(file, image, false)
+        Self::open_with(file, image, Missing::Refused)
     }
 
     /// Opens an extent even if it is incomplete: grains in the missing part read as zeros.
     pub fn salvage(file: Arc<dyn File>, image: &str) -> Result<Self> {
-        Self::open_with(file, image, true)
+        Self::open_with(file, image, Missing::Zeros)
     }
 
-    fn open_with(file: Arc<dyn File>, image: &str, cut: bool) -> Result<Self> {
+    /// Opens an extent even if it is incomplete: reading grains that may be in the missing part fails.
+    pub fn open_incomplete(file: Arc<dyn File>, image: &str) -> Result<Self> {
+        Self::open_with(file, image, Missing::Lost)
+    }
+
+    fn open_with(file: Arc<dyn File>, image: &str, cut: Missing) -> Result<Self> {
         let context = |error: Error| error.context(image);
         let header = read_header(file.as_ref()).map_err(context)?;
         if !header.has(FLAG_COMPRESSED) {

@@ -39,7 +39,9 @@ pub use shrink::Shrunk;
 
 use crate::aligned::AlignedFile;
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
+use crate::{
+    Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, grain_end, only_file, read_only,
+};
 use backend::File;
 use commit::Writer;
 use header::{HEADER_SIZE, Header};
@@ -65,7 +67,7 @@ impl VmfsSparse {
         let mut bytes = [0; HEADER_SIZE];
         file.read_at(&mut bytes, 0).during(|| format!("{image}: cannot read the header"))?;
         let header = Header::decode(&bytes).map_err(|error| error.context(&image))?;
-        let tables = Tables::open(&file, &header, &image, options.cache_bytes)?;
+        let tables = Tables::open(&file, &header, options)?;
         let mut layer = Self { image, file, header, tables, writer: None };
         if options.writable {
             layer.begin_writing(options.parent)?;
@@ -174,6 +176,15 @@ impl Layer for VmfsSparse {
             }
         }
         Ok(())
+    }
+
+    fn damage_end(&self, at: u64) -> u64 {
+        let span = u64::from(header::TABLE_ENTRIES) * self.grain_bytes();
+        let index = (at / span) as u32;
+        match self.tables.cache.read(index, || self.tables.load(&self.file, index), |_| ()) {
+            Ok(()) => grain_end(self, at),
+            Err(_) => ((at / span + 1) * span).min(self.capacity()),
+        }
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {

@@ -6,8 +6,9 @@
 //!    fails.
 
 use super::header::{HEADER_SECTORS, Header, TABLE_ENTRIES, TABLE_SECTORS, TABLE_SIZE};
-use crate::aligned::AlignedFile;
+use crate::aligned::{AlignedFile, read_sectors};
 use crate::runs::cache::RunCache;
+use crate::runs::options::OpenOptions;
 use crate::runs::{EntryRun, RunList};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use rustc_hash::FxHashMap;
@@ -52,7 +53,8 @@ pub(super) struct Tables {
 
 impl Tables {
     /// Reads the directory.
-    pub(super) fn open(file: &AlignedFile, header: &Header, image: &str, cache_bytes: usize) -> Result<Self> {
+    pub(super) fn open(file: &AlignedFile, header: &Header, options: &OpenOptions) -> Result<Self> {
+        let image = &options.image;
         let limit = file.file().len().during(|| format!("{image}: cannot find out its length"))?.div_ceil(SECTOR);
         let start = header.directory_offset();
         let place = start..start + header.directory_sectors();
@@ -62,16 +64,20 @@ impl Tables {
         }
         let mut bytes = vec![0; header.directory_entries() as usize * 4];
         let context = || format!("{image}: cannot read the grain directory");
-        file.read_at(&mut bytes, place.start * SECTOR).during(context)?;
+        let read = file.read_at(&mut bytes, place.start * SECTOR);
+        // A table at the sector of an unreadable entry, which has all bits set, lies outside the file.
+        if !(read.is_err() && options.salvage && read_sectors(&**file.file(), &mut bytes, place.start * SECTOR)) {
+            read.during(context)?;
+        }
         let directory = bytes.chunks_exact(4).map(|entry| AtomicU32::new(value_of(entry))).collect();
         Ok(Self {
-            image: image.to_owned(),
+            image: image.clone(),
             capacity: header.capacity(),
             grain: header.grain(),
             directory_place: place,
             directory,
             limit: AtomicU64::new(limit),
-            cache: RunCache::new(cache_bytes),
+            cache: RunCache::new(options.cache_bytes),
         })
     }
 

@@ -205,7 +205,7 @@ impl VmfsSparse {
         let place = place.map_err(|error| error.context(&self.image))?;
         let sector = self.tables.directory_sector(index) * SECTOR;
         let named = writer.backing.take(self.file.file().as_ref(), sector..sector + SECTOR, PAGE);
-        let named = named.during(|| format!("{}: cannot take space for its tables", self.image));
+        let named = named.during(|| format!("{}: cannot allocate space for its tables", self.image));
         if let Err(error) = named.and_then(|()| self.back(writer, place, TABLE_SECTORS)) {
             space.give_back(Place { start: place, sectors: TABLE_SECTORS });
             return Err(error);
@@ -227,7 +227,7 @@ impl VmfsSparse {
     pub(super) fn back(&self, writer: &Writer, place: u64, sectors: u64) -> Result<()> {
         let bytes = place * SECTOR..(place + sectors) * SECTOR;
         let taken = writer.backing.take(self.file.file().as_ref(), bytes, 1);
-        taken.during(|| format!("{}: cannot take space for its tables", self.image))
+        taken.during(|| format!("{}: cannot allocate space for its tables", self.image))
     }
 
     /// Writes the pieces; pieces adjacent in the file are written by one call.

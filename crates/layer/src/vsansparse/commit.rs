@@ -105,7 +105,7 @@ impl Space {
         if end > self.reserved {
             let end = end.next_multiple_of(UNIT_BLOCKS);
             let reserved = file.file().reserve(self.reserved * BLOCK, (end - self.reserved) * BLOCK);
-            reserved.during(|| "cannot take a unit of 4 MiB".to_owned())?;
+            reserved.during(|| "cannot allocate a unit of 4 MiB".to_owned())?;
             self.reserved = end;
         }
         Ok(())

@@ -13,6 +13,7 @@ use super::page::{self, Identity, Kind, ZERO};
 use crate::aligned::AlignedFile;
 use crate::runs::RunList;
 use crate::runs::cache::RunCache;
+use crate::runs::options::OpenOptions;
 use crate::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use std::sync::OnceLock;
@@ -29,6 +30,9 @@ pub(super) enum PageState {
     Stored = 1,
     /// All grains are zeros that hide the parent; no page is stored.
     Zero = 2,
+    /// The part of the root with the state is lost, or replay could not change the page. Only in an object that is open
+    /// for salvage.
+    Lost = 3,
 }
 
 /// A block of the root.
@@ -69,7 +73,8 @@ pub(super) struct Map {
 
 impl Map {
     /// Reads the root.
-    pub(super) fn open(file: &AlignedFile, header: &Header, image: &str, cache_bytes: usize) -> Result<Self> {
+    pub(super) fn open(file: &AlignedFile, header: &Header, options: &OpenOptions) -> Result<Self> {
+        let image = &options.image;
         let layout = Layout::new(header.capacity)?;
         let length = file.file().len().during(|| format!("{image}: cannot find out its length"))?;
         if length < layout.data * BLOCK {
@@ -78,8 +83,8 @@ impl Map {
         }
         let root = (0..layout.root_blocks).map(|_| OnceLock::new()).collect();
         let map = Self {
-            pages: RunCache::new(cache_bytes),
-            image: image.to_owned(),
+            pages: RunCache::new(options.cache_bytes),
+            image: image.clone(),
             id: header.id,
             root,
             limit: AtomicU64::new(length.div_ceil(BLOCK)),
@@ -88,7 +93,15 @@ impl Map {
             layout,
         };
         for index in 0..map.layout.root_blocks {
-            map.read_root(file, index)?;
+            match map.read_root(file, index) {
+                Err(error) if options.salvage && matches!(error.kind(), ErrorKind::Io | ErrorKind::Corrupt) => {
+                    tracing::warn!(image, %error, "the ranges of this part of the map are lost");
+                    let block = RootBlock::default();
+                    block.words.iter().for_each(|word| word.store(u64::MAX, Ordering::Relaxed));
+                    let _ = map.root[index as usize].set(Box::new(block));
+                }
+                read => read?,
+            }
         }
         Ok(map)
     }
@@ -160,6 +173,7 @@ impl Map {
         match block.words[at as usize / 32].load(Ordering::Acquire) >> (at % 32 * 2) & 3 {
             1 => PageState::Stored,
             2 => PageState::Zero,
+            3 => PageState::Lost,
             _ => PageState::Absent,
         }
     }
@@ -174,12 +188,18 @@ impl Map {
         block.changed.store(true, Ordering::Relaxed);
     }
 
+    /// Gives up a page whose content cannot be determined.
+    pub(super) fn give_up(&self, index: u32) {
+        let _births = self.births.lock();
+        self.set_state(index, PageState::Lost);
+    }
+
     /// Makes all grains of an absent page zeros, and calls `log` if that is a change. Returns false if the page is
     /// stored.
     pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
         let _births = self.births.lock();
         match self.state(index) {
-            PageState::Stored => return false,
+            PageState::Stored | PageState::Lost => return false,
             PageState::Zero => {}
             PageState::Absent => {
                 self.set_state(index, PageState::Zero);

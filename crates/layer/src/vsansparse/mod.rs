@@ -67,9 +67,9 @@ impl VsanSparse {
         let image = options.image.clone();
         let file = AlignedFile::new(file);
         let header = Header::read(&file).map_err(|error| error.context(&image))?;
-        let map = Map::open(&file, &header, &image, options.cache_bytes)?;
+        let map = Map::open(&file, &header, options)?;
         let mut layer = Self { image, file, header, map, writer: None };
-        let log = layer.recover()?;
+        let log = layer.recover(options.salvage)?;
         if options.writable {
             layer.begin_writing(log, options.parent)?;
         }
@@ -126,6 +126,10 @@ impl Layer for VsanSparse {
                 PageState::Absent => Some(Content::Absent),
                 PageState::Zero => Some(Content::Zero),
                 PageState::Stored => None,
+                PageState::Lost if answer.is_empty() => {
+                    return Err(self.map.corrupt(format!("the state of page {index} of the map is lost")));
+                }
+                PageState::Lost => return Ok(()),
             };
             if let Some(content) = whole {
                 let (start, length) = clip(base + u64::from(entries.start), entries.len() as u64);
@@ -159,6 +163,12 @@ impl Layer for VsanSparse {
             }
         }
         Ok(())
+    }
+
+    fn damage_end(&self, at: u64) -> u64 {
+        // A page of the map is read as a whole.
+        let span = layout::PAGE_GRAINS * BLOCK;
+        ((at / span + 1) * span).min(self.capacity())
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {

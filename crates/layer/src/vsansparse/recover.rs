@@ -7,9 +7,10 @@
 use super::VsanSparse;
 use super::layout::PAGE_GRAINS;
 use super::log::{Log, Record};
+use super::map::PageState;
 use super::page::{DATA, RESERVED, ZERO, ZERO_RESERVED};
-use crate::Result;
 use crate::runs::RunList;
+use crate::{ErrorKind, Result};
 use std::ops::Range;
 
 /// The most pages that a log can change; a writer makes a checkpoint long before.
@@ -27,7 +28,7 @@ pub(super) struct Zeroed {
     pub(super) places: Vec<(u64, u64)>,
 }
 
-/// Makes entries zeros and keeps their blocks. Absent entries are changed only if a parent shows through.
+/// Makes entries zeros and keeps their blocks. Absent entries are changed only if the image has a parent.
 pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool) -> Zeroed {
     let mut zeroed = Zeroed { changed: Vec::new(), places: Vec::new() };
     let pieces: Vec<_> = list.pieces(entries).collect();
@@ -52,8 +53,8 @@ pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool
 
 impl VsanSparse {
     /// Replays the log if the object was not closed properly. Afterwards the header in memory states the end of the
-    /// used part.
-    pub(super) fn recover(&mut self) -> Result<Log> {
+    /// used part. With `salvage`, pages that cannot be read are given up.
+    pub(super) fn recover(&mut self, salvage: bool) -> Result<Log> {
         let header = &self.header;
         let mut log = Log {
             id: header.id,
@@ -67,7 +68,7 @@ impl VsanSparse {
             let mut visits = VISITS_MAX + 4 * u64::from(self.map.layout.pages);
             log.replay(&self.file, |record| {
                 next = next.max(record.place.map_or(0, |place| place.saturating_add(record.count)));
-                self.apply(record, &mut visits)
+                self.apply(record, salvage, &mut visits)
             })
             .map_err(|error| error.context(&self.image))?;
         }
@@ -76,7 +77,7 @@ impl VsanSparse {
         Ok(log)
     }
 
-    fn apply(&self, record: Record, visits: &mut u64) -> Result<()> {
+    fn apply(&self, record: Record, salvage: bool, visits: &mut u64) -> Result<()> {
         let end = record.grain + record.count;
         let valid = self.map.layout.data..self.map.limit();
         let fits = |place: u64| place >= valid.start && place.saturating_add(record.count) <= valid.end;
@@ -90,18 +91,25 @@ impl VsanSparse {
             }
             let whole = entries.len() as u32 == self.map.layout.page_grains(index);
             let first = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
-            match record.place {
+            if self.map.state(index) == PageState::Lost {
+                continue;
+            }
+            let changed = match record.place {
                 Some(place) => {
                     let place = place + (first - record.grain);
-                    self.map.change(&self.file, index, |page| (page.set(entries, DATA, place), 1))?;
+                    self.map.change(&self.file, index, |page| (page.set(entries, DATA, place), 1))
                 }
-                None if whole && self.map.zero_whole(index, || ()) => {}
-                None => {
-                    self.map.change(&self.file, index, |page| {
-                        zero_entries(page, entries, true);
-                        ((), 1)
-                    })?;
+                None if whole && self.map.zero_whole(index, || ()) => Ok(()),
+                None => self.map.change(&self.file, index, |page| {
+                    zero_entries(page, entries, true);
+                    ((), 1)
+                }),
+            };
+            match changed {
+                Err(error) if salvage && matches!(error.kind(), ErrorKind::Io | ErrorKind::Corrupt) => {
+                    self.map.give_up(index);
                 }
+                changed => changed?,
             }
         }
         Ok(())

@@ -148,7 +148,7 @@ impl VsanSparse {
         let layout = &self.map.layout;
         let take = |first: u64, blocks: u64, piece: u64| {
             let taken = writer.backing.take(self.file.file().as_ref(), first * BLOCK..(first + blocks) * BLOCK, piece);
-            taken.during(|| format!("{}: cannot take space for its map", self.image))
+            taken.during(|| format!("{}: cannot allocate space for its map", self.image))
         };
         take(LOG_START, LOG_BLOCKS, 1)?;
         take(layout.root_copies(index / ROOT_PAGES), COPIES, 1)?;

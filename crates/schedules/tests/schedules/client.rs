@@ -180,7 +180,7 @@ impl Client {
         judged.map_err(|violation| End::Violation(format!("a read of {disk}: {violation}")))
     }
 
-    /// Judges an error: a client of a deleted or reverted disk gets `NotFound`; any other error is a violation.
+    /// Classifies an error: a client of a deleted or reverted disk gets `NotFound`; any other error is a violation.
     fn gone(&self, disk: &str, generation: u64, error: error::Error, what: &str) -> Checked {
         let model = self.store.model();
         let ends = match model.objects.get(disk) {

@@ -108,7 +108,7 @@ impl Image {
         self.sectors[sectors].iter_mut().for_each(|sector| sector.acknowledged = sector.versions.len() - 1);
     }
 
-    /// Judges the content read from sector `first` on. Each sector must have its version in `least` or a later one.
+    /// Checks the content read from sector `first` on. Each sector must have its version in `least` or a later one.
     /// With `settle` the version found is from now on the only one.
     pub fn judge(&mut self, first: usize, bytes: &[u8], least: &[usize], settle: bool) -> Result<(), String> {
         for (i, found) in bytes.chunks_exact(SECTOR).enumerate() {

@@ -250,7 +250,7 @@ impl SimulationRun {
     }
 
     /// Carries out the planned reads. Each block must have, as a whole, a content that it had since the plan, or the
-    /// read must ask to be repeated.
+    /// device must report that the read has to be repeated.
     pub(super) fn end_reads(&mut self) -> Checked {
         for mut held in std::mem::take(&mut self.held) {
             let result = held.finish();

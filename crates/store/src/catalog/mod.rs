@@ -379,12 +379,12 @@ impl Catalog {
         self.snapshots.range((disk, String::new())..(disk + 1, String::new())).filter_map(|(_, id)| self.find(*id))
     }
 
-    /// Every object, in no order.
+    /// Every object, in unspecified order.
     pub fn objects(&self) -> impl Iterator<Item = &Object> {
         self.objects.values().map(|held| &held.object)
     }
 
-    /// An object waiting to be dropped.
+    /// One of the deleted objects that wait to be dropped.
     pub fn first_trash(&self) -> Option<u64> {
         self.trash.first().copied()
     }

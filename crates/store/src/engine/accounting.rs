@@ -10,7 +10,7 @@
 //!    writes that were acknowledged before the call.
 //! 2. A deleted tree that is not dropped yet still has references. Blocks that only deleted trees use become free in
 //!    any case, so no other deletion frees them. Blocks that only deleted trees and the trees of a set use count for
-//!    the set.
+//!    the set. The deleted trees are walked once: the walks for the sets begin with the references that are left.
 //! 3. A deleted tree that cannot be read is not dropped. The tree counts as one that stays, and no other count fails
 //!    because of it.
 //! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
@@ -21,10 +21,11 @@ use super::inspect::StoreCounts;
 use super::metadata::{Effects, View};
 use crate::catalog::{Catalog, Object, ObjectState};
 use crate::sync::MutexGuard;
-use crate::tree::{self, Freed, MappedCounter, NodeId};
+use crate::tree::{self, Freed, Left, MappedCounter, NodeId};
 use crate::{Error, ErrorKind, Result, is_lost};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// The number of nodes that a count visits between two calls of `go_on`.
 pub const NODES_PER_QUESTION: u64 = 64;
@@ -67,11 +68,14 @@ impl ObjectSpace {
 }
 
 /// The trees of deleted disks and snapshots that will be dropped.
-#[derive(Clone)]
+#[derive(Default)]
 struct Deleted {
     roots: Vec<NodeId>,
     /// What dropping them will free.
     freed: Freed,
+    /// The references that are left once they are dropped. `None` if these need too much memory: then the trees are
+    /// walked again for each set.
+    left: Option<Left>,
 }
 
 /// The space of the disks and snapshots at one moment. At most one `Accounts` of an engine exists at a time.
@@ -80,7 +84,7 @@ pub struct Accounts<'a> {
     go_on: &'a dyn Fn() -> bool,
     mapped: MappedCounter,
     /// The deleted trees, once they are counted.
-    deleted: Option<Deleted>,
+    deleted: Option<Arc<Deleted>>,
     /// What dropping single trees would free, for the trees that were counted.
     single: FxHashMap<NodeId, Freed>,
     _counting: MutexGuard<'a, ()>,
@@ -186,35 +190,33 @@ impl Accounts<'_> {
         self.count_deleted().map(|deleted| deleted.freed)
     }
 
-    fn count_deleted(&mut self) -> Result<Deleted> {
+    fn count_deleted(&mut self) -> Result<Arc<Deleted>> {
         if let Some(known) = &self.deleted {
-            return Ok(known.clone());
+            return Ok(Arc::clone(known));
         }
         let roots: Vec<NodeId> = self.catalog().trash().filter_map(|object| object.root).collect();
-        let deleted = match self.drop_all(&roots) {
+        let deleted = match self.drop_deleted(&roots) {
             Err(error) if is_lost(&error) => {
                 // The medium may have lost a node, or the view may have lost a page. If the view has, no count in it is
                 // possible, and this check fails.
                 self.view.check()?;
                 self.readable_of(&roots)?
             }
-            freed => Deleted { roots, freed: freed? },
+            deleted => deleted?,
         };
-        self.deleted = Some(deleted.clone());
-        Ok(deleted)
+        Ok(Arc::clone(self.deleted.insert(Arc::new(deleted))))
     }
 
     /// Those of these trees that can be dropped together. A node that two trees share is visited only if both are
     /// dropped, so each tree is tried together with the readable trees before it.
     fn readable_of(&mut self, roots: &[NodeId]) -> Result<Deleted> {
-        let mut readable = Deleted { roots: Vec::new(), freed: Freed::default() };
+        let mut readable = Deleted { left: Some(Left::default()), ..Deleted::default() };
         for root in roots {
-            let more = [readable.roots.as_slice(), &[*root]].concat();
-            match self.drop_all(&more) {
+            match self.drop_deleted(&[readable.roots.as_slice(), &[*root]].concat()) {
                 Err(error) if is_lost(&error) => {
                     tracing::debug!(%error, "a deleted disk or snapshot that cannot be read is not counted");
                 }
-                freed => readable = Deleted { roots: more, freed: freed? },
+                more => readable = more?,
             }
         }
         Ok(readable)
@@ -227,15 +229,41 @@ impl Accounts<'_> {
         {
             return Ok(*known);
         }
-        let Deleted { roots: deleted, freed: anyway } = self.count_deleted()?;
-        let freed = self.drop_all(&[roots, &deleted].concat())?;
-        // If reference counts are damaged, the difference may be negative. A check reports the damage.
-        let (data, nodes) = (freed.data.saturating_sub(anyway.data), freed.nodes.saturating_sub(anyway.nodes));
-        let freed = Freed { data, nodes };
+        let deleted = self.count_deleted()?;
+        let freed = match &deleted.left {
+            Some(left) => self.drop_after(left, roots)?,
+            None => {
+                let (all, anyway) = (self.drop_all(&[roots, &deleted.roots].concat())?, deleted.freed);
+                // If reference counts are damaged, the difference may be negative. A check reports the damage.
+                let data = all.data.saturating_sub(anyway.data);
+                Freed { data, nodes: all.nodes.saturating_sub(anyway.nodes) }
+            }
+        };
         if let [root] = roots {
             self.single.insert(*root, freed);
         }
         Ok(freed)
+    }
+
+    /// What dropping these deleted trees will free, and what is left after that.
+    fn drop_deleted(&mut self, roots: &[NodeId]) -> Result<Deleted> {
+        let mut effects = Effects::default();
+        let counted = {
+            let mut sight = self.view.sight();
+            tree::freed_and_left(&mut sight.nodes(&mut effects), roots, &mut questions(self.go_on))
+        };
+        let (freed, left) = self.whole(counted)?;
+        Ok(Deleted { roots: roots.to_vec(), freed, left })
+    }
+
+    /// What dropping these trees would free after the deleted trees.
+    fn drop_after(&mut self, left: &Left, roots: &[NodeId]) -> Result<Freed> {
+        let mut effects = Effects::default();
+        let freed = {
+            let mut sight = self.view.sight();
+            tree::freed_after(&mut sight.nodes(&mut effects), left, roots, &mut questions(self.go_on))
+        };
+        self.whole(freed)
     }
 
     /// What dropping these trees would free.

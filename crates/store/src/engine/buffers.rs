@@ -120,7 +120,7 @@ pub struct Buffers {
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
     limit: u64,
-    /// The lower limit while a flush is outrun: so much that one flush takes the rest at once.
+    /// The lower limit while a flush is outrun, so low that a flush can append all buffered data at once.
     few: u64,
     /// Number of flushes that writers have outrun.
     outrun: AtomicU64,

@@ -139,7 +139,7 @@ impl Window {
     }
 }
 
-/// Reports progress (done, total), and fails if the caller asks to stop.
+/// Reports progress (done, total), and fails if the caller requests a stop.
 pub(super) struct Steps<'a> {
     done: u64,
     total: u64,
@@ -330,8 +330,8 @@ impl Engine {
             let whose = if roots.len() > named.len() { ", and others" } else { "" };
             report.add(
                 format!(
-                    "page {page} of map.table is damaged, the reference counts of map nodes {first} to {last}, of the \
-                     trees of {}{whose}: {why}",
+                    "page {page} of map.table is damaged. It has the reference counts of map nodes {first} to {last}, \
+                     which belong to the trees of {}{whose}: {why}",
                     named.join(", ")
                 ),
                 done,
@@ -365,8 +365,8 @@ impl Engine {
             }
             report.add(
                 format!(
-                    "page {page} of data.table is damaged, the reference counts and checksums of data blocks {} to {}, \
-                     which hold {owners}: {why}",
+                    "page {page} of data.table is damaged. It has the reference counts and checksums of data blocks {} \
+                     to {}, which contain {owners}: {why}",
                     blocks.start,
                     blocks.end - 1
                 ),

@@ -61,10 +61,10 @@ pub enum ReceiveCommit {
     Disk {
         /// The disk.
         id: u64,
-        /// Its name.
+        /// The disk's new name.
         name: String,
-        /// Its identity and creation time.
-        like: DiskIdentity,
+        /// The disk's identity and creation time.
+        identity: DiskIdentity,
     },
     /// Another disk takes over the disk's snapshot, and the content of that snapshot. The disk itself is deleted.
     Update {
@@ -186,8 +186,8 @@ impl Engine {
 
     /// Replaces a disk by a new one, in one change. The new disk becomes complete, and gets the name, the identity and
     /// the creation time of the old disk. The old disk, if it is in this store, gets the name `aside` and becomes
-    /// incomplete, so that the next opening deletes it if the caller has not.
-    pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: DiskIdentity) -> Result<()> {
+    /// incomplete, so that the next opening deletes it unless the caller deletes it first.
+    pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, identity: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
             check_name(name)?;
@@ -201,7 +201,7 @@ impl Engine {
             if other.is_some_and(|other| other != new && old.is_none_or(|(old, _)| old != other)) {
                 return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
             }
-            let (uuid, created) = (like.uuid, like.created);
+            let (uuid, created) = (identity.uuid, identity.created);
             let made = catalog.get(new)?.clone();
             let object = Object { name: name.to_owned(), incomplete: false, uuid, created, ..made };
             operations.push(Operation::Put { record: object.encode() });
@@ -209,8 +209,8 @@ impl Engine {
         })
     }
 
-    /// Marks a disk that was replaced by a disk in another store as incomplete, so that the next opening deletes it if
-    /// the caller has not.
+    /// Marks a disk that was replaced by a disk in another store as incomplete, so that the next opening deletes it,
+    /// unless the caller deletes it first.
     pub fn retire_disk(&self, id: u64, aside: &str) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -221,10 +221,10 @@ impl Engine {
     }
 
     /// Gives a snapshot the identity and creation time of its original.
-    pub fn liken_snapshot(&self, id: u64, like: DiskIdentity) -> Result<()> {
+    pub fn set_snapshot_identity(&self, id: u64, identity: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
-            let object = Object { uuid: like.uuid, created: like.created, ..catalog.get(id)?.clone() };
+            let object = Object { uuid: identity.uuid, created: identity.created, ..catalog.get(id)?.clone() };
             Ok((vec![Operation::Put { record: object.encode() }], ()))
         })
     }
@@ -391,12 +391,12 @@ impl Engine {
             let mut operations = Vec::new();
             for arrival in arrivals {
                 match arrival {
-                    ReceiveCommit::Disk { id, name, like } => {
+                    ReceiveCommit::Disk { id, name, identity } => {
                         check_name(name)?;
                         if catalog.disk(name).is_some() {
                             return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
                         }
-                        let (uuid, created) = (like.uuid, like.created);
+                        let (uuid, created) = (identity.uuid, identity.created);
                         let made = catalog.get(*id)?.clone();
                         let name = name.clone();
                         let object = Object { name, uuid, created, incomplete: false, origin: 0, ..made };

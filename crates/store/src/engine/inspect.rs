@@ -30,7 +30,7 @@ pub struct Span {
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// Its state.
+    /// The state of the blocks.
     pub condition: Condition,
 }
 
@@ -343,6 +343,12 @@ impl Engine {
     /// Sizes of the store.
     pub fn counts(&self) -> StoreCounts {
         self.meta.lock().counts()
+    }
+
+    /// By how many data blocks writes, zeroes and discards have made each disk grow since the store was opened. Blocks
+    /// that the deletion of disks and snapshots frees are not subtracted.
+    pub fn growth(&self) -> Vec<(u64, i64)> {
+        self.meta.lock().growth.iter().map(|(disk, blocks)| (*disk, *blocks)).collect()
     }
 
     /// Bytes that all files of the store occupy in the file system.

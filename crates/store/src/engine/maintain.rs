@@ -12,7 +12,7 @@ use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often maintenance runs without being asked.
+/// How often maintenance runs without a request.
 const TICK: Duration = Duration::from_millis(100);
 /// The journal gets a trailer when nothing was appended for this long.
 const TRAILER_IDLE: Duration = Duration::from_millis(10);
@@ -415,14 +415,15 @@ impl Engine {
         if Instant::now() < watch.punch_after {
             return Ok(());
         }
-        let began = Instant::now();
+        let (began, mut from) = (Instant::now(), watch.region);
         let punched = self.punch_free(&mut watch.region, least, keep, most);
         if punched.is_err() {
             watch.punch_after = Instant::now() + PUNCH_RETRY;
         }
         let mut given = punched?;
         let quiet = || self.log.clocks.activity() == watch.activity;
-        while given > 0 && began.elapsed() < TICK && quiet() && self.running.goes_on() {
+        while (given > 0 || watch.region > from) && began.elapsed() < TICK && quiet() && self.running.goes_on() {
+            from = watch.region;
             given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
         if given == 0 && watch.region == 0 {
@@ -454,9 +455,10 @@ impl Engine {
         for (least, most) in [(PUNCH_RUN, PUNCH_BLOCKS), (1, PUNCH_SINGLES)] {
             let mut region = 0;
             loop {
+                let from = region;
                 let now = self.punch_free(&mut region, least, 0, most)?;
                 given += now;
-                if now == 0 {
+                if now == 0 && region <= from {
                     break;
                 }
             }

@@ -58,8 +58,9 @@
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
-//! (`Metadata::bring_in`). Two kinds of pages are read under the metadata lock: those that a change still misses
-//! afterwards, and those that recovery and a repair need.
+//! (`Metadata::bring_in`); write-back, flushes and discards that still miss pages start again, too (`Fetch::require`).
+//! Two kinds of pages are read under the metadata lock: those that other changes still miss, and those that recovery
+//! and a repair need.
 
 mod accounting;
 mod admit;
@@ -88,6 +89,7 @@ mod replay;
 mod reserve;
 mod running;
 mod salvage;
+mod scrub;
 mod verify;
 mod write;
 mod writeback;
@@ -104,6 +106,9 @@ pub use owner::Owner;
 pub use read::{Part, Planned, Stored};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
+pub use scrub::{
+    Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
+};
 
 use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;

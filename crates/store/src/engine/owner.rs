@@ -85,7 +85,7 @@ impl Owner {
                         ),
                     ));
                 }
-                // A check that fails with an error says nothing about the ownership, which counts as held.
+                // A check that fails with an error does not prove a loss, so the ownership counts as held.
                 Err(error) => {
                     if !self.reported.swap(true, Ordering::Relaxed) {
                         tracing::warn!(%error, "checking the ownership of the datastore failed; it counts as held");

@@ -22,7 +22,7 @@ pub(super) struct ReadAgain {
     pause: Duration,
     /// No attempt is made before.
     rest: Instant,
-    /// The number of losses at the last look.
+    /// The number of losses when it was last compared.
     losses: u64,
 }
 

@@ -53,7 +53,7 @@ pub(super) fn note_unreported(unreported: &Unreported, report: &mut Report) {
 /// The finding for a damaged page of summaries.
 pub(super) fn damaged_page(key: PageKey, error: &Error) -> String {
     let first = key.number() * SUMMARY_ENTRIES;
-    format!("{key} is damaged, the counts of regions {first} to {}: {error}", first + SUMMARY_ENTRIES - 1)
+    format!("{key}, with the counts of regions {first} to {}, is damaged: {error}", first + SUMMARY_ENTRIES - 1)
 }
 
 impl Meta {
@@ -224,7 +224,7 @@ impl Engine {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
         for key in meta.blank_unused()? {
-            let problem = format!("{key} is damaged; the last checkpoint has nothing in it");
+            let problem = format!("{key} is damaged; it had no entries at the last checkpoint");
             report.add(problem, Some("rebuilt from the journal".to_owned()));
         }
         // All pages are examined now, because the checkpoint that ends recovery overwrites the images of the last one.

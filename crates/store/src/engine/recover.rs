@@ -294,7 +294,7 @@ impl Engine {
         let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
         if !catalog.lost().is_empty() {
-            // If the whole medium fails, no page counts as lost.
+            // Pages count as lost only if the medium can be read elsewhere. The superblock is read again to prove this.
             superblock_file.forget_cached().during(|| "reading the superblock again".into())?;
             Superblock::read(&*superblock_file)?;
         }

@@ -1,4 +1,4 @@
-//! Verification of data blocks, while the store is in use or while all requests wait.
+//! Verification of data blocks, while the store is in use or while all requests wait: by checks, and by a scrub.
 //!
 //! The expected checksum is read from the table under the metadata lock; the block is read without the lock. If the
 //! block does not match its checksum, it is only in doubt, because it may have been overwritten between the two reads.
@@ -47,18 +47,21 @@ pub(super) enum StoreActivity<'a> {
 
 /// The expected content of a block.
 #[derive(Clone, Copy)]
-enum Expected {
+pub(super) enum Expected {
     /// The block is free, or its content on the medium has no meaning.
     Nothing,
     Checksum(u32),
 }
 
 /// The result for a block.
-enum Found {
+pub(super) enum Found {
     Good,
     Unreadable(String),
     Differs { expected: u32, found: u32 },
 }
+
+/// Reads a run of data blocks into memory.
+pub(super) type ReadRun<'a> = &'a dyn Fn(Run, &mut [u8]) -> Result<()>;
 
 fn expected(entry: BlockEntry, logged: bool) -> Expected {
     if entry.references == 0 || entry.suspect || logged {
@@ -136,7 +139,8 @@ impl Engine {
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
             // If a sector of the run is unreadable, the blocks are read one by one.
-            let found = if whole { compare(sum, content) } else { self.read_one(block, sum)? };
+            let found =
+                if whole { compare(sum, content) } else { read_one(&|run, into| self.read_run(run, into), block, sum) };
             match found {
                 Found::Good => report.verified += 1,
                 _ if matches!(standing, StoreActivity::Running) => doubts.push(block),
@@ -147,7 +151,7 @@ impl Engine {
     }
 
     /// The current checksums of a run. While the returned guard exists, none of these blocks is reused.
-    fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
+    pub(super) fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
         self.meta.look(|meta| {
             let mut wanted = Vec::with_capacity(run.blocks as usize);
             for block in run.start..run.start + run.blocks {
@@ -157,62 +161,75 @@ impl Engine {
         })
     }
 
-    fn read_one(&self, block: u64, sum: u32) -> Result<Found> {
-        let (file, offset) = self.files.locate(Run { start: block, blocks: 1 })?;
-        let mut one = Buffer::zeroed(1);
-        Ok(match file.read_at(&mut one, offset).during(|| format!("reading block {block}")) {
-            Ok(()) => compare(sum, &one),
-            Err(error) => Found::Unreadable(error.to_string()),
+    fn read_run(&self, run: Run, bytes: &mut [u8]) -> Result<()> {
+        let (file, offset) = self.files.locate(run)?;
+        file.read_at(bytes, offset).during(|| format!("reading block {}", run.start))
+    }
+
+    /// Compares a block with its current checksum.
+    pub(super) fn look_again(&self, read: ReadRun<'_>, block: u64) -> Result<Found> {
+        let (wanted, _guard) = self.expected_now(Run { start: block, blocks: 1 })?;
+        Ok(match wanted[..] {
+            [Expected::Checksum(sum)] => read_one(read, block, sum),
+            _ => Found::Good,
         })
     }
 
-    fn look_again(&self, block: u64) -> Result<Found> {
-        let (wanted, _guard) = self.expected_now(Run { start: block, blocks: 1 })?;
-        match wanted[..] {
-            [Expected::Checksum(sum)] => self.read_one(block, sum),
-            _ => Ok(Found::Good),
-        }
-    }
-
-    /// Determines which blocks in doubt are damaged.
-    fn settle_doubts(&self, sight: &mut Sight<'_>, doubts: &mut Vec<u64>, report: &mut Report) -> Result<()> {
+    /// Returns those blocks in doubt that are damaged.
+    pub(super) fn confirm(&self, read: ReadRun<'_>, mut doubts: Vec<u64>) -> Result<Vec<(u64, Found)>> {
         for round in 0..ROUNDS {
             if doubts.is_empty() {
-                return Ok(());
+                return Ok(Vec::new());
             }
             if round > 0 {
                 crate::sync::thread::sleep(PAUSE * round);
             }
             let mut left = Vec::new();
-            for block in doubts.drain(..) {
-                match self.look_again(block)? {
-                    Found::Good => report.verified += 1,
-                    _ => left.push(block),
+            for block in doubts {
+                if !matches!(self.look_again(read, block)?, Found::Good) {
+                    left.push(block);
                 }
             }
-            *doubts = left;
+            doubts = left;
         }
+        let mut damaged = Vec::new();
         for part in doubts.chunks(BLOCKS_PER_HOLD) {
-            let mut damaged = Vec::new();
-            {
-                let _gate = self.writeback.lock();
-                let _through = self.writeback.stop_through();
-                for block in part {
-                    damaged.push((*block, self.look_again(*block)?));
+            let _gate = self.writeback.lock();
+            let _through = self.writeback.stop_through();
+            for block in part {
+                match self.look_again(read, *block)? {
+                    Found::Good => {}
+                    found => damaged.push((*block, found)),
                 }
-            }
-            for (block, found) in damaged {
-                if let Found::Differs { expected: 0, .. } = found
-                    && sight.entry(block)?.checksum != 0
-                {
-                    // The block was freed since the view was made, and reserved again without being written.
-                    continue;
-                }
-                report_block(sight, block, found, report)?;
             }
         }
-        doubts.clear();
+        Ok(damaged)
+    }
+
+    /// Reports those blocks in doubt that are damaged.
+    fn settle_doubts(&self, sight: &mut Sight<'_>, doubts: &mut Vec<u64>, report: &mut Report) -> Result<()> {
+        let examined = doubts.len();
+        let damaged = self.confirm(&|run, into| self.read_run(run, into), std::mem::take(doubts))?;
+        report.verified += (examined - damaged.len()) as u64;
+        for (block, found) in damaged {
+            if let Found::Differs { expected: 0, .. } = found
+                && sight.entry(block)?.checksum != 0
+            {
+                // The block was freed since the view was made, and reserved again without being written.
+                continue;
+            }
+            report_block(sight, block, found, report)?;
+        }
         Ok(())
+    }
+}
+
+/// Compares a block with a checksum.
+pub(super) fn read_one(read: ReadRun<'_>, block: u64, sum: u32) -> Found {
+    let mut one = Buffer::zeroed(1);
+    match read(Run { start: block, blocks: 1 }, &mut one) {
+        Ok(()) => compare(sum, &one),
+        Err(error) => Found::Unreadable(error.to_string()),
     }
 }
 

@@ -80,7 +80,7 @@ pub struct Place {
 
 /// A batch that was read.
 pub struct Batch {
-    /// Its place.
+    /// The place of the batch in the journal.
     pub place: Place,
     /// The place of the next batch.
     pub next: Place,

@@ -235,6 +235,30 @@ impl Pages {
         Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
     }
 
+    /// Has the next checkpoint write a page from memory, because the page in the file is damaged. False if the page is
+    /// not in memory.
+    pub fn write_again(&mut self, key: PageKey) -> bool {
+        let Some(slot) = self.slots.get_mut(&key) else { return false };
+        if !slot.dirty {
+            slot.dirty = true;
+            self.dirty.insert(key);
+        }
+        true
+    }
+
+    /// Inserts the restored content of a damaged page that is not in memory. The next checkpoint writes it.
+    pub fn restore(&mut self, key: PageKey, mut page: Block) {
+        if key.file() == PageFile::DataTable {
+            crate::space::forget_holds(&mut page);
+        }
+        *self.replace(key) = page;
+    }
+
+    /// Whether no checkpoint has written a page yet, so that the bytes at its place in the file have no meaning.
+    pub fn is_new(&self, key: PageKey) -> bool {
+        self.slots.get(&key).is_some_and(|slot| slot.unknown)
+    }
+
     /// Whether a page was never written to its file and is not dirty.
     pub fn is_unwritten(&self, key: PageKey) -> bool {
         !self.dirty.contains(&key) && self.is_zero_in_file(key)

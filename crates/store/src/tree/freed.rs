@@ -9,12 +9,16 @@
 //! counts their references to the nodes of one level. After that, passes count the references of the dying leaves to
 //! data blocks.
 //!
+//! The counts that remain after a walk are the references that would be left. A later walk that starts from them counts
+//! what dropping further trees would free, without another walk over the first ones.
+//!
 //! What must hold:
 //!
 //! 1. Before the references to the nodes of a level are counted, the dying nodes of all higher levels are known.
 //! 2. A pass visits the entries of each dying node once, so that each entry counts once.
 //! 3. Memory is limited: two bits for each node of the map, and [`COUNTED_PAGES_MAX`] pages of counts. If more nodes or
-//!    blocks have several references, a pass counts those with low numbers, and further passes count the others.
+//!    blocks have several references, a pass counts those with low numbers, and further passes count the others. What
+//!    remains after a walk is limited to as many pages; if it needs more, it is not kept.
 
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, page, references};
 use crate::Result;
@@ -50,17 +54,32 @@ pub fn freed<S: DataReferences + ?Sized>(
     roots: &[NodeId],
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Freed> {
-    let mut tops = Vec::with_capacity(roots.len());
-    for root in roots {
-        tops.push((*root, root_level(store, *root)?));
-    }
-    let most = u32::try_from(roots.len()).unwrap_or(u32::MAX);
-    let mut dropping = Dropping { store, tops, most, dying: Bits::default(), entered: Bits::default(), go_on };
-    let highest = dropping.tops.iter().map(|(_, level)| *level).max().unwrap_or(0);
-    for level in (0..=highest).rev() {
-        dropping.decide(level)?;
-    }
-    dropping.sum()
+    Dropping::new(store, roots, go_on)?.count()
+}
+
+/// As [`freed`], and returns the references that would be left, for [`freed_after`]. `None` if they need too much
+/// memory.
+pub fn freed_and_left<S: DataReferences + ?Sized>(
+    store: &mut S,
+    roots: &[NodeId],
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<(Freed, Option<Left>)> {
+    let mut dropping = Dropping::new(store, roots, go_on)?;
+    dropping.left = Some(Left::default());
+    Ok((dropping.count()?, dropping.left))
+}
+
+/// As [`freed`], after the trees were dropped for which [`freed_and_left`] returned `before`. Counts only what is freed
+/// in addition.
+pub fn freed_after<S: DataReferences + ?Sized>(
+    store: &mut S,
+    before: &Left,
+    roots: &[NodeId],
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Freed> {
+    let mut dropping = Dropping::new(store, roots, go_on)?;
+    dropping.before = Some(before);
+    dropping.count()
 }
 
 fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> {
@@ -105,11 +124,35 @@ impl Bits {
     }
 }
 
+/// For the number of each node or block: the references that were not counted yet, plus one; 0 if no reference was
+/// counted.
+type CountPages = FxHashMap<u64, Box<[u32; COUNTED_PER_PAGE]>>;
+
+/// The page and the index of a node or block.
+fn place(number: u64) -> (u64, usize) {
+    (number / COUNTED_PER_PAGE as u64, (number % COUNTED_PER_PAGE as u64) as usize)
+}
+
+/// The references that nodes and blocks have after trees were dropped, for those that had several references and to
+/// which the dropped trees refer. All others have the references that the tables count.
+#[derive(Default)]
+pub struct Left {
+    nodes: CountPages,
+    blocks: CountPages,
+}
+
+/// The references to node or block `number`, of which the table counts `references`.
+fn left(pages: &CountPages, number: u64, references: u32) -> u32 {
+    let (page, index) = place(number);
+    match pages.get(&page).map_or(0, |page| page[index]) {
+        0 => references,
+        left => left - 1,
+    }
+}
+
 /// Counted references to nodes or blocks, for those that have several references.
 struct Counts {
-    /// For the number of each node or block: the references that were not counted yet, plus one; 0 if no reference was
-    /// counted.
-    pages: FxHashMap<u64, Box<[u32; COUNTED_PER_PAGE]>>,
+    pages: CountPages,
     /// The numbers that this pass counts.
     window: Range<u64>,
 }
@@ -124,7 +167,7 @@ impl Counts {
         if !self.window.contains(&number) {
             return;
         }
-        let (page, index) = (number / COUNTED_PER_PAGE as u64, (number % COUNTED_PER_PAGE as u64) as usize);
+        let (page, index) = place(number);
         let page = self.pages.entry(page).or_insert_with(|| Box::new([0; COUNTED_PER_PAGE]));
         page[index] = match page[index] {
             0 => references,
@@ -153,6 +196,11 @@ impl Counts {
         })
     }
 
+    /// Whether this pass counts all numbers.
+    fn is_whole(&self) -> bool {
+        self.window == (0..u64::MAX)
+    }
+
     /// The counts of the next pass; `None` if this was the last.
     fn next(&self) -> Option<Self> {
         (self.window.end < u64::MAX).then(|| Self::new(self.window.end))
@@ -164,8 +212,10 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
-    /// The most references that these trees can have to a node or block, because one tree refers to it at most once.
-    most: u32,
+    /// The references that are left after trees that were dropped before.
+    before: Option<&'a Left>,
+    /// What is left after this walk, if that is wanted and was not too much so far.
+    left: Option<Left>,
     /// Dying nodes with several references. A node with one reference dies if the walk reaches it.
     dying: Bits,
     /// Nodes with several references that the current pass has visited.
@@ -182,7 +232,46 @@ enum Pass {
     Blocks { first: bool },
 }
 
-impl<S: DataReferences + ?Sized> Dropping<'_, S> {
+impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
+    fn new(store: &'a mut S, roots: &[NodeId], go_on: &'a mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        let mut tops = Vec::with_capacity(roots.len());
+        for root in roots {
+            tops.push((*root, root_level(store, *root)?));
+        }
+        let (dying, entered) = Default::default();
+        Ok(Self { store, tops, before: None, left: None, dying, entered, go_on })
+    }
+
+    fn count(&mut self) -> Result<Freed> {
+        let highest = self.tops.iter().map(|(_, level)| *level).max().unwrap_or(0);
+        for level in (0..=highest).rev() {
+            self.decide(level)?;
+        }
+        self.sum()
+    }
+
+    /// The most references that a node or block can have and still be freed by these trees, because one tree refers to
+    /// it at most once. All references are counted if those that are left are wanted.
+    fn most(&self) -> u32 {
+        let trees = u32::try_from(self.tops.len()).unwrap_or(u32::MAX);
+        if self.left.is_some() { u32::MAX } else { trees }
+    }
+
+    /// Keeps what is left after a pass, if there is space for it.
+    fn keep(&mut self, of: fn(&mut Left) -> &mut CountPages, counts: Counts) {
+        let Some(left) = &mut self.left else { return };
+        let is_whole = counts.is_whole();
+        let kept = of(left);
+        for (page, counted) in counts.pages {
+            let kept = kept.entry(page).or_insert_with(|| Box::new([0; COUNTED_PER_PAGE]));
+            // The passes of two levels count different nodes.
+            kept.iter_mut().zip(counted.iter()).filter(|(_, new)| **new > 0).for_each(|(kept, new)| *kept = *new);
+        }
+        if !is_whole || left.nodes.len() + left.blocks.len() > COUNTED_PAGES_MAX {
+            self.left = None;
+        }
+    }
+
     /// Determines the dying nodes of a level.
     fn decide(&mut self, level: u8) -> Result<()> {
         let mut counts = Some(Counts::new(0));
@@ -192,6 +281,7 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
                 self.dying.insert(NodeId(id));
             }
             counts = now.next();
+            self.keep(|left| &mut left.nodes, now);
         }
         Ok(())
     }
@@ -206,6 +296,7 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
             freed.data += now.complete().count() as u64;
             first = false;
             counts = now.next();
+            self.keep(|left| &mut left.blocks, now);
         }
         Ok(freed)
     }
@@ -222,7 +313,14 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
     /// Called for each reference that would be dropped: once for each root, and for each reference of a dying node.
     /// Recursive, with one call for each level of the tree.
     fn reach(&mut self, id: NodeId, level: u8, pass: &Pass, counts: &mut Counts, freed: &mut Freed) -> Result<()> {
-        let references = references(self.store, id)?;
+        let mut references = references(self.store, id)?;
+        if let Some(before) = self.before {
+            references = left(&before.nodes, id.0, references);
+            if references == 0 {
+                // Only damaged counts let a tree refer to a node that was freed before.
+                return Ok(());
+            }
+        }
         let wanted = match pass {
             Pass::Nodes(wanted) => Some(*wanted),
             Pass::Blocks { .. } => None,
@@ -230,7 +328,7 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
         if wanted.is_some_and(|wanted| wanted >= level) {
             // A root may be below the level of the pass. A node dies if its only reference would be dropped, so it
             // needs no count.
-            if wanted == Some(level) && (2..=self.most).contains(&references) {
+            if wanted == Some(level) && (2..=self.most()).contains(&references) {
                 counts.count(id.0, references);
             }
             return Ok(());
@@ -256,11 +354,13 @@ impl<S: DataReferences + ?Sized> Dropping<'_, S> {
             if !first {
                 (start, end) = (start.max(counts.window.start), end.min(counts.window.end));
             }
-            let most = self.most;
+            let (most, before) = (self.most(), self.before);
             if start < end {
-                self.store.data_references(start, end - start, &mut |block, references| match references {
+                self.store.data_references(start, end - start, &mut |block, references| match before
+                    .map_or(references, |before| left(&before.blocks, block, references))
+                {
                     1 => freed.data += u64::from(*first),
-                    several if several <= most => counts.count(block, several),
+                    several if (2..=most).contains(&several) => counts.count(block, several),
                     _ => {}
                 })?;
             }

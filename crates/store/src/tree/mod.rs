@@ -59,7 +59,7 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
-pub use freed::{DataReferences, Freed, MappedBlocks, MappedCounter, freed};
+pub use freed::{DataReferences, Freed, Left, MappedBlocks, MappedCounter, freed, freed_after, freed_and_left};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};

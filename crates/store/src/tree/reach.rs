@@ -1,10 +1,12 @@
 //! Computes how many pages a change of the map will change, without changing anything.
 //!
-//! The engine limits the pages that one operation may change. Before an operation it asks how far a step may go from
-//! the beginning of a range, and how many pages the step changes at most. The answer is valid as long as no exclusive
-//! node of the tree becomes shared. An allowance for each level covers nodes that other changes split meanwhile.
+//! The engine limits the pages that one operation may change. Before an operation it computes here how far a step may
+//! go from the beginning of a range, and how many pages the step changes at most. The result is valid as long as no
+//! exclusive node of the tree becomes shared. An allowance for each level covers nodes that other changes split
+//! meanwhile.
 //!
-//! It also reads what the step will read: a change that fails half-way would stop the whole store.
+//! The computation also reads the pages that the step will read, because a change that fails half-way would stop the
+//! whole store.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt, lookup, references};

@@ -35,7 +35,7 @@ const DEPTHS: [u32; 2] = [1, 16];
 
 struct CacheShare {
     word: &'static str,
-    /// Number of blocks of the disk, in halves of the number of cache entries.
+    /// Number of blocks of the disk, divided by half the number of cache entries.
     halves: u64,
     share_min: f64,
 }

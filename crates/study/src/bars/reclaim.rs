@@ -143,7 +143,12 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
     let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
     outcome.findings.extend([
         Finding::at_most(PROPERTY, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
-        Finding::note(PROPERTY, "the same with what the empty datastore took", ratio(after as f64, live), ""),
+        Finding::note(
+            PROPERTY,
+            "overwritten ten times: space with that of the empty datastore",
+            ratio(after as f64, live),
+            "",
+        ),
         Finding::note(PROPERTY, "slowest pass of random writes", slowest, "/s"),
         Finding::note(PROPERTY, "slowest pass against the first", ratio(slowest, rates[0]), ""),
     ]);

@@ -75,7 +75,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         let sent = here.ask(&receiver.verb(&format!("{DISK}@{snapshot}"), name))?;
         Ok((began.elapsed(), sent))
     };
-    say("clones at another server against clones on the spot");
+    say("clones at another server against clones in the same datastore");
     let mut times = Vec::new();
     let mut raw = Vec::new();
     for run in 0..plan.runs {
@@ -106,7 +106,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let share = ratio(median(&local), median(&remote));
     outcome.findings.extend([
         Finding::note(PROPERTY, "clone at another server", median(&remote), "s"),
-        Finding::note(PROPERTY, "full clone on the spot", median(&local), "s"),
+        Finding::note(PROPERTY, "full clone in the same datastore", median(&local), "s"),
         Finding::at_least(PROPERTY, "remote clone: speed against a local one", share, SPEED_SHARE_MIN, ""),
     ]);
 

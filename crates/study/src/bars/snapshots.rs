@@ -104,7 +104,7 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
     outcome.findings.extend([
         note("taking a snapshot, median", median(&times)),
         Finding::at_most(PROPERTY, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
-        note("the same as a command, median", median(&commands)),
+        note("taking a snapshot by a command, median", median(&commands)),
         note("worst request in windows without one", noise),
         note("worst request in flight during one", delayed),
         Finding::at_most(

@@ -212,10 +212,10 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
 /// Measurements of frozen parents and their clones; arrays have an entry for each of [`TOUCHED`].
 #[derive(Default)]
 struct Frozen {
-    /// Milliseconds for which a parent was paused that had its own memory file, which became the image's file.
+    /// Milliseconds for which a parent was paused. The parent had its own memory file, which became the image's file.
     first: [Vec<f64>; TOUCHED.len()],
-    /// Milliseconds for which a parent was paused that was started from an image, most of whose memory was copied
-    /// before the pause.
+    /// Milliseconds for which a parent was paused. The parent was started from an image, and most of its memory was
+    /// copied before the pause.
     again: [Vec<f64>; TOUCHED.len()],
     /// Milliseconds until a clone executes.
     times: [Vec<f64>; TOUCHED.len()],
@@ -250,7 +250,7 @@ impl Frozen {
                 self.again[index].push(freeze(index)?);
             }
         }
-        say("their clones, three at a time, in turn");
+        say("clones of the frozen parents in turn, three clones at a time");
         let clone = |index: usize, batch: &str| -> Result<(Value, Vec<String>)> {
             let (pattern, count) = (format!("{}{batch}-%d", name(index)), AT_ONCE.to_string());
             let words = ["vm", "clone", &name(index), "--instant", "--count", &count, "--parallel", &count];

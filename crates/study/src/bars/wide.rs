@@ -73,7 +73,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     }
 
     let baseline = setting.baseline.as_ref().map(|program| -> Result<Datastore> {
-        say("writing the same with the baseline");
+        say("writing the same blocks with the baseline");
         let datastore = Datastore::init(program, &setting.scratch, "baseline")?;
         datastore.create(DISK, CAPACITY)?;
         let (server, _) = datastore.serve(&plain, DISK)?;
@@ -111,8 +111,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         ),
         Finding::at_most(PROPERTY, "cold opening to the first block read", median(&opened), OPEN_MAX_MS, "ms"),
         Finding::note(PROPERTY, "random reads, map fully cached", ample, "/s"),
-        Finding::at_least(PROPERTY, "random reads, default cache: share of that", ratio(default, ample), SHARE_MIN, ""),
-        Finding::note(PROPERTY, "random reads, 16 MiB cache: share of that", ratio(tight, ample), ""),
+        Finding::at_least(
+            PROPERTY,
+            "random reads, default cache: share of fully cached",
+            ratio(default, ample),
+            SHARE_MIN,
+            "",
+        ),
+        Finding::note(PROPERTY, "random reads, 16 MiB cache: share of fully cached", ratio(tight, ample), ""),
     ];
     for side in &sides {
         findings.push(Finding::note(PROPERTY, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));

@@ -3,7 +3,6 @@
 //! A clone exists once its guest has its own identity. An error before that removes the clone with its process.
 
 use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
-use crate::agent::Agent;
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
 use crate::host::Host;
@@ -11,23 +10,16 @@ use crate::instant::image::Image;
 use crate::instant::{child, freeze, running};
 use crate::machine::{Hold, MachineState};
 use crate::machines::{Making, Snapshot};
-use crate::personality::{self, Given};
+use crate::personality;
 use crate::qemu::command::network_device;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long a guest may take to get its own identity, with all attempts.
 const IDENTITY_PATIENCE: Duration = Duration::from_secs(180);
-/// How long the agent of a clone may take to answer in one attempt, if the parent's agent answered.
-const AGENT_PATIENCE: Duration = Duration::from_secs(30);
-/// Pause after an attempt that failed.
-const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// How long the agent of a clone may take to answer, if it is not known whether the parent has an agent.
-const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take to answer: shorter, because the agent is already running.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
@@ -131,7 +123,7 @@ fn run(
     let begun = Instant::now();
     let machine = making.machine(&definition.name);
     let change = machine.change()?;
-    let mut successor = child::set_up(&change, host.machines(), image, host.features()?)?;
+    let mut successor = child::set_up(&change, host.machines(), image, host.features()?, false)?;
     change.take_over(&successor)?;
     successor.monitor.execute("cont", json!({}))?;
     let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&definition.name) };
@@ -139,7 +131,7 @@ fn run(
         let given = match agent {
             Some(false) => Ok(None),
             agent => {
-                assign_guest_identity(&mut |patience| machine.agent(patience), definition, agent, IDENTITY_PATIENCE)
+                personality::give_within(&mut |patience| machine.agent(patience), definition, agent, IDENTITY_PATIENCE)
             }
         };
         let given = match given {
@@ -164,120 +156,4 @@ fn run(
         successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
     }
     Ok(made)
-}
-
-/// Connects to the agent of a guest; `None` if the agent does not answer in time.
-type Connect<'a> = dyn FnMut(Duration) -> Result<Option<Agent>> + 'a;
-
-/// Gives the guest its own identity; `None` if the guest has no agent. On a loaded host the agent may answer late, or
-/// after its connection was given up, so the attempt is repeated until `patience` is over.
-fn assign_guest_identity(
-    connect: &mut Connect<'_>,
-    definition: &Definition,
-    agent: Option<bool>,
-    patience: Duration,
-) -> Result<Option<Given>> {
-    let deadline = Instant::now() + patience;
-    let known = agent == Some(true);
-    loop {
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let attempt = connect(left().min(if known { AGENT_PATIENCE } else { UNKNOWN_PATIENCE }))
-            .and_then(|agent| agent.map(|mut agent| personality::give(&mut agent, definition, left())).transpose());
-        match attempt {
-            Ok(None) if known && !left().is_zero() => {}
-            Err(error) if error.kind() == ErrorKind::Io && !left().is_zero() => {
-                tracing::debug!(machine = definition.name, "{error}; trying again");
-                thread::sleep(RETRY_INTERVAL);
-            }
-            outcome => return outcome,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::qmp::Client;
-    use serde_json::Value;
-    use std::io::{BufRead, BufReader, Write};
-    use std::os::unix::net::UnixStream;
-    use std::path::Path;
-
-    /// Reaction of a simulated agent to the request to run the script.
-    #[derive(Clone, Copy)]
-    enum Act {
-        /// The agent disconnects.
-        Vanish,
-        /// The agent runs the script, and answers after this time.
-        Run(Duration),
-        /// The agent reports that the script failed.
-        Fail,
-    }
-
-    fn agent(act: Act) -> Agent {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        thread::spawn(move || {
-            let mut lines = BufReader::new(theirs.try_clone().unwrap()).split(b'\n');
-            let mut theirs = theirs;
-            while let Some(Ok(line)) = lines.next() {
-                let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
-                let request: Value = serde_json::from_slice(text).unwrap();
-                let answer = match (request["execute"].as_str().unwrap(), act) {
-                    ("guest-sync-delimited", _) => request["arguments"]["id"].clone(),
-                    ("guest-exec", Act::Vanish) => return,
-                    ("guest-exec", Act::Run(after)) => {
-                        thread::sleep(after);
-                        json!({ "pid": 1 })
-                    }
-                    ("guest-exec", Act::Fail) => json!({ "pid": 1 }),
-                    (_, Act::Fail) => json!({ "exited": true, "exitcode": 1 }),
-                    _ => json!({ "exited": true, "exitcode": 0 }),
-                };
-                let _ = writeln!(theirs, "{}", json!({ "return": answer, "id": request["id"] }));
-            }
-        });
-        let client = Client::over(ours, Path::new("agent"), Duration::from_secs(5)).unwrap();
-        Agent::over(client, Duration::from_secs(5)).unwrap().unwrap()
-    }
-
-    /// Runs the acts, one in each attempt; `None` for an agent that does not answer.
-    fn assign(acts: &[Option<Act>], known: Option<bool>, patience: Duration) -> (Result<Option<Given>>, usize) {
-        let definition = Definition::new("web", 1, 64 << 20).unwrap();
-        let mut count = 0;
-        let outcome = assign_guest_identity(
-            &mut |_| {
-                count += 1;
-                Ok(acts.get(count - 1).copied().flatten().map(agent))
-            },
-            &definition,
-            known,
-            patience,
-        );
-        (outcome, count)
-    }
-
-    #[test]
-    fn a_slow_agent_or_one_that_vanishes_gets_further_attempts() {
-        let minute = Duration::from_secs(60);
-        let good = Some(Act::Run(Duration::ZERO));
-        // 11 seconds are more than the limit of one command of the agent without this patience.
-        let slow = Some(Act::Run(Duration::from_secs(11)));
-        for (acts, attempts) in [(vec![good], 1), (vec![Some(Act::Vanish), None, good], 3), (vec![slow], 1)] {
-            let (outcome, count) = assign(&acts, Some(true), minute);
-            assert_eq!((outcome.unwrap(), count), (Some(Given { reseeded: true }), attempts));
-        }
-        assert_eq!(assign(&[None, good], None, minute).0.unwrap(), None, "a guest that may have no agent");
-    }
-
-    #[test]
-    fn attempts_end_with_the_patience_and_with_a_refusal() {
-        let (outcome, count) = assign(&[Some(Act::Fail), None], Some(true), Duration::from_secs(60));
-        assert_eq!((outcome.unwrap_err().kind(), count), (ErrorKind::Unsupported, 1));
-        let vanishing = vec![Some(Act::Vanish); 1000];
-        let begun = Instant::now();
-        let (outcome, count) = assign(&vanishing, Some(true), Duration::from_secs(1));
-        assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Io);
-        assert!(count > 1 && begun.elapsed() < Duration::from_secs(20), "{count}");
-    }
 }

@@ -23,7 +23,7 @@ pub(crate) use progress::Sum;
 use source::Point;
 pub use source::{PREFIX, Source};
 
-use crate::definition::{CloneKind, Definition, Origin, Seed};
+use crate::definition::{CloneKind, Definition, NewIdentity, Origin, Seed};
 use crate::fleet;
 use crate::host::Host;
 use crate::lifecycle;
@@ -37,14 +37,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use work::{Progress, Unreported};
 
-/// How the identity inside the guest of an instant clone is changed: its host name, machine id, network addresses and
-/// random numbers.
+/// How the identity inside the guest of a clone is changed: its host name, machine id, SSH host keys, network addresses
+/// and random numbers. The identity of an instant clone is changed at once, that of another clone at its first start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Inside {
     /// The guest's agent changes the identity; without an agent, the clone is kept with its network disconnected.
     IfAgent,
-    /// The guest's agent changes the identity; without an agent, the clone is not made.
+    /// The guest's agent changes the identity; without an agent, an instant clone is not made, and another is stopped.
     Required,
     /// The guest keeps the parent's identity.
     Kept,
@@ -61,9 +61,9 @@ pub struct Options {
     pub quiesce: bool,
     /// Whether the clones are started. Instant clones always run.
     pub start: bool,
-    /// How the identity inside the guests of instant clones is changed.
+    /// How the identity inside the guests is changed.
     pub inside: Inside,
-    /// What cloud-init in the guests of full and linked clones is told, in place of the source's.
+    /// The configuration of cloud-init in the guests of full and linked clones, in place of the source's.
     pub seed: Option<Seed>,
 }
 
@@ -76,8 +76,8 @@ pub struct Made {
     pub running: Option<Duration>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
-    /// own within a minute.
+    /// Whether the guest's kernel did not reseed its random number generator at once. The kernel then reseeds it within
+    /// a minute.
     pub same_randomness: bool,
 }
 
@@ -211,7 +211,12 @@ fn clone_definitions(task: &Task<'_>, parent: &Definition, way: CloneKind) -> Re
     let definition = |name: &String| {
         let origin = Origin { machine: machine.clone(), snapshot: snapshot.clone(), way };
         let seed = Seed::for_clone(parent.seed.as_ref(), given);
-        let clone = Definition { seed, ..parent.for_clone(name, origin)? };
+        let new_identity = match (way, task.options.inside) {
+            (CloneKind::Instant, _) | (_, Inside::Kept) => parent.new_identity,
+            (_, Inside::IfAgent) => Some(NewIdentity::Auto),
+            (_, Inside::Required) => Some(NewIdentity::Required),
+        };
+        let clone = Definition { seed, new_identity, ..parent.for_clone(name, origin)? };
         clone.check()?;
         Ok(clone)
     };

@@ -17,7 +17,7 @@ const UNITS: [u8; 2] = [6, 4];
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cdrom {
-    /// Its address on the controller of the chipset.
+    /// The drive's address on the controller of the chipset.
     pub unit: u8,
     /// The absolute path of the image in the drive; `None` if the drive is empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -40,7 +40,7 @@ impl BootDevice {
     /// The order if the definition has none.
     pub const USUAL: [Self; 2] = [Self::Disk, Self::Cdrom];
 
-    /// Its name.
+    /// The name of the device in definitions.
     pub fn name(self) -> &'static str {
         match self {
             Self::Disk => "disk",

@@ -1,9 +1,10 @@
 //! What a definition must satisfy: its devices have addresses of their own that exist, and its values are in range.
 
 use super::{
-    ARGUMENTS_MAX, Bus, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware, IDE_SLOT, Link,
-    MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION,
+    ARGUMENTS_MAX, Bus, CPU_MODEL_MAX, CPUS_MAX, Chipset, DISK_SLOTS, Definition, Display, FIRST_PORT, Firmware,
+    IDE_SLOT, Link, MEMORY_MAX, MEMORY_MIN, NAME_MAX, NETWORK_SLOTS, PORTS_MAX, QEMU_MEMORY_MIN, VERSION, WriteErrors,
 };
+use crate::user;
 use error::text::size;
 use error::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,12 +65,15 @@ impl Definition {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         check_name(&self.name)?;
+        self.run_as.as_deref().map_or(Ok(()), user::check_name)?;
         self.check_platform()?;
+        self.check_vnc()?;
         self.check_cdroms()?;
         self.check_seed()?;
         if self.cpus == 0 || self.cpus > CPUS_MAX {
             return invalid(format!("a machine has 1 to {CPUS_MAX} CPUs, not {}", self.cpus));
         }
+        self.cpu_model.as_deref().map_or(Ok(()), check_cpu_model)?;
         let whole = self.memory.is_multiple_of(1 << 20);
         if !(MEMORY_MIN..=MEMORY_MAX).contains(&self.memory) || !whole {
             return invalid(format!(
@@ -79,6 +83,14 @@ impl Definition {
         }
         if self.qemu_memory.is_some_and(|limit| !(QEMU_MEMORY_MIN..=MEMORY_MAX).contains(&limit)) {
             return invalid("QEMU's own memory is limited to 256 MiB or more".into());
+        }
+        if self.write_errors != WriteErrors::default()
+            && let Some(disk) = self.disks.iter().find(|disk| disk.bus == Bus::Nvme)
+        {
+            let (errors, disk) = (self.write_errors.name(), &disk.name);
+            return invalid(format!(
+                "disk '{disk}': QEMU's NVMe controller does not support write_errors = \"{errors}\""
+            ));
         }
         if self.ports > PORTS_MAX {
             return invalid(format!("a machine has at most {PORTS_MAX} ports, not {}", self.ports));
@@ -128,7 +140,7 @@ impl Definition {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         let platform = &self.platform;
         if platform.secure_boot && (platform.firmware != Firmware::Uefi || platform.chipset != Chipset::Q35) {
-            return invalid("secure_boot needs firmware \"uefi\" and chipset \"q35\"".into());
+            return invalid("Secure Boot needs UEFI and the chipset q35: firmware \"uefi\", chipset \"q35\"".into());
         }
         if self.vnc.is_some() && platform.display == Display::None {
             return invalid("vnc needs a graphics card: display \"vga\"".into());
@@ -140,6 +152,22 @@ impl Definition {
             _ => Ok(()),
         }
     }
+}
+
+/// Checks the form of a model of CPUs: QEMU's name, and features that commas separate. QEMU checks at the start whether
+/// it knows them.
+fn check_cpu_model(model: &str) -> Result<()> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.+=,:".contains(&byte);
+    let named = model.starts_with(|first: char| first.is_ascii_alphanumeric()) && model != "help";
+    if !named || model.len() > CPU_MODEL_MAX || !model.bytes().all(plain) {
+        let text = format!(
+            "'{}' is no CPU model: use a name that 'qemu-system-x86_64 -cpu help' lists, with features such as ',+pcid' if \
+             needed",
+            model.escape_debug()
+        );
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
 }
 
 /// Checks that a name can be used for a machine: a host name (RFC 1123) without dots.

@@ -70,7 +70,11 @@ impl Link {
 impl Definition {
     /// Adds a disk: at the lowest free address of the controllers that the machine has, or in the lowest free slot.
     pub fn add_disk(&mut self, name: &str) -> Result<()> {
-        let (mut bus, mut place) = (self.usual_bus(), None);
+        self.add_disk_on(name, self.usual_bus())
+    }
+
+    fn add_disk_on(&mut self, name: &str, mut bus: Bus) -> Result<()> {
+        let mut place = None;
         if bus == Bus::Ide && self.platform.chipset == Chipset::I440fx {
             place =
                 self.free_unit(bus).or_else(|| (!self.disks.iter().any(|it| it.bus == bus)).then_some((IDE_SLOT, 0)));
@@ -92,6 +96,29 @@ impl Definition {
         };
         self.disks.push(Disk { name: name.to_owned(), slot, bus, unit });
         Ok(())
+    }
+
+    /// Attaches all disks to controllers of another kind, in their order. Disks in ports stay there: they are virtio
+    /// disks, for which the guest has a driver.
+    pub fn set_bus(&mut self, bus: Bus) -> Result<()> {
+        if bus == Bus::Ide && self.platform.chipset != Chipset::I440fx {
+            let text = format!("machine '{}' has the chipset q35, which has no IDE controller: use sata", self.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let mut changed = Self { disks: Vec::with_capacity(self.disks.len()), ..self.clone() };
+        for disk in &self.disks {
+            match disk.is_in_port() {
+                true => changed.disks.push(disk.clone()),
+                false => changed.add_disk_on(&disk.name, bus)?,
+            }
+        }
+        *self = changed;
+        Ok(())
+    }
+
+    /// Replaces the model of all network cards.
+    pub fn set_card(&mut self, model: Card) {
+        self.networks.iter_mut().for_each(|card| card.model = model);
     }
 
     /// Adds a network card in the lowest free slot.
@@ -240,6 +267,33 @@ mod tests {
             machine.plug_disk("new").unwrap();
             assert_eq!(last(&machine), running, "{disks:?}");
         }
+    }
+
+    #[test]
+    fn all_disks_are_attached_to_controllers_of_another_kind_in_their_order() {
+        let from = [(Bus::Sata, 8, 0), (Bus::Sata, 8, 3), (Bus::Lsi, 9, 1)];
+        let mut machine = machine(Chipset::Q35, &from);
+        machine.add_network(Mac::new().unwrap(), Link::User).unwrap();
+        machine.disks.push(Disk { name: "plugged".into(), slot: FIRST_PORT, bus: Bus::Virtio, unit: 0 });
+        let places = |machine: &Definition| -> Vec<(Bus, u8, u8)> {
+            machine.check().unwrap();
+            machine.disks.iter().map(|disk| (disk.bus, disk.slot, disk.unit)).collect()
+        };
+        let port = (Bus::Virtio, FIRST_PORT, 0);
+        machine.set_bus(Bus::Virtio).unwrap();
+        machine.set_card(Card::E1000);
+        assert_eq!(places(&machine), [(Bus::Virtio, 8, 0), (Bus::Virtio, 9, 0), (Bus::Virtio, 10, 0), port]);
+        assert_eq!((machine.networks[0].model, machine.disks[1].name.as_str()), (Card::E1000, "d1"));
+        machine.set_bus(Bus::Pvscsi).unwrap();
+        assert_eq!(places(&machine), [(Bus::Pvscsi, 8, 0), (Bus::Pvscsi, 8, 1), (Bus::Pvscsi, 8, 2), port]);
+        assert!(machine.set_bus(Bus::Ide).unwrap_err().to_string().contains("use sata"));
+        for number in 0..6 {
+            machine.add_disk(&format!("more{number}")).unwrap();
+        }
+        // Nine virtio disks need nine slots, and there are eight.
+        let full = machine.clone();
+        assert_eq!(machine.set_bus(Bus::Virtio).unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(machine, full);
     }
 
     #[test]

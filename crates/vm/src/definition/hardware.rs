@@ -77,6 +77,31 @@ pub enum Display {
     Vga,
 }
 
+/// What QEMU does when a write of the guest fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WriteErrors {
+    /// If there is no space, QEMU pauses the guest, and repeats the write when the guest is resumed. Other errors are
+    /// passed to the guest.
+    #[default]
+    Enospc,
+    /// QEMU pauses the guest, and repeats the write when the guest is resumed.
+    Stop,
+    /// The error is passed to the guest.
+    Report,
+}
+
+impl WriteErrors {
+    /// The name in definitions, which is QEMU's name in `werror`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Enospc => "enospc",
+            Self::Stop => "stop",
+            Self::Report => "report",
+        }
+    }
+}
+
 /// The hardware of a machine besides its processors, memory, disks and network cards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

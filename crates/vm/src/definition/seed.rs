@@ -1,4 +1,4 @@
-//! What cloud-init in the guest is told: a host name, SSH keys, and the user's data.
+//! The configuration of cloud-init in the guest: a host name, SSH keys, and the user's data.
 
 use super::{Chipset, Definition, PORTS_MAX, check_name};
 use error::{Error, ErrorKind, Result};
@@ -13,7 +13,7 @@ pub const KEYS_MAX: usize = 64;
 const KEY_MAX: usize = 4 << 10;
 /// Longest host name with its domain.
 const HOSTNAME_MAX: usize = 253;
-/// How user data begin of which cloud-init knows the kind.
+/// How user data begin, in the forms that cloud-init recognises.
 const BEGINNINGS: [&str; 4] = ["#", "Content-Type:", "MIME-Version:", "From "];
 
 /// The seed of cloud-init. Its instance is the machine's UUID, so every clone is another instance.
@@ -32,7 +32,8 @@ pub struct Seed {
 }
 
 impl Seed {
-    /// The seed of a clone: that of its source with another host name, changed to what is `given`.
+    /// The seed of a clone: the seed of its source without the host name, and with the values of `given` in place of
+    /// the source's.
     pub fn for_clone(source: Option<&Self>, given: Option<&Self>) -> Option<Self> {
         let Some(given) = given else { return source.map(|source| Self { hostname: None, ..source.clone() }) };
         let keys = source.map(|source| source.ssh_keys.clone());

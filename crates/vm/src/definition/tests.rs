@@ -9,14 +9,19 @@ fn machine() -> Definition {
         name: "web".into(),
         uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
         cpus: 2,
+        cpu_model: Some("qemu64,+ssse3".into()),
         memory: 256 << 20,
         platform: Platform::default(),
         ports: 2,
         autostart: true,
         arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
         qemu_memory: Some(512 << 20),
+        run_as: None,
+        write_errors: WriteErrors::Stop,
         boot_order: Vec::new(),
         vnc: None,
+        vnc_tls: None,
+        new_identity: None,
         seed: None,
         origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
         boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
@@ -46,6 +51,10 @@ fn inconsistent_definitions_are_refused() {
         ("cpus = 2", "cpus = 0"),
         ("cpus = 2", "cpus = 256"),
         ("cpus = 2", "cpu = 2"),
+        ("qemu64,+ssse3", ""),
+        ("qemu64,+ssse3", "help"),
+        ("qemu64,+ssse3", "-qemu64"),
+        ("qemu64,+ssse3", "qemu64 -S"),
         ("256M", "256K"),
         ("256M", "+256M"),
         ("256M", "15M"),
@@ -84,6 +93,7 @@ fn foreign() -> Definition {
     machine.disks.push(Disk { name: "old".into(), slot: IDE_SLOT, bus: Bus::Ide, unit: 2 });
     machine.networks[0].model = Card::Vmxnet3;
     machine.boot = None;
+    machine.run_as = Some("nobody".into());
     machine.set_vnc(Some("[::1]:5901".parse().unwrap()));
     machine.boot_order = vec![BootDevice::Cdrom, BootDevice::Disk, BootDevice::Network];
     machine.add_cdrom(Some("/srv/x.iso".into())).unwrap();
@@ -97,8 +107,15 @@ fn the_hardware_of_other_programs_survives_encoding_and_cloning() {
     let text = machine.to_text().unwrap();
     assert!(text.contains("version = 2") && text.contains("bus = \"pvscsi\"") && text.contains("unit = 15"), "{text}");
     assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
-    let with_defaults =
-        Definition { ports: 0, autostart: false, arguments: Vec::new(), qemu_memory: None, ..super::tests::machine() };
+    let with_defaults = Definition {
+        ports: 0,
+        autostart: false,
+        arguments: Vec::new(),
+        qemu_memory: None,
+        cpu_model: None,
+        write_errors: WriteErrors::default(),
+        ..super::tests::machine()
+    };
     assert_eq!((machine.needed_version(), with_defaults.needed_version()), (2, 1));
     let origin = Origin { machine: "web".into(), snapshot: None, way: CloneKind::Full };
     let clone = machine.for_clone("copy", origin).unwrap();
@@ -118,7 +135,10 @@ fn hardware_that_does_not_go_together_is_refused() {
         ("chipset = \"i440fx\"", "chipset = \"q35\""),
         ("chipset = \"i440fx\"", "chipset = \"i440fx\"\nsecure_boot = true"),
         ("vnc = \"[::1]:5901\"", "vnc = \"192.0.2.1:5901\""),
+        ("vnc = \"[::1]:5901\"", "vnc = \"unix\"\nvnc_tls = { folder = \"/pki\" }"),
         ("display = \"vga\"", "display = \"none\""),
+        ("run_as = \"nobody\"", "run_as = \"-nobody\""),
+        ("run_as = \"nobody\"", "run_as = \"nobody,x\""),
         ("cores = 2", "cores = 3"),
         ("cores = 2", "cores = 0"),
         ("unit = 15", "unit = 64"),

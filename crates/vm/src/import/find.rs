@@ -27,8 +27,8 @@ pub fn sources(path: &Path) -> Result<Vec<PathBuf>> {
     walk(path, 0, &mut entries, &mut found)?;
     if found.is_empty() {
         let text = format!(
-            "no machine is described in '{}': a machine has a .vmx, .ovf or .ova file, or a libvirt domain in an .xml \
-             file",
+            "no machine is described in '{}': a machine has a .vmx, .ovf, .ova or .vbox file, or a libvirt domain in \
+             an .xml file",
             path.display()
         );
         return Err(Error::new(ErrorKind::NotFound, text));
@@ -51,7 +51,7 @@ fn walk(folder: &Path, depth: usize, entries: &mut usize, found: &mut Vec<PathBu
             walk(&path, depth + 1, entries, found)?;
         } else if kind.is_file() {
             match Format::of(&path) {
-                Format::Vmx | Format::Ovf | Format::Ova => found.push(path),
+                Format::Vmx | Format::Ovf | Format::Ova | Format::Vbox => found.push(path),
                 Format::Libvirt if has_domain(&path) => found.push(path),
                 Format::Libvirt | Format::Image => {}
             }
@@ -84,6 +84,8 @@ mod tests {
             ("a/web.vmdk", ""),
             ("b/c/db.OVA", ""),
             ("b/c/db.ovf", ""),
+            ("b/c/box.vbox", ""),
+            ("b/c/box.vbox-prev", ""),
             ("b/dom.xml", "<?xml?>\n<domain type='kvm'>"),
             ("b/pool.xml", "<pool>"),
         ] {
@@ -94,7 +96,7 @@ mod tests {
         symlink(root, root.join("a/again")).unwrap();
         let names = sources(root).unwrap();
         let names: Vec<_> = names.iter().map(|path| path.strip_prefix(root).unwrap().to_str().unwrap()).collect();
-        assert_eq!(names, ["a/web.vmx", "b/c/db.OVA", "b/c/db.ovf", "b/dom.xml"]);
+        assert_eq!(names, ["a/web.vmx", "b/c/box.vbox", "b/c/db.OVA", "b/c/db.ovf", "b/dom.xml"]);
         assert_eq!(sources(&root.join("a/web.vmdk")).unwrap(), [root.join("a/web.vmdk")]);
     }
 }

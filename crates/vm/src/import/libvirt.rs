@@ -4,12 +4,13 @@
 //! folder with `--allow-folder`, because the XML may come from another host.
 
 use super::paths::Permitted;
+use super::xml_source::XmlSource;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Boot, Bus, Chipset, Clock, Display, Firmware};
-use error::{Error, ErrorKind, Result};
+use error::{Error, Result};
 use ovf::xml::{self, Element};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Devices that the import leaves out and reports in notes, each with the reason.
 const LEFT_OUT: [(&str, &str); 12] = [
@@ -30,50 +31,41 @@ const LEFT_OUT: [(&str, &str); 12] = [
 /// Parses the XML of a domain, and searches the permitted folders for its files.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
     let root = xml::parse(bytes, &path.display().to_string())?;
-    let reader = Reader { path, permitted };
+    let reader = Reader { source: XmlSource { path, permitted } };
     // In the XML of a snapshot or a backup, the element `domain` is inside another one.
     let domain = if root.name == "domain" { Some(&root) } else { root.child("domain") };
-    let domain = domain.ok_or_else(|| reader.wrong(&root, "it is no domain of libvirt"))?;
+    let domain = domain.ok_or_else(|| reader.source.wrong(&root, "it is no domain of libvirt"))?;
     reader.domain(domain)
 }
 
 struct Reader<'a> {
-    path: &'a Path,
-    permitted: &'a Permitted,
+    source: XmlSource<'a>,
 }
 
 impl Reader<'_> {
-    fn wrong(&self, element: &Element, what: impl std::fmt::Display) -> Error {
-        let text = format!("'{}', line {}: {what}", self.path.display(), element.line);
-        Error::new(ErrorKind::Invalid, text)
-    }
-
-    fn find(&self, element: &Element, name: &str) -> Result<PathBuf> {
-        let context = |error: Error| error.context(format_args!("'{}', line {}", self.path.display(), element.line));
-        self.permitted.find(name).map_err(context)
-    }
-
     fn domain(&self, domain: &Element) -> Result<Foreign> {
-        let mut machine = Foreign::new(self.path, Format::Libvirt);
-        let stem = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let mut machine = Foreign::new(self.source.path, Format::Libvirt);
+        let stem = self.source.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         machine.name = domain.text_of("name").map_or(stem, str::to_owned);
         machine.uuid = match domain.text_of("uuid") {
-            Some(text) => Some(text.parse().map_err(|_| self.wrong(domain, "its uuid cannot be read"))?),
+            Some(text) => Some(text.parse().map_err(|_| self.source.wrong(domain, "its uuid cannot be read"))?),
             None => None,
         };
         let cpus = domain.child("vcpu");
         let count = cpus.map_or("1", |it| it.attribute("current").unwrap_or(&it.text));
-        machine.cpus = count.parse().map_err(|_| self.wrong(domain, "its number of processors cannot be read"))?;
-        let memory = domain.child("memory").ok_or_else(|| self.wrong(domain, "it has no memory"))?;
+        machine.cpus =
+            count.parse().map_err(|_| self.source.wrong(domain, "its number of processors cannot be read"))?;
+        let memory = domain.child("memory").ok_or_else(|| self.source.wrong(domain, "it has no memory"))?;
         let unit = unit(memory.attribute("unit").unwrap_or("KiB"));
         let bytes = memory.text.parse::<u64>().ok().zip(unit).and_then(|(count, unit)| count.checked_mul(unit));
         // The memory of machines is a multiple of 1 MiB, so the size is rounded up.
         let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(1 << 20));
-        machine.memory = bytes.ok_or_else(|| self.wrong(memory, "the amount of memory cannot be read"))?;
+        machine.memory = bytes.ok_or_else(|| self.source.wrong(memory, "the amount of memory cannot be read"))?;
         let cores = domain.at(&["cpu", "topology"]).and_then(|it| it.attribute("cores")?.parse::<u32>().ok());
         machine.platform.cores = cores.filter(|cores| *cores > 0 && machine.cpus.is_multiple_of(*cores));
+        processors(&mut machine, domain);
         self.firmware(&mut machine, domain)?;
-        let devices = domain.child("devices").ok_or_else(|| self.wrong(domain, "it has no devices"))?;
+        let devices = domain.child("devices").ok_or_else(|| self.source.wrong(domain, "it has no devices"))?;
         let model = |video: &Element| video.child("model").and_then(|it| it.attribute("type")).map(str::to_owned);
         if devices.all("video").any(|video| model(video).as_deref() != Some("none")) {
             machine.platform.display = Display::Vga;
@@ -94,11 +86,13 @@ impl Reader<'_> {
     }
 
     fn firmware(&self, machine: &mut Foreign, domain: &Element) -> Result<()> {
-        let Some(os) = domain.child("os") else { return Err(self.wrong(domain, "it has no <os>")) };
+        let Some(os) = domain.child("os") else { return Err(self.source.wrong(domain, "it has no <os>")) };
         let kind = os.child("type");
         let arch = kind.and_then(|it| it.attribute("arch")).unwrap_or("x86_64");
         if kind.is_none_or(|it| it.text != "hvm") || !["x86_64", "i686"].contains(&arch) {
-            return Err(self.wrong(os, format!("only full virtualization of x86 can be imported, not '{arch}'")));
+            return Err(self
+                .source
+                .wrong(os, format!("only full virtualization of x86 can be imported, not '{arch}'")));
         }
         let board = kind.and_then(|it| it.attribute("machine")).unwrap_or("pc");
         machine.platform.chipset = if board.contains("q35") { Chipset::Q35 } else { Chipset::I440fx };
@@ -117,9 +111,9 @@ impl Reader<'_> {
             self.variables(machine, os)?;
         }
         if let Some(kernel) = os.text_of("kernel") {
-            let initrd = os.text_of("initrd").map(|name| self.find(os, name)).transpose()?;
+            let initrd = os.text_of("initrd").map(|name| self.source.find(os, name)).transpose()?;
             let append = os.text_of("cmdline").unwrap_or_default().to_owned();
-            machine.boot = Some(Boot { kernel: self.find(os, kernel)?, initrd, append });
+            machine.boot = Some(Boot { kernel: self.source.find(os, kernel)?, initrd, append });
         }
         machine.platform.clock = match domain.child("clock").and_then(|it| it.attribute("offset")) {
             Some("localtime") => Clock::Local,
@@ -144,7 +138,7 @@ impl Reader<'_> {
             machine.note(format!("nvram '{name}'"), Effect::Changed, reason);
             return Ok(());
         }
-        machine.nvram = Some(self.find(nvram, name)?);
+        machine.nvram = Some(self.source.find(nvram, name)?);
         Ok(())
     }
 
@@ -152,17 +146,18 @@ impl Reader<'_> {
         let mut controllers: BTreeMap<(Bus, u32), usize> = BTreeMap::new();
         let mut ordered: Vec<(u32, ForeignDisk)> = Vec::new();
         for disk in devices.all("disk") {
-            let target = disk.child("target").ok_or_else(|| self.wrong(disk, "a disk has no target"))?;
+            let target = disk.child("target").ok_or_else(|| self.source.wrong(disk, "a disk has no target"))?;
             let label = target.attribute("dev").unwrap_or("disk").to_owned();
             match disk.attribute("device").unwrap_or("disk") {
                 "disk" => {}
                 kind @ ("cdrom" | "floppy") => {
-                    machine.note(label, Effect::LeftOut, format!("it is a {kind} drive; machines have none"));
+                    let image = disk.child("source").and_then(|it| it.attribute("file"));
+                    models::removable(machine, &label, kind, image);
                     continue;
                 }
                 kind => {
                     let text = format!("disk '{label}' of the kind '{}' cannot be mapped", kind.escape_debug());
-                    return Err(self.wrong(disk, text));
+                    return Err(self.source.wrong(disk, text));
                 }
             }
             let content = self.content(disk, &label)?;
@@ -251,16 +246,16 @@ impl Reader<'_> {
                      the XML",
                     other.escape_debug()
                 );
-                return Err(self.wrong(disk, text));
+                return Err(self.source.wrong(disk, text));
             }
         };
-        let name = name.ok_or_else(|| self.wrong(disk, format!("disk '{label}' has no source {kind}")))?;
+        let name = name.ok_or_else(|| self.source.wrong(disk, format!("disk '{label}' has no source {kind}")))?;
         let format = disk.child("driver").and_then(|it| it.attribute("type")).unwrap_or("raw");
         if !["raw", "qcow2", "vmdk"].contains(&format) {
             let text = format!("disk '{label}' has the format '{}', which cannot be read", format.escape_debug());
-            return Err(self.wrong(disk, text));
+            return Err(self.source.wrong(disk, text));
         }
-        Ok(Content::Image { path: self.find(disk, name)?, format: Some(format.to_owned()) })
+        Ok(Content::Image { path: self.source.find(disk, name)?, format: Some(format.to_owned()) })
     }
 
     fn cards(&self, machine: &mut Foreign, devices: &Element) -> Result<()> {
@@ -270,7 +265,7 @@ impl Reader<'_> {
             let model = models::card(machine, &label, model);
             let mac = interface.child("mac").and_then(|it| it.attribute("address"));
             let mac = mac.map(|text| text.to_ascii_lowercase().parse()).transpose();
-            let mac = mac.map_err(|error: Error| self.wrong(interface, error))?;
+            let mac = mac.map_err(|error: Error| self.source.wrong(interface, error))?;
             let source = interface.child("source");
             let place = |name: &str| source.and_then(|it| it.attribute(name)).map(|value| format!("{name} {value}"));
             let network = place("bridge").or(place("network")).or(place("dev"));
@@ -291,6 +286,32 @@ fn number_of(name: &str) -> u32 {
         number = number * 26 + u32::from(letter - b'a') + 1;
     }
     number.saturating_sub(1)
+}
+
+/// Adds notes on properties of the CPUs that the machine does not have.
+fn processors(machine: &mut Foreign, domain: &Element) {
+    if let Some(model) = domain.child("cpu").and_then(|cpu| cpu.text_of("model")) {
+        let features = domain.child("cpu").into_iter().flat_map(|cpu| cpu.all("feature"));
+        let features = features.filter_map(|feature| {
+            let sign = match feature.attribute("policy") {
+                Some("disable" | "forbid") => '-',
+                _ => '+',
+            };
+            Some(format!(",{sign}{}", feature.attribute("name")?))
+        });
+        let model: String = std::iter::once(model.to_owned()).chain(features).collect();
+        let reason = format!(
+            "the guest has all features of this host's CPU; 'lamina vm edit --cpu-model {}' restricts it to those of the \
+             source",
+            model.escape_debug()
+        );
+        machine.note("cpu", Effect::Changed, reason);
+    }
+    if domain.at(&["features", "hyperv"]).is_some() {
+        let reason = "Windows runs slower without these interfaces; 'lamina vm edit --cpu-model \
+                      max,hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time' adds the usual ones";
+        machine.note("hyperv", Effect::LeftOut, reason);
+    }
 }
 
 /// The number of bytes of a unit in libvirt's XML.

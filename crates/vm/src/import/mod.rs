@@ -6,7 +6,9 @@
 //! dictionary   the lines of VMware's files: key = "value"
 //! vmx          a machine of ESXi or Workstation, with its list of snapshots (vmsd)
 //! ovf          a machine in an OVF descriptor, alone or in an archive (OVA)
+//! vbox         a machine of VirtualBox
 //! libvirt      a domain of libvirt
+//! xml_source   the file of vbox and libvirt, for errors that name a line of it
 //! image        a disk alone
 //! models       devices of other programs, and QEMU's devices that replace them
 //! plan         the machine that is created from a description
@@ -32,7 +34,9 @@ pub mod plan;
 pub mod run;
 #[cfg(test)]
 mod tests;
+mod vbox;
 mod vmx;
+mod xml_source;
 
 pub use find::sources;
 
@@ -71,6 +75,8 @@ pub enum Format {
     Ovf,
     /// An archive with an OVF descriptor and disks.
     Ova,
+    /// VirtualBox's settings of a machine.
+    Vbox,
     /// The XML of a libvirt domain.
     Libvirt,
     /// A disk.
@@ -85,6 +91,7 @@ impl Format {
             Some("vmx") => Self::Vmx,
             Some("ovf") => Self::Ovf,
             Some("ova") => Self::Ova,
+            Some("vbox") => Self::Vbox,
             Some("xml") => Self::Libvirt,
             _ => Self::Image,
         }
@@ -96,6 +103,7 @@ impl Format {
             Self::Vmx => "vmx",
             Self::Ovf => "ovf",
             Self::Ova => "ova",
+            Self::Vbox => "vbox",
             Self::Libvirt => "libvirt",
             Self::Image => "image",
         }
@@ -345,6 +353,7 @@ pub fn read(path: &Path, options: &Options, disks: &dyn Disks) -> Result<Vec<For
         Format::Vmx => Ok(vec![vmx::read(path, &text(path)?, &permitted)?]),
         Format::Ovf => ovf::read(path, &text(path)?, ovf::Files::Beside(&permitted)),
         Format::Ova => ovf::read(path, &disks.descriptor(path)?, ovf::Files::Archive(path)),
+        Format::Vbox => Ok(vec![vbox::read(path, &text(path)?, &permitted)?]),
         Format::Libvirt => Ok(vec![libvirt::read(path, &text(path)?, &permitted)?]),
         Format::Image => Ok(vec![image::read(path)?]),
     }
@@ -356,6 +365,7 @@ pub fn parse(format: Format, bytes: &[u8]) -> Result<Vec<Foreign>> {
     match format {
         Format::Vmx => Ok(vec![vmx::read(path, bytes, &paths::Permitted::unchecked())?]),
         Format::Ovf | Format::Ova => ovf::read(path, bytes, ovf::Files::Archive(path)),
+        Format::Vbox => Ok(vec![vbox::read(path, bytes, &paths::Permitted::unchecked())?]),
         Format::Libvirt => Ok(vec![libvirt::read(path, bytes, &paths::Permitted::unchecked())?]),
         Format::Image => Err(Error::new(ErrorKind::Unsupported, "an image is no description")),
     }

@@ -6,6 +6,19 @@ use crate::definition::{Bus, Card};
 /// Advice for a guest that may lack a driver.
 const CHOOSE: &str = "if the guest lacks it, choose another controller with --bus, or --virtio";
 
+/// Removable drives that are not imported, because their images are not part of the machine. `kind` is the name of the
+/// drive in the source, and `image` its image.
+pub fn removable(machine: &mut Foreign, label: &str, kind: &str, image: Option<&str>) {
+    let reason = match kind.to_ascii_lowercase().as_str() {
+        "cdrom" | "dvd" | "cd" => {
+            let image = image.map(|image| format!(" ('{}')", image.escape_debug())).unwrap_or_default();
+            format!("it is a CD drive{image}; 'lamina vm edit --cdrom FILE' adds one")
+        }
+        _ => format!("machines have no {} drives", kind.to_ascii_lowercase()),
+    };
+    machine.note(label, Effect::LeftOut, reason);
+}
+
 /// LSI Logic's parallel SCSI controller, 53C1030.
 pub fn lsi_logic(machine: &mut Foreign, label: &str) -> Bus {
     let reason =

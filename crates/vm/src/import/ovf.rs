@@ -5,6 +5,7 @@
 use super::paths::Permitted;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
+use crate::identity::Mac;
 use ::ovf::xml::Element;
 use ::ovf::{Envelope, resource};
 use error::{Error, Result};
@@ -102,7 +103,7 @@ impl Reader<'_> {
             names.flatten().any(|name| name.to_ascii_lowercase().starts_with("win") || name.contains("Windows"));
         platform.clock = if windows { Clock::Local } else { Clock::Utc };
         if setting("nvram").is_some() {
-            let reason = "VMware's file of firmware variables has another form than QEMU's";
+            let reason = "VMware's file of firmware variables has another format than QEMU's";
             machine.note("nvram", Effect::LeftOut, reason);
         }
     }
@@ -187,10 +188,8 @@ impl Reader<'_> {
                     item.text_of("AutomaticAllocation").is_none_or(|text| !text.eq_ignore_ascii_case("false"));
                 machine.add_card(ForeignCard { label, model, mac, network, connected })?;
             }
-            resource::CD | resource::DVD => {
-                machine.note(label, Effect::LeftOut, "it is a CD drive; machines have none")
-            }
-            resource::FLOPPY => machine.note(label, Effect::LeftOut, "machines have no floppy drives"),
+            resource::CD | resource::DVD => models::removable(machine, &label, "cd", None),
+            resource::FLOPPY => models::removable(machine, &label, "floppy", None),
             resource::USB => {
                 machine.note(label, Effect::LeftOut, "machines have no USB; keyboard and mouse are PS/2");
             }
@@ -273,13 +272,18 @@ impl Reader<'_> {
         let adapters = part("Network").into_iter().flat_map(|network| network.all("Adapter"));
         let enabled = adapters.filter(|adapter| adapter.attribute("enabled") == Some("true"));
         for (card, adapter) in machine.cards.iter_mut().zip(enabled) {
-            let digits = adapter.attribute("MACAddress").unwrap_or_default();
-            if card.mac.is_none() && digits.len() == 12 && digits.is_ascii() {
-                let pairs: Vec<&str> = (0..6).map(|at| &digits[at * 2..at * 2 + 2]).collect();
-                card.mac = pairs.join(":").to_ascii_lowercase().parse().ok();
-            }
+            card.mac = card.mac.or_else(|| mac(adapter.attribute("MACAddress").unwrap_or_default()));
         }
     }
+}
+
+/// An address as VirtualBox writes it: twelve digits.
+pub(super) fn mac(digits: &str) -> Option<Mac> {
+    if digits.len() != 12 || !digits.is_ascii() {
+        return None;
+    }
+    let pairs: Vec<&str> = (0..6).map(|at| &digits[at * 2..at * 2 + 2]).collect();
+    pairs.join(":").to_ascii_lowercase().parse().ok()
 }
 
 /// The name of a device.

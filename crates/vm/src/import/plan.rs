@@ -96,7 +96,7 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
         let group = if options.bus.is_some() { 0 } else { disk.controller };
         let (slot, unit) = places.place(group, bus, wanted).map_err(context)?;
         if wanted.is_some_and(|wanted| wanted != u32::from(unit)) && bus != Bus::Virtio {
-            let reason = format!("QEMU's controller has only {} addresses; its address is {unit} here", bus.units());
+            let reason = format!("QEMU's controller has only {} addresses; the disk's address is {unit}", bus.units());
             foreign.note(&*disk.label, Effect::Changed, reason);
         }
         let name = disk_name(&name, index);
@@ -190,7 +190,7 @@ fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) 
                 foreign.note(
                     &*card.label,
                     Effect::Changed,
-                    format!("two cards have the address {mac}; it gets a new one"),
+                    format!("two cards have the address {mac}; the second card gets a new one"),
                 );
                 Mac::new()?
             }

@@ -137,6 +137,7 @@ fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Ve
             name: snapshot.name.clone(),
             created: snapshot.created,
             consistency: "crash-consistent".to_owned(),
+            passt: false,
             disks: found
                 .into_iter()
                 .map(|(index, name)| Snapshot { disk: plan.disks[index].name.clone(), name })

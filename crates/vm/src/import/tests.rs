@@ -70,7 +70,7 @@ fn what_cannot_be_as_it_was_is_noted() {
     let scsi = "memSize = \"64\"\nscsi0.present = \"TRUE\"\n";
     let plan = planned(Format::Vmx, &vmx(scsi, &["scsi0:0", "scsi0:12"]), &options());
     assert_eq!(places(&plan.definition), [(8, Bus::Lsi, 0), (8, Bus::Lsi, 1)]);
-    assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("its address is 1 here"), "{}", notes(&plan));
+    assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("the disk's address is 1"), "{}", notes(&plan));
     // UEFI boots from SATA, unless the user chooses a controller; the controllers of other disks are kept.
     let uefi = "memSize = \"64\"\nfirmware = \"efi\"\nscsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n\
                 scsi1.present = \"TRUE\"\nscsi1.virtualDev = \"pvscsi\"\n";
@@ -165,6 +165,20 @@ fn what_libvirt_writes() {
     for words in ["tpm", "no bus 'usb'", "no 'ne2k_pci'"] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
     }
+    let removable = "<disk device='cdrom'><source file='/x.iso'/><target dev='sda'/></disk>\
+                     <disk device='floppy'><target dev='fda'/></disk>";
+    let processors = "<cpu mode='custom'><model>EPYC</model><feature policy='require' name='pcid'/>\
+                      <feature policy='disable' name='sse4a'/></cpu>\
+                      <features><hyperv><relaxed state='on'/></hyperv></features><devices>";
+    let plan = planned(Format::Libvirt, &domain(removable).replace("<devices>", processors), &options());
+    for words in [
+        "sda: it is a CD drive ('/x.iso'); 'lamina vm edit --cdrom FILE' adds one",
+        "fda: machines have no floppy drives",
+        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts it to those of the source",
+        "hyperv: Windows runs slower without",
+    ] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
 }
 
 #[test]
@@ -240,5 +254,76 @@ fn what_vmware_exports() {
     ] {
         let error = parse(Format::Ovf, envelope(&items).as_bytes()).unwrap_err().to_string();
         assert!(error.contains("'description', line ") && error.contains(words), "{words}: {error}");
+    }
+}
+
+/// Settings of a machine of VirtualBox, with the disk `{a}` and its child `{b}` registered.
+fn vbox(hardware: &str, disk: &str, image: &str) -> String {
+    format!(
+        "<?xml version=\"1.0\"?>\n<VirtualBox xmlns=\"http://www.virtualbox.org/\" version=\"1.19-linux\">\n\
+         <Machine uuid=\"{{1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11}}\" name=\"box\" OSType=\"Debian_64\">\n<MediaRegistry>\n\
+         <HardDisks><HardDisk uuid=\"{{00000000-0000-0000-0000-00000000000a}}\" location=\"box.vmdk\" {disk} \
+         type=\"Normal\"><HardDisk uuid=\"{{00000000-0000-0000-0000-00000000000b}}\" location=\"Snapshots/b.vmdk\" \
+         format=\"VMDK\"/></HardDisk></HardDisks></MediaRegistry>\n<Hardware><CPU count=\"2\"/>\n\
+         <Memory RAMSize=\"64\"/>\n{hardware}\n<StorageControllers>\
+         <StorageController name=\"IDE\" type=\"PIIX4\" PortCount=\"2\">\
+         <AttachedDevice type=\"DVD\" port=\"1\" device=\"0\"/>\
+         <AttachedDevice type=\"HardDisk\" port=\"1\" device=\"1\"><Image \
+         uuid=\"{{00000000-0000-0000-0000-00000000000{image}}}\"/></AttachedDevice>\
+         </StorageController></StorageControllers></Hardware></Machine></VirtualBox>\n"
+    )
+}
+
+#[test]
+fn what_virtualbox_writes() {
+    let hardware = "<Firmware type=\"BIOS\"/><Chipset type=\"PIIX3\"/><RTC localOrUTC=\"UTC\"/><AudioAdapter \
+        enabled=\"true\"/><SharedFolders><SharedFolder name=\"share\"/></SharedFolders><Network>\
+        <Adapter slot=\"0\" enabled=\"true\" MACAddress=\"080027AABBCC\" type=\"82540EM\"><NAT/></Adapter>\
+        <Adapter slot=\"1\" enabled=\"false\" MACAddress=\"080027AABBCD\" type=\"82540EM\"/>\
+        <Adapter slot=\"2\" enabled=\"true\" MACAddress=\"080027AABBCE\" cable=\"false\" type=\"virtio\">\
+        <DisabledModes/><BridgedInterface name=\"eth0\"/></Adapter></Network>";
+    let plan = planned(Format::Vbox, &vbox(hardware, "format=\"VMDK\"", "a"), &options());
+    let machine = &plan.definition;
+    assert_eq!((machine.cpus, machine.memory, places(machine)), (2, 64 << 20, vec![(IDE_SLOT, Bus::Ide, 3)]));
+    assert_eq!((machine.platform.clock, machine.platform.chipset), (Clock::Utc, Chipset::I440fx));
+    assert_eq!(machine.uuid.to_string(), "7c3a9e1d-0e5b-444a-9d0f-0f6f1c2f7a11", "the order that the guest saw");
+    assert!(matches!(&plan.disks[0].content, Content::Image { format: Some(format), .. } if format == "vmdk"));
+    let cards: Vec<_> = machine.networks.iter().map(|it| (it.mac.to_string(), it.model, it.link.clone())).collect();
+    let expected = [
+        ("08:00:27:aa:bb:cc".to_owned(), Card::E1000, Link::User),
+        ("08:00:27:aa:bb:ce".to_owned(), Card::Virtio, Link::None),
+    ];
+    assert_eq!(cards, expected);
+    for words in [
+        "IDE port 1: it is a CD drive; 'lamina vm edit --cdrom FILE' adds one",
+        "AudioAdapter",
+        "share",
+        "it was on 'NAT'",
+    ] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
+    let plain = format!("{hardware}<SmbiosUuidLittleEndian enabled=\"true\"/>");
+    let plan = planned(Format::Vbox, &vbox(&plain, "format=\"raw\"", "a"), &options());
+    assert_eq!(plan.definition.uuid.to_string(), "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11");
+    let uefi = "<Firmware type=\"EFI\"/><NVRAM path=\"box.nvram\"/>";
+    let plan = planned(Format::Vbox, &vbox(uefi, "format=\"VMDK\"", "a"), &options());
+    assert_eq!(plan.definition.platform.firmware, Firmware::Uefi);
+    assert!(notes(&plan).contains("box.nvram"), "{}", notes(&plan));
+}
+
+#[test]
+fn refused_settings_of_virtualbox_are_named_with_the_line() {
+    let good = |disk: &str, image: &str| vbox("", disk, image);
+    for (text, words) in [
+        ("<domain/>".to_owned(), "line 1: it is no machine of VirtualBox"),
+        (good("format=\"VDI\"", "a"), "line 5: disk 'box.vmdk' has the format 'VDI'"),
+        (good("format=\"VMDK\"", "b"), "line 5: disk 'Snapshots/b.vmdk' is a difference"),
+        (good("format=\"VMDK\"", "c"), "no disk with the UUID 00000000-0000-0000-0000-00000000000c is registered"),
+        (good("format=\"VMDK\"", "a").replace("PIIX4", "USB"), "controller 'USB'"),
+        (good("format=\"VMDK\"", "a").replace("RAMSize=\"64\"", "RAMSize=\"x\""), "line 7: RAMSize"),
+        (good("format=\"VMDK\"", "a").replace("{1d9e3a7c", "{1d"), "line 3: uuid"),
+    ] {
+        let error = parse(Format::Vbox, text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
     }
 }

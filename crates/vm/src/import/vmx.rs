@@ -16,7 +16,7 @@ const MEMORY_DEFAULT: u64 = 32;
 /// The first virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS 2.7).
 const LITTLE_ENDIAN_SINCE: u64 = 13;
 /// Why a file of UEFI variables is not used.
-const OTHER_FORM: &str = "VMware's file of firmware variables has another form than QEMU's";
+const OTHER_FORM: &str = "VMware's file of firmware variables has another format than QEMU's";
 
 /// Parses a configuration, and searches the permitted folders for its files.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
@@ -187,7 +187,7 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
     let kind = file.get(&format!("{device}.deviceType")).unwrap_or_default().to_ascii_lowercase();
     let is_cd = kind.contains("cdrom") || (kind.is_empty() && name.to_ascii_lowercase().ends_with(".iso"));
     if is_cd {
-        machine.note(device, Effect::LeftOut, format!("it is a CD drive ('{name}'); machines have none"));
+        models::removable(machine, device, "cdrom", Some(name).filter(|name| !name.is_empty()));
         return Ok(None);
     }
     if !["", "disk", "harddisk", "scsi-harddisk", "ata-harddisk", "nvme-harddisk"].contains(&&*kind) {
@@ -243,7 +243,7 @@ fn card(machine: &mut Foreign, file: &Dictionary, number: u32) -> Result<()> {
         machine.note(
             &*label,
             Effect::Changed,
-            format!("'{}' is no address of a card; it gets a new one", text.escape_debug()),
+            format!("'{}' is no address of a card; the card gets a new one", text.escape_debug()),
         );
     }
     let network = get("networkName").or(get("vnet")).or(get("connectionType")).unwrap_or("bridged").to_owned();

@@ -3,7 +3,7 @@
 use super::image::Image;
 use super::state;
 use crate::definition::{CloneKind, Definition, Origin};
-use crate::machine::{Change, Successor};
+use crate::machine::{Change, Start, Successor};
 use crate::machines::Machines;
 use crate::qemu::command::network_device;
 use crate::qemu::features::Features;
@@ -16,10 +16,17 @@ pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     parent.for_clone(name, Origin { machine: parent.name.clone(), snapshot: None, way: CloneKind::Instant })
 }
 
-/// Starts a process with the state of the image. Its guest is paused, and its network cards are disconnected.
-pub fn set_up(change: &Change, machines: &Machines, image: &Image, features: &Features) -> Result<Successor> {
+/// Starts a process with the state of the image. Its guest is paused, and its network cards are disconnected. Its user
+/// networks are those of passt only if `passt` permits that.
+pub fn set_up(
+    change: &Change,
+    machines: &Machines,
+    image: &Image,
+    features: &Features,
+    passt: bool,
+) -> Result<Successor> {
     let nbd = machines.disks().server()?;
-    let mut successor = change.set_up(image.start(features, &nbd))?;
+    let mut successor = change.set_up(Start { passt, ..image.start(features, &nbd) })?;
     let outcome = load(&mut successor, image, features);
     if let Err(error) = outcome {
         let _ = successor.process.kill();

@@ -60,12 +60,12 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
     // The agent is queried before the guest is paused, because a paused guest cannot answer. The commands that make
-    // clones need to know whether to wait for agents.
+    // clones wait for agents only if the source's agent answers.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,
     };
-    let image = images.begin(machine.definition()?, agent)?;
+    let image = images.begin(machine.definition()?, agent, machine.uses_passt())?;
     let taken = Memories::prepare(machine.memory()?, images, &image, process.pid())
         .and_then(|memory| take(&mut monitor, images, disks, features, image.clone(), &memory))
         // From here on the machine continues from the image, and its process must not execute the guest any more.

@@ -50,6 +50,10 @@ pub struct Record {
     /// Whether an agent answered in the guest; `None` if the agent was not queried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
+    /// Whether the image can be continued with the user networks of passt. Otherwise it contains the state of QEMU's
+    /// own user network.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub passt: bool,
     /// Path of the guest's memory file.
     pub memory: PathBuf,
     /// The disk snapshots that belong to the image, in the order of the disks.
@@ -99,7 +103,8 @@ impl Image {
     /// Parameters of a process that continues from the image.
     pub fn start<'a>(&self, features: &'a Features, nbd: &'a Path) -> Start<'a> {
         let memory = Memory::CopyOnWrite(self.record.memory.clone());
-        Start { features, nbd, memory, record: MemoryRecord::Image(self.id.clone()), incoming: true }
+        let record = MemoryRecord::Image(self.id.clone());
+        Start { features, nbd, memory, record, incoming: true, passt: self.record.passt }
     }
 }
 
@@ -197,8 +202,9 @@ impl Images {
         Ok(Image { id: id.into(), record, folder })
     }
 
-    /// Begins an image of a machine: writes the record before anything else of the image is created.
-    pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
+    /// Begins an image of a machine: writes the record before anything else of the image is created. `passt` states
+    /// whether passt, and not QEMU itself, serves the user networks of the machine's process.
+    pub fn begin(&self, machine: Definition, agent: Option<bool>, passt: bool) -> Result<Image> {
         self.make_memory_folder()?;
         let id = new_uuid()?.to_string();
         let folder = self.folder.join(&id);
@@ -207,7 +213,7 @@ impl Images {
             .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
             .collect();
         let memory = self.memory_of(&id);
-        let record = Record { version: VERSION, created: clock::seconds(), agent, memory, snapshots, machine };
+        let record = Record { version: VERSION, created: clock::seconds(), agent, passt, memory, snapshots, machine };
         private::create_folder(&folder).during(|| format!("making '{}'", folder.display()))?;
         durable::write_toml(&folder.join(BEGUN), &record)?;
         durable::sync(&self.folder)?;

@@ -96,9 +96,9 @@ struct Work<'a> {
 impl Work<'_> {
     /// Copies the changed pages of a part of a mapping; returns the number of bytes.
     fn copy(&self, stripe: &Mapping, piece: &mut [u8]) -> Result<u64> {
-        let asking = || format!("asking for the pages of process {}", self.pid);
+        let listing = || format!("listing the private pages of process {}", self.pid);
         let mut copied = 0;
-        for run in self.map.copies(stripe.addresses.clone()).during(asking)? {
+        for run in self.map.copies(stripe.addresses.clone()).during(listing)? {
             copied += run.end - run.start;
             self.copy_run(run.clone(), stripe.offset + (run.start - stripe.addresses.start), piece)?;
         }

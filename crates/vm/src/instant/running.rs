@@ -54,7 +54,7 @@ pub fn take(
     let nbd = disks.server()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let image = images.begin(machine.definition()?, None)?;
+    let image = images.begin(machine.definition()?, None, machine.uses_passt())?;
     let outcome = Memories::prepare(machine.memory()?, images, &image, process.pid()).and_then(|memory| {
         let mut successor = change.set_up(image.start(features, &nbd))?;
         let outcome = state::prepare(&mut successor.monitor, features).and_then(|()| {

@@ -54,9 +54,11 @@ pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
 pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
     let saving = || format!("saving device state to '{}'", file.display());
     let target = private::create(file).during(saving)?;
-    let uri = hand_over(monitor, features, file, &target)?;
-    monitor.execute("migrate", json!({ "uri": uri }))?;
-    match ended(monitor)?.as_str() {
+    let status = with_uri(monitor, features, &target, |monitor, uri| {
+        monitor.execute("migrate", json!({ "uri": uri }))?;
+        ended(monitor)
+    })?;
+    match status.as_str() {
         "completed" => Ok(()),
         status => {
             let why = monitor.execute("query-migrate", json!({}))?;
@@ -78,8 +80,11 @@ pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file:
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
     let devices = with_ending(file, ".devices");
+    let opened = private::create(&devices).during(|| format!("saving device state to '{}'", devices.display()))?;
     let outcome = monitor
-        .execute("xen-save-devices-state", json!({ "filename": devices, "live": false }))
+        .lend(&opened, |monitor, name| {
+            monitor.execute("xen-save-devices-state", json!({ "filename": name, "live": false }))
+        })
         .and_then(|_| join(began, &devices, file));
     let _ = fs::remove_file(&devices);
     outcome
@@ -88,11 +93,13 @@ pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file:
 /// Loads a device state. The guest is paused afterwards.
 pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
     let source = File::open(file).during(|| format!("opening '{}'", file.display()))?;
-    let uri = hand_over(monitor, features, file, &source)?;
     // QEMU exits if it cannot load a state.
     let failed = |error: Error| error.context(format_args!("QEMU could not load '{}'", file.display()));
-    monitor.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
-    match ended(monitor).map_err(failed)?.as_str() {
+    let status = with_uri(monitor, features, &source, |monitor, uri| {
+        monitor.execute("migrate-incoming", json!({ "uri": uri }))?;
+        ended(monitor)
+    });
+    match status.map_err(failed)?.as_str() {
         "completed" => {}
         status => {
             let text = format!("QEMU could not load '{}': it {status}", file.display());
@@ -123,13 +130,19 @@ fn ended(monitor: &mut Client) -> Result<String> {
     }
 }
 
-/// The migration URI of a file. Newer QEMUs open the path; to older ones the open file is passed under a name.
-fn hand_over(monitor: &mut Client, features: &Features, path: &Path, file: &File) -> Result<String> {
+/// Calls `work` with the migration URI of an open file, which is passed to QEMU: QEMU may run as a user that cannot
+/// open it. Newer QEMUs migrate to files by name only, so they get the name of a set of open files.
+fn with_uri<T>(
+    monitor: &mut Client,
+    features: &Features,
+    file: &File,
+    work: impl FnOnce(&mut Client, &str) -> Result<T>,
+) -> Result<T> {
     if features.migrate_to_file {
-        return Ok(format!("file:{}", path.display()));
+        return monitor.lend(file, |monitor, name| work(monitor, &format!("file:{name}")));
     }
     monitor.pass(NAME, file)?;
-    Ok(format!("fd:{NAME}"))
+    work(monitor, &format!("fd:{NAME}"))
 }
 
 fn with_ending(file: &Path, ending: &str) -> PathBuf {

@@ -28,7 +28,7 @@ pub struct Making {
 }
 
 /// Which disks of an intent may be deleted.
-pub(super) enum Whose<'a> {
+pub(super) enum DiskSelection<'a> {
     /// Disks that this process has created.
     Made(&'a BTreeSet<String>),
     /// Disks that match the intent and were created after this time.
@@ -117,7 +117,7 @@ impl Making {
     }
 
     fn take_away(&self) -> Result<()> {
-        take_away((&self.folder, &self.lock), &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
+        take_away((&self.folder, &self.lock), &self.intent, &*self.disks, DiskSelection::Made(&self.made.lock()))
     }
 }
 
@@ -132,13 +132,13 @@ impl Drop for Making {
 }
 
 /// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. The folder
-/// is given by its path and open. Root removes no more than the folder, if nothing is left in it, in a datastore of
-/// another user, who could have replaced a folder by a link: the next command of that user does.
+/// is given by its path and open. In a datastore of another user, who could have replaced a folder by a link, root
+/// removes only an empty folder: the next command of that user removes the rest.
 pub(super) fn take_away(
     (folder, opened): (&Path, &File),
     intent: &Intent,
     disks: &dyn Disks,
-    whose: Whose<'_>,
+    selection: DiskSelection<'_>,
 ) -> Result<()> {
     if of_another_user(folder.ancestors().take(3))?.is_some() {
         return if intent.snapshots.is_empty() { Intent::remove_if_last(folder, opened) } else { Ok(()) };
@@ -151,18 +151,20 @@ pub(super) fn take_away(
         machine.remove_own_memory()?;
     }
     // One query lists the disks for all machines.
-    let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
-        (Whose::MadeSince(_), true) => disks.all()?,
+    let there = match (&selection, left.iter().any(|machine| !machine.disks.is_empty())) {
+        (DiskSelection::MadeSince(_), true) => disks.all()?,
         _ => BTreeMap::new(),
     };
     for machine in left {
         for disk in &machine.disks {
-            match &whose {
-                Whose::Made(made) if made.contains(&disk.name) => delete(disks, &disk.name, false)?,
-                Whose::MadeSince(begun) if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) => {
+            match &selection {
+                DiskSelection::Made(made) if made.contains(&disk.name) => delete(disks, &disk.name, false)?,
+                DiskSelection::MadeSince(begun)
+                    if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) =>
+                {
                     delete(disks, &disk.name, false)?;
                 }
-                Whose::Named { promote } => delete(disks, &disk.name, *promote)?,
+                DiskSelection::Named { promote } => delete(disks, &disk.name, *promote)?,
                 _ => {}
             }
         }

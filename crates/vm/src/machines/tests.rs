@@ -388,8 +388,8 @@ fn the_removal_of_an_image_removes_no_file_elsewhere() {
     let images = Images::open(top.path().join("images"), top.path().join("memory")).unwrap();
     let definition = Definition::new("web", 1, 64 << 20).unwrap();
     let elsewhere = top.path().join("elsewhere");
-    let own = images.begin(definition.clone(), None).unwrap();
-    let mut other = images.begin(definition, None).unwrap();
+    let own = images.begin(definition.clone(), None, false).unwrap();
+    let mut other = images.begin(definition, None, false).unwrap();
     let file = std::mem::replace(&mut other.record.memory, elsewhere.clone());
     for path in [&own.record.memory, &elsewhere, &file] {
         fs::write(path, "memory").unwrap();
@@ -413,7 +413,7 @@ fn root_removes_no_image_in_a_datastore_of_another_user() {
     use std::os::unix::fs::chown;
     let top = tempfile::tempdir().unwrap();
     let (path, host) = host_in(&top);
-    let image = host.images().begin(Definition::new("web", 1, 64 << 20).unwrap(), None).unwrap();
+    let image = host.images().begin(Definition::new("web", 1, 64 << 20).unwrap(), None, false).unwrap();
     fs::write(&image.record.memory, "memory").unwrap();
     for owned in [path.clone(), path.join(FOLDER)] {
         chown(&owned, Some(1234), None).unwrap();

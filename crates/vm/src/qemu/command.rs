@@ -21,8 +21,9 @@ use super::drives;
 use super::features::Features;
 use super::firmware::Uefi;
 use super::network;
+use super::passt::Passt;
 use crate::definition::{
-    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc,
+    BootDevice, Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network, VNC_FIRST_PORT, Vnc, VncTls,
 };
 use crate::seed;
 use serde_json::json;
@@ -40,8 +41,13 @@ const PORTS_SLOT: u8 = 24;
 const RANDOM_SLOT: u8 = 5;
 /// Least and most MiB for translated code.
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
-/// Obsolete system calls, other programs, other users, and changes of scheduling are denied.
+/// The id of the certificates of VNC.
+const VNC_CERTIFICATES: &str = "vnc-tls";
+/// QEMU's options to deny itself obsolete system calls, other programs, other users, and changes of scheduling.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+/// As [`SANDBOX`], but for a process that changes to another user itself, and so needs these calls. After the change it
+/// has no privilege to become a further user, and can start no program with such a privilege.
+const SANDBOX_OF_USER: &str = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +95,16 @@ impl RunFolder {
         self.0.join("vnc.sock")
     }
 
+    /// Socket on which QEMU waits for the network of a card.
+    pub fn network(&self, slot: u8) -> PathBuf {
+        self.0.join(format!("net{slot}.sock"))
+    }
+
+    /// The file that exists if the user networks of the process are those of passt.
+    pub fn passt(&self) -> PathBuf {
+        self.0.join("passt")
+    }
+
     /// The image of the seed for cloud-init.
     pub fn seed(&self) -> PathBuf {
         self.0.join("seed.img")
@@ -112,6 +128,10 @@ pub struct Machine<'a> {
     pub run: &'a RunFolder,
     /// The NBD server that exports the machine's disks.
     pub nbd: &'a Path,
+    /// The user that QEMU becomes once it has opened its files; `None` if it stays the user of this process.
+    pub user: Option<&'a str>,
+    /// The passt that serves user networks; `None` if QEMU serves all itself.
+    pub passt: Option<&'a Passt>,
     /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
@@ -171,18 +191,19 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     for (option, argument) in platform(machine) {
         add(option, argument);
     }
-    match features.accelerator {
-        super::features::Accelerator::Kvm => {
-            add("-accel", "kvm".into());
-            add("-cpu", "host".into());
-        }
-        super::features::Accelerator::Tcg => {
-            add("-accel", format!("tcg,tb-size={}", translated(machine)));
-            add("-cpu", "max".into());
-        }
-    }
+    let (accelerator, usual_model) = match features.accelerator {
+        super::features::Accelerator::Kvm => ("kvm".to_owned(), "host"),
+        super::features::Accelerator::Tcg => (format!("tcg,tb-size={}", translated(machine)), "max"),
+    };
+    add("-accel", accelerator);
+    add("-cpu", definition.cpu_model.clone().unwrap_or_else(|| usual_model.to_owned()));
     if is_sandboxed(definition, features) {
-        add("-sandbox", SANDBOX.into());
+        add("-sandbox", if machine.user.is_some() { SANDBOX_OF_USER } else { SANDBOX }.into());
+    }
+    match machine.user {
+        Some(user) if features.run_with_user => add("-run-with", format!("user={}", value(user))),
+        Some(user) => add("-runas", user.to_owned()),
+        None => {}
     }
     add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
@@ -194,8 +215,12 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     // reseeds its random number generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
+    if let Some(tls) = &definition.vnc_tls {
+        add("-object", certificates(tls));
+    }
     if let Some(vnc) = definition.vnc {
-        add("-vnc", listening(vnc, run));
+        let encrypted = definition.vnc_tls.as_ref().map(|_| format!(",tls-creds={VNC_CERTIFICATES}"));
+        add("-vnc", listening(vnc, run) + &encrypted.unwrap_or_default());
     }
     add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
@@ -240,7 +265,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let code = if boot::from_network(definition) { "" } else { ",romfile=" };
     for (number, network) in definition.networks.iter().enumerate() {
         let (net, place) = (network_node(network), place_text(chipset, network.slot));
-        add("-netdev", network::argument(network));
+        add("-netdev", network::argument(network, machine.passt.map(|passt| (passt, *run))));
         let (model, card) = (card(network.model), network_device(network));
         let boots = boot::index(definition, BootDevice::Network, number);
         add("-device", format!("{model},id={card},netdev={net},mac={},{place}{code}{boots}", network.mac));
@@ -254,7 +279,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.into_iter().map(OsString::from).collect()
 }
 
-/// Whether the process denies itself system calls: unless its definition has an option of its own for that, or QEMU
+/// Whether QEMU filters its system calls. It does not if the definition has an option `-sandbox` of its own, or if QEMU
 /// has to start the helper program for a bridge, which may be setuid root.
 fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
     let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
@@ -302,8 +327,8 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
 }
 
 /// Size of the buffer for translated code, in MiB. When it is full, QEMU drops all of it. The start of a whole system
-/// needs more than 32 MiB, and with these takes twice as long as with 128 MiB. A clone that continues a guest needs
-/// little, and there may be a hundred of them.
+/// needs more than 32 MiB, and takes twice as long with 32 MiB as with 128 MiB. A clone that continues a guest needs
+/// little, and there may be a hundred clones.
 fn translated(machine: &Machine<'_>) -> u64 {
     match machine.memory {
         Memory::CopyOnWrite(_) => TRANSLATED_MIB[0],
@@ -323,6 +348,13 @@ fn listening(vnc: Vnc, run: &RunFolder) -> String {
             format!("{ip}:{},password=on", address.port() - VNC_FIRST_PORT)
         }
     }
+}
+
+/// The certificates of VNC.
+fn certificates(tls: &VncTls) -> String {
+    let verified = if tls.clients { "on" } else { "off" };
+    let folder = value(&tls.folder);
+    format!("tls-creds-x509,id={VNC_CERTIFICATES},dir={folder},endpoint=server,verify-peer={verified}")
 }
 
 fn processors(definition: &Definition) -> String {
@@ -362,7 +394,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform, WriteErrors};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {
@@ -375,6 +407,8 @@ mod tests {
             migrate_to_file: false,
             ignore_shared: true,
             sandbox: true,
+            run_with_user: false,
+            stream_network: true,
             save_devices: true,
         }
     }
@@ -385,15 +419,20 @@ mod tests {
             name: "web".into(),
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 1,
+            cpu_model: None,
             memory: 256 << 20,
             platform: Platform::default(),
             ports: 2,
             autostart: false,
             arguments: Vec::new(),
             qemu_memory: None,
+            run_as: None,
+            write_errors: WriteErrors::default(),
             boot_order: Vec::new(),
             vnc: None,
+            vnc_tls: None,
             boot: None,
+            new_identity: None,
             seed: None,
             origin: None,
             disks: Vec::new(),
@@ -404,7 +443,16 @@ mod tests {
         definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
         let run = RunFolder("/run/a,b".into());
         line(
-            &Machine { definition: &definition, memory, uefi: None, run: &run, nbd: Path::new("/nbd"), incoming },
+            &Machine {
+                definition: &definition,
+                memory,
+                uefi: None,
+                run: &run,
+                nbd: Path::new("/nbd"),
+                user: None,
+                passt: None,
+                incoming,
+            },
             features,
         )
     }
@@ -469,7 +517,8 @@ mod tests {
         let (run, features) = (RunFolder("/run".into()), features(Accelerator::Tcg));
         let of = |definition: &Definition, uefi: Option<&Uefi>| {
             let nbd = Path::new("/nbd");
-            line(&Machine { definition, memory: Memory::Private, uefi, run: &run, nbd, incoming: false }, &features)
+            let (memory, user, passt) = (Memory::Private, None, None);
+            line(&Machine { definition, memory, uefi, run: &run, nbd, user, passt, incoming: false }, &features)
         };
         let all = of(&definition, None);
         for (.., device) in disks {
@@ -486,6 +535,9 @@ mod tests {
         {
             assert!(all.contains(part), "{part}: {all}");
         }
+        assert!(all.contains(" -cpu max "), "{all}");
+        definition.cpu_model = Some("max,hv_time,hv_spinlocks=0x1fff".into());
+        assert!(of(&definition, None).contains(" -cpu max,hv_time,hv_spinlocks=0x1fff "));
         for (vnc, option) in [
             ("unix", "unix:/run/vnc.sock"),
             ("127.0.0.1:5901", "127.0.0.1:1,password=on"),
@@ -494,6 +546,11 @@ mod tests {
             definition.set_vnc(Some(vnc.parse().unwrap()));
             assert!(of(&definition, None).contains(&format!("-vnc {option} ")), "{vnc}");
         }
+        definition.vnc_tls = Some(VncTls { folder: "/etc/pki,x".into(), clients: true });
+        let all = of(&definition, None);
+        assert!(all.contains("-vnc [::1]:0,password=on,tls-creds=vnc-tls "), "{all}");
+        let object = "-object tls-creds-x509,id=vnc-tls,dir=/etc/pki,,x,endpoint=server,verify-peer=on ";
+        assert!(all.contains(object), "{all}");
         definition.set_vnc(None);
         let uefi = Uefi { code: "/code".into(), variables: "/vars".into() };
         definition.platform = Platform { firmware: Firmware::Uefi, secure_boot: true, ..Platform::default() };
@@ -513,10 +570,18 @@ mod tests {
         let mut definition = Definition::new("web", 1, 256 << 20).unwrap();
         let of = |definition: &Definition, features: &Features| {
             let (memory, run, nbd) = (Memory::Private, RunFolder("/run".into()), Path::new("/nbd"));
-            line(&Machine { definition, memory, uefi: None, run: &run, nbd, incoming: false }, features)
+            let (user, passt) = (definition.run_as.as_deref(), None);
+            line(&Machine { definition, memory, uefi: None, run: &run, nbd, user, passt, incoming: false }, features)
         };
         assert!(of(&definition, &features).contains("-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny"));
         assert!(!of(&definition, &Features { sandbox: false, ..features.clone() }).contains("-sandbox"));
+        definition.run_as = Some("nobody".into());
+        let all = of(&definition, &features);
+        assert!(all.contains("-sandbox on,obsolete=deny,spawn=deny") && all.contains(" -runas nobody "), "{all}");
+        assert!(
+            of(&definition, &Features { run_with_user: true, ..features.clone() }).contains("-run-with user=nobody ")
+        );
+        definition.run_as = None;
         definition.arguments = ["-sandbox", "off"].map(String::from).into();
         assert_eq!(of(&definition, &features).matches("-sandbox").count(), 1);
         definition.arguments.clear();

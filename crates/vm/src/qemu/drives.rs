@@ -9,7 +9,7 @@
 
 use super::boot;
 use super::command::{place, place_text};
-use crate::definition::{BootDevice, Bus, Chipset, Definition, Disk};
+use crate::definition::{BootDevice, Bus, Chipset, Definition, Disk, WriteErrors};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -47,16 +47,20 @@ pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
 
 /// The device of a disk, as it is added to a running process. The disk is in a port or on a controller that takes
 /// disks.
-pub fn added_device(chipset: Chipset, disk: &Disk) -> Value {
+pub fn added_device(definition: &Definition, disk: &Disk) -> Value {
     let (slot, id, node) = (disk.slot, disk_device(disk), disk_node(disk));
-    match disk.bus {
+    let mut device = match disk.bus {
         Bus::Virtio => {
-            let (key, value) = place(chipset, slot);
+            let (key, value) = place(definition.platform.chipset, slot);
             json!({ "driver": "virtio-blk-pci", "id": id, "drive": node, "write-cache": "on", key: value })
         }
         _ => json!({ "driver": "scsi-hd", "id": id, "drive": node, "write-cache": "on",
                      "bus": format!("controller{slot}.0"), "scsi-id": disk.unit, "lun": 0 }),
+    };
+    if definition.write_errors != WriteErrors::default() {
+        device["werror"] = definition.write_errors.name().into();
     }
+    device
 }
 
 /// The options for all disks, each with its value.
@@ -71,7 +75,12 @@ pub fn arguments(definition: &Definition, nbd: &Path) -> Vec<(&'static str, Stri
             all.push(("-device", controller));
         }
         let boots = boot::index(definition, BootDevice::Disk, index);
-        all.push(("-device", format!("{}{boots}", device(definition.platform.chipset, disk))));
+        let errors = match definition.write_errors {
+            // QEMU's default, which is not written, so that its command lines stay as they were.
+            WriteErrors::Enospc => String::new(),
+            other => format!(",werror={}", other.name()),
+        };
+        all.push(("-device", format!("{}{errors}{boots}", device(definition.platform.chipset, disk))));
     }
     all
 }
@@ -104,4 +113,37 @@ fn device(chipset: Chipset, disk: &Disk) -> String {
         Bus::Nvme => format!("{},bus=controller{slot},nsid={}", of("nvme-ns"), u32::from(unit) + 1),
     };
     format!("{place},write-cache=on")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn every_disk_has_the_chosen_action_for_write_errors() {
+        let mut machine = Definition::new("web", 1, 256 << 20).unwrap();
+        machine.disks.push(Disk { name: "a".into(), slot: 8, bus: Bus::Virtio, unit: 0 });
+        machine.disks.push(Disk { name: "b".into(), slot: 9, bus: Bus::VirtioScsi, unit: 0 });
+        machine.disks.push(Disk { name: "c".into(), slot: 10, bus: Bus::Sata, unit: 0 });
+        let devices = |machine: &Definition| -> Vec<String> {
+            let all = arguments(machine, Path::new("/nbd")).into_iter().map(|(_, value)| value);
+            all.filter(|value| value.contains("drive=disk")).collect()
+        };
+        assert!(devices(&machine).iter().all(|device| !device.contains("werror")), "QEMU's default is not written");
+        assert_eq!(added_device(&machine, &machine.disks[0]).get("werror"), None);
+        for errors in [WriteErrors::Stop, WriteErrors::Report] {
+            machine.write_errors = errors;
+            machine.check().unwrap();
+            let wanted = format!(",werror={}", errors.name());
+            let devices = devices(&machine);
+            assert_eq!(devices.len(), 3);
+            assert!(devices.iter().all(|device| device.contains(&wanted)), "{devices:?}");
+            for disk in &machine.disks[..2] {
+                assert_eq!(added_device(&machine, disk)["werror"], errors.name());
+            }
+        }
+        machine.disks[2].bus = Bus::Nvme;
+        assert!(machine.check().unwrap_err().to_string().contains("NVMe"));
+    }
 }

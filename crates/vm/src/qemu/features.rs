@@ -50,8 +50,12 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Whether memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
-    /// Whether the process can deny itself system calls (`-sandbox`). Needs the kernel's support too.
+    /// Whether QEMU can filter its system calls (`-sandbox`), which needs the kernel's support too.
     pub sandbox: bool,
+    /// Whether the option for another user is `-run-with user=`, and not `-runas`.
+    pub run_with_user: bool,
+    /// Whether a network card can be connected to a process over a stream socket.
+    pub stream_network: bool,
     /// Whether the device state can be saved without memory (`xen-save-devices-state`, for every guest).
     pub save_devices: bool,
 }
@@ -93,8 +97,10 @@ impl Features {
         let ignore_shared =
             capabilities.as_array().is_some_and(|all| all.iter().any(|one| one["capability"] == "x-ignore-shared"));
         let why_not_kvm = why_not_kvm(&mut client)?;
-        // An error means that QEMU does not know the option.
+        // An error means that this QEMU does not have the option.
         let sandbox = client.execute("query-command-line-options", json!({ "option": "sandbox" })).is_ok();
+        let run_with = client.execute("query-command-line-options", json!({ "option": "run-with" }));
+        let run_with_user = run_with.is_ok_and(|found| has_parameter(&found, "user"));
         Ok(Self {
             program: program.into(),
             version: version_text(&version),
@@ -104,6 +110,8 @@ impl Features {
             migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
             ignore_shared,
             sandbox,
+            run_with_user,
+            stream_network: schema.has_network("stream"),
             save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
@@ -117,6 +125,12 @@ fn missing(program: &Path, error: std::io::Error) -> Error {
         ),
         _ => Error::io(format!("starting '{}'", program.display()), error),
     }
+}
+
+/// Whether the reply to `query-command-line-options` lists a parameter.
+fn has_parameter(options: &Value, parameter: &str) -> bool {
+    let parameters = options.as_array().into_iter().flatten().filter_map(|option| option["parameters"].as_array());
+    parameters.flatten().any(|one| one["name"] == parameter)
 }
 
 fn version_text(version: &Value) -> String {
@@ -167,6 +181,13 @@ impl Schema {
         let has = |kind: &Value| kind["members"].as_array().into_iter().flatten().any(|one| one["name"] == member);
         let variants = arguments["variants"].as_array().into_iter().flatten();
         has(arguments) || variants.filter_map(|variant| self.named(&variant["type"])).any(has)
+    }
+
+    /// Whether there is a kind of network backends.
+    fn has_network(&self, kind: &str) -> bool {
+        let enumerations = self.all().filter(|one| one["meta-type"] == "enum");
+        let values = |one: &Value| one["values"].as_array().cloned().unwrap_or_default();
+        enumerations.map(values).any(|values| values.contains(&json!("hubport")) && values.contains(&json!(kind)))
     }
 
     /// Whether any enumeration has a value.

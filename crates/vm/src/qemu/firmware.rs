@@ -14,7 +14,7 @@ const FOLDERS: [&str; 3] = ["/etc/qemu/firmware", "/usr/local/share/qemu/firmwar
 /// Longest description that is read, in bytes.
 const TEXT_MAX: u64 = 1 << 20;
 
-/// The files of a build.
+/// The files of a build of UEFI.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Build {
     /// The file with the firmware's code, which is the same for all machines.

@@ -6,6 +6,7 @@
 //! drives     its part for disks and controllers
 //! boot       its part for CD-ROM drives, and the order in which the firmware tries the devices
 //! network    what network cards are connected to, and what the host needs for it
+//! passt      user networks by a process of their own
 //! firmware   builds of UEFI on this host
 //! process    a running QEMU, which outlives the command that started it and is found by its pid file
 //! ```
@@ -16,4 +17,5 @@ pub mod drives;
 pub mod features;
 pub mod firmware;
 pub mod network;
+pub mod passt;
 pub mod process;

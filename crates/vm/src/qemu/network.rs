@@ -1,9 +1,13 @@
 //! What QEMU connects network cards to, and what the host needs for it.
 //!
+//! A card on a user network is connected to QEMU's own network, or to passt ([`super::passt`]): then QEMU listens on a
+//! socket in the run folder.
+//!
 //! 1. The options are the same for a process that starts and for one that runs.
-//! 2. What the host lacks is reported before QEMU is started or told, with what to do.
+//! 2. What the host lacks is reported, with what to do, before QEMU is started or receives a command.
 
-use super::command::{self, hub, network_node};
+use super::command::{self, RunFolder, hub, network_node};
+use super::passt::Passt;
 use crate::definition::{Definition, Link, Network};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Map, Value, json};
@@ -18,8 +22,12 @@ const HELPER_RULES: &str = "/etc/qemu/bridge.conf";
 const HELPERS: [&str; 3] =
     ["/usr/lib/qemu/qemu-bridge-helper", "/usr/libexec/qemu-bridge-helper", "/usr/local/libexec/qemu-bridge-helper"];
 
-/// Kind and options of the backend of a card.
-fn options(network: &Network) -> (&'static str, Vec<(&'static str, String)>) {
+/// Kind and options of the backend of a card. An option `a.b` is the member `b` of the JSON object `a`.
+fn options(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> (&'static str, Vec<(&'static str, String)>) {
+    if let Some((_, run)) = passt.filter(|(passt, _)| passt.serves(network)) {
+        let path = run.network(network.slot).display().to_string();
+        return ("stream", vec![("server", "on".into()), ("addr.type", "unix".into()), ("addr.path", path)]);
+    }
     match &network.link {
         Link::User => ("user", Vec::new()),
         Link::Forward(ports) => ("user", ports.iter().map(|port| ("hostfwd", port.rule())).collect()),
@@ -34,8 +42,8 @@ fn options(network: &Network) -> (&'static str, Vec<(&'static str, String)>) {
 }
 
 /// The backend of a card in a command line.
-pub fn argument(network: &Network) -> String {
-    let (kind, options) = options(network);
+pub fn argument(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> String {
+    let (kind, options) = options(network, passt);
     let mut text = format!("{kind},id={}", network_node(network));
     for (key, value) in options {
         text.push_str(&format!(",{key}={}", command::value(value)));
@@ -44,8 +52,8 @@ pub fn argument(network: &Network) -> String {
 }
 
 /// The backend of a card for a running process.
-pub fn backend(network: &Network) -> Value {
-    let (kind, options) = options(network);
+pub fn backend(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> Value {
+    let (kind, options) = options(network, passt);
     let mut all = Map::new();
     all.insert("type".into(), json!(kind));
     all.insert("id".into(), json!(network_node(network)));
@@ -54,6 +62,9 @@ pub fn backend(network: &Network) -> Value {
             ("hostfwd", Some(Value::Array(ports))) => ports.push(json!({ "str": value })),
             ("hostfwd", _) => drop(all.insert(key.into(), json!([{ "str": value }]))),
             ("hubid", _) => drop(all.insert(key.into(), json!(hub(network)))),
+            ("server", _) => drop(all.insert(key.into(), json!(value == "on"))),
+            ("addr.type", _) => drop(all.insert("addr".into(), json!({ "type": value }))),
+            ("addr.path", _) => all["addr"]["path"] = json!(value),
             _ => drop(all.insert(key.into(), json!(value))),
         }
     }
@@ -143,8 +154,20 @@ mod tests {
             (Link::None, "hubport,id=net16,hubid=1016", json!({ "type": "hubport", "id": "net16", "hubid": 1016 })),
         ] {
             let card = card(link);
-            assert_eq!((argument(&card).as_str(), backend(&card)), (text, value));
+            assert_eq!((argument(&card, None).as_str(), backend(&card, None)), (text, value));
         }
+        let run = RunFolder("/run/a,b".into());
+        let installed = Passt { program: "passt".into(), forwards: true };
+        let passt = Some((&installed, &run));
+        let value = json!({ "type": "stream", "id": "net16", "server": true,
+                            "addr": { "type": "unix", "path": "/run/a,b/net16.sock" } });
+        let text = "stream,id=net16,server=on,addr.type=unix,addr.path=/run/a,,b/net16.sock";
+        for link in [Link::User, Link::Forward(vec!["2222:22".parse().unwrap()])] {
+            let card = card(link);
+            assert_eq!((argument(&card, passt).as_str(), backend(&card, passt)), (text, value.clone()));
+        }
+        let unplugged = card(Link::None);
+        assert_eq!(argument(&unplugged, passt), argument(&unplugged, None));
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl Starting {
                 return Err(self.failed(&format!("ended ({status})")));
             }
             if Instant::now() >= deadline {
-                break Err(Error::new(ErrorKind::Io, "it is not ready in time"));
+                break Err(Error::new(ErrorKind::Io, "its monitor did not answer in time"));
             }
             thread::sleep(POLL);
         };
@@ -159,14 +159,14 @@ impl Process {
         }
     }
 
-    /// Whether it has denied itself system calls.
+    /// Whether QEMU runs with its filter of system calls.
     pub fn is_sandboxed(&self) -> bool {
         // A process that has ended has no status.
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
         status.lines().any(|line| line.split_whitespace().eq(["Seccomp:", "2"]))
     }
 
-    /// Its pid.
+    /// The process id of QEMU.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
@@ -193,8 +193,8 @@ impl Process {
         }
     }
 
-    /// Tells QEMU to quit, and kills it if it does not end. QEMU completes requests to the disks before it quits. The
-    /// guest is not notified.
+    /// Sends QEMU the command to quit, and kills QEMU if it does not end. QEMU completes requests to the disks before
+    /// it quits. The guest is not notified.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
         // The connection stays open until the end, because QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
@@ -227,7 +227,7 @@ fn holder(file: &Path) -> Result<Option<Pid>> {
         Err(e) => return Err(Error::io(format!("opening '{}'", file.display()), e)),
     };
     let lock = fcntl_getlk(&opened, &Flock::from(FlockType::WriteLock))
-        .map_err(|e| Error::io(format!("asking which process holds '{}'", file.display()), e.into()))?;
+        .map_err(|e| Error::io(format!("determining which process has locked '{}'", file.display()), e.into()))?;
     Ok(lock.and_then(|lock| lock.pid))
 }
 

@@ -50,7 +50,7 @@ pub struct VmsdDisk {
 /// A snapshot of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmsdSnapshot {
-    /// Its UID, unique in the list.
+    /// The snapshot's UID, unique in the list.
     pub uid: u32,
     /// The UID of the snapshot on which this one is based; `None` for the first one.
     pub parent: Option<u32>,

@@ -3,9 +3,9 @@
 //! complete or undone, and the record names every file.
 //!
 //! A seed determines a history: a disk with some snapshots, operations until the power is cut, then operations on the
-//! disk as it was left. Guests write from the progress reports of long operations.
+//! disk as it was left. A guest's writes are made when a long operation reports progress.
 
-use crate::world::{DELTAS, Random, Sub, leaked, options};
+use crate::world::{DELTAS, OTHER_BASES, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use chain::Chain;
 use error::{Error, ErrorKind};
@@ -433,13 +433,12 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
     let mut random = Random::new(seed);
     let machine = SimulatedDisk::new(random.next(), SimulatedOptions { unflushed_max: 256, ..Default::default() });
     let capacity = (64 << 10) + random.below(48) as usize * 4096;
-    let kind = *random.pick(&[
-        ImageKind::Thin,
-        ImageKind::Thin,
-        ImageKind::ZeroedThick,
-        ImageKind::EagerZeroedThick,
-        ImageKind::MonolithicSparse,
-    ]);
+    let kind = match random.below(5) {
+        0 => ImageKind::Thin,
+        1 => *random.pick(&[ImageKind::ZeroedThick, ImageKind::EagerZeroedThick]),
+        2 => ImageKind::MonolithicSparse,
+        _ => *random.pick(&OTHER_BASES),
+    };
     let mut world = World {
         random,
         machine,

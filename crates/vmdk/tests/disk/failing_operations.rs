@@ -2,15 +2,16 @@
 //! shrinking. Afterwards any part of the page cache may be evicted. A read of a block of the head or of a snapshot
 //! returns its content or fails. When the device works again, and after a power cut, every read returns the content.
 
-use crate::world::{DELTAS, Random, options};
+use crate::world::{DELTAS, Random, leaked, options};
 use backend::IoMode;
 use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
 use chain::Chain;
+use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot};
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, snapshot_group};
 use work::NoProgress;
 
 const BLOCK: usize = 4096;
@@ -434,9 +435,67 @@ fn readers_of_a_snapshot_do_not_rely_on_the_page_cache_after_a_failed_reopening(
     drop(chain);
     // The write that marks the head as in use, after the record was read.
     machine.fail_requests(Fault::Write, 0, 1);
-    assert_eq!(disk.reopen().unwrap_err().kind(), error::ErrorKind::Io);
+    assert_eq!(disk.reopen().unwrap_err().kind(), ErrorKind::Io);
     let before = machine.operations();
     drop(disk.snapshot_chain("s").unwrap());
     assert!(machine.operations() > before, "no file was flushed");
     disk.reopen().unwrap();
+}
+
+/// The snapshot is in the record, the group fails, and the record cannot be written to undo the snapshot. Writes go on
+/// in the old head, so the disk shows no snapshot. The next operation, or closing the disk, removes it from the record;
+/// after a power cut, the opened disk has a complete snapshot of its last content.
+#[test]
+fn a_failed_snapshot_that_cannot_be_undone_is_undone_later() {
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Next {
+        Operation,
+        Close,
+        PowerCut,
+    }
+    let names = |disk: &Disk| disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect::<Vec<_>>();
+    let content = |chain: &Chain| read(chain)[0];
+    let none = Vec::<String>::new();
+    for (seed, next) in (0..9).flat_map(|seed| [Next::Operation, Next::Close, Next::PowerCut].map(|next| (seed, next)))
+    {
+        let context = format!("seed {seed}, {next:?}");
+        let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let (kind, delta) = (ImageKind::Thin, Some(DELTAS[(seed % 3) as usize]));
+        let capacity = (BLOCKS * BLOCK) as u64;
+        let new = NewDisk { name: "vm".into(), capacity, kind, delta, adapter: Adapter::LsiLogic };
+        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
+        let chain = disk.chain().unwrap();
+        chain.write(0, &[1; BLOCK]).unwrap();
+        let failed = snapshot_group(&[(Arc::clone(&disk), NewSnapshot::named("no"))], &mut || {
+            machine.fail_requests(Fault::Write, 0, 1 << 40);
+            Err(Error::new(ErrorKind::Interrupted, "not now"))
+        });
+        assert_eq!(failed.unwrap_err().kind(), ErrorKind::Interrupted, "{context}");
+        assert_eq!(names(&disk), none, "{context}");
+        machine.mend();
+        chain.write(0, &[2; BLOCK]).unwrap();
+        chain.flush().unwrap();
+        let mut expected = (none.clone(), 2);
+        match next {
+            Next::Operation => {
+                disk.snapshot(&NewSnapshot::named("yes")).unwrap();
+                chain.write(0, &[3; BLOCK]).unwrap();
+                chain.flush().unwrap();
+                expected = (vec!["yes".to_owned()], 3);
+            }
+            Next::Close => disk.close().unwrap(),
+            Next::PowerCut => expected.0.push("no".to_owned()),
+        }
+        drop((chain, disk));
+        let machine = if next == Next::Close { machine } else { machine.crash() };
+        let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
+        let chain = disk.chain().unwrap();
+        assert_eq!((names(&disk), content(&chain)), (expected.0.clone(), Some(expected.1)), "{context}");
+        assert_eq!(leaked(&disk), none, "{context}");
+        for name in &expected.0 {
+            assert_eq!(content(&disk.snapshot_chain(name).unwrap()), Some(2), "{context}");
+            disk.delete_snapshot(name, None, &NoProgress).unwrap();
+        }
+        assert_eq!(content(&chain), Some(expected.1), "{context}");
+    }
 }

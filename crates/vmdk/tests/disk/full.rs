@@ -1,7 +1,7 @@
 //! Full file systems: a disk can be deleted without free space, also after an operation that failed for lack of space,
 //! and through power cuts at every step. A snapshot can be deleted if its data already has space in the target.
 
-use crate::world::{DELTAS, Sub, leaked, options, read};
+use crate::world::{DELTAS, OTHER_BASES, Sub, leaked, options, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use error::{Error, ErrorKind};
@@ -14,6 +14,7 @@ use work::Progress;
 
 const PAGE: u64 = 4096;
 const CAPACITY: u64 = 256 << 10;
+const KINDS: [ImageKind; 3] = [ImageKind::Thin, ImageKind::EagerZeroedThick, ImageKind::MonolithicSparse];
 
 /// A machine with little storage, and a disk with two snapshots and data in each level.
 struct Machine {
@@ -122,7 +123,7 @@ fn half_done(machine: &Machine, free: u64) {
 fn a_disk_is_deleted_on_a_full_file_system() {
     let mut left_something = 0;
     for delta in DELTAS {
-        for kind in [ImageKind::Thin, ImageKind::EagerZeroedThick, ImageKind::MonolithicSparse] {
+        for kind in KINDS.into_iter().chain(OTHER_BASES) {
             for free in 0..20 {
                 let machine = Machine::new(kind, delta, 11);
                 half_done(&machine, free);
@@ -422,7 +423,7 @@ fn goes_on_without_room(disk: &Disk, content: &mut [u8], byte: u8) {
 #[test]
 fn a_disk_is_written_opened_and_closed_on_a_full_file_system() {
     for delta in DELTAS {
-        for kind in [ImageKind::Thin, ImageKind::EagerZeroedThick, ImageKind::MonolithicSparse] {
+        for kind in KINDS.into_iter().chain(OTHER_BASES) {
             let machine = Machine::new(kind, delta, 11);
             let mut content = read(&machine.disk.chain().unwrap());
             machine.fill(0);
@@ -473,7 +474,8 @@ fn a_disk_with_an_interrupted_operation_opens_on_a_full_file_system() {
         |disk| disk.consolidate(&NoProgress),
     ];
     let (mut opened, mut unfinished) = (0, 0);
-    for (delta, kind) in DELTAS.into_iter().zip([ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::Thin]) {
+    for (delta, kind) in DELTAS.into_iter().zip([ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SplitSparse])
+    {
         for operation in operations {
             for cut in 0.. {
                 let machine = Machine::new(kind, delta, 300 + cut);

@@ -3,7 +3,7 @@
 
 use backend::{Access, Directory, File, IoMode, LocalFolder, Lock};
 use chain::Chain;
-use layer::image::Folder;
+use layer::image::{Folder, ImageKind};
 use parking_lot::Mutex;
 use std::io;
 use std::path::Path;
@@ -16,10 +16,17 @@ use work::Progress;
 
 pub const DELTAS: [DeltaFormat; 3] = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse];
 
-/// Options with random identities that follow from a seed.
+/// Kinds of flat and hosted bases besides those on VMFS. The split ones have several extents.
+pub const OTHER_BASES: [ImageKind; 4] =
+    [ImageKind::SplitSparse, ImageKind::SplitFlat, ImageKind::MonolithicFlat, ImageKind::Raw];
+
+/// Sectors of an extent of a split disk (64 KiB), so that also small disks have several.
+const PIECE_SECTORS: u64 = 128;
+
+/// Options with random identities that follow from a seed, for split disks with small extents.
 pub fn options(seed: u64) -> Options {
     let random = Mutex::new(Random::new(seed ^ 0x6964));
-    Options { random: Arc::new(move || random.lock().next()), ..Options::default() }
+    Options { random: Arc::new(move || random.lock().next()), piece: Some(PIECE_SECTORS), ..Options::default() }
 }
 
 /// The whole content of a chain.

@@ -4,7 +4,7 @@ use crate::dispatch::{Part, Target, Watch, dispatch};
 use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of};
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{DiskFormat, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
+use disk::{DiskFormat, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SettingsChange, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -100,7 +100,8 @@ impl Disks for Bound {
 
     fn create(&self, disk: &str, capacity: u64) -> Result<()> {
         let new = NewDisk::native(capacity, Provisioning::Thin);
-        self.ask(Request::Disk(DiskRequest::Create { name: disk.to_owned(), new })).map(drop)
+        let (name, settings) = (disk.to_owned(), SettingsChange::default());
+        self.ask(Request::Disk(DiskRequest::Create { name, new, settings })).map(drop)
     }
 
     fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64> {
@@ -153,6 +154,7 @@ impl Disks for Bound {
                     ..ImageOptions::default()
                 },
                 rate: how.rate,
+                skip_damaged: false,
             })),
         };
         dispatch(&self.target, request, &Copy(progress)).map(drop)

@@ -46,12 +46,12 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
     let first = definition.disks.first().map_or(Bus::Sata, |disk| disk.bus);
     let controller = match first {
         Bus::Virtio | Bus::VirtioScsi => {
-            note("disks", Effect::Replaced, "VMware has no virtio; they are on SATA, which needs the driver ahci");
+            note("disks", Effect::Replaced, "VMware has no virtio; the disks are on SATA, which needs the driver ahci");
             ArchiveController::Sata
         }
         Bus::Pvscsi => ArchiveController::ParaVirtual,
         Bus::Lsi => {
-            note("disks", Effect::Replaced, "VMware has no LSI 53C895A; they are on its LSI Logic controller");
+            note("disks", Effect::Replaced, "VMware has no LSI 53C895A; the disks are on its LSI Logic controller");
             ArchiveController::LsiLogic
         }
         Bus::Lsisas => ArchiveController::LsiSas,
@@ -66,14 +66,14 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
         note("boot", Effect::LeftOut, "VMware loads no kernel without a boot loader");
     }
     if !definition.arguments.is_empty() {
-        note("QEMU arguments", Effect::LeftOut, "they are options of QEMU, which VMware does not have");
+        note("QEMU arguments", Effect::LeftOut, "VMware has no such options");
     }
     if !definition.cdroms.is_empty() {
         note("CD-ROM drives", Effect::LeftOut, "the archive has only the disks");
     }
     let uefi = definition.platform.firmware == Firmware::Uefi;
     if uefi {
-        note("nvram", Effect::LeftOut, "VMware's file of firmware variables has another form");
+        note("nvram", Effect::LeftOut, "VMware's file of firmware variables has another format");
     }
     let mut cards = Vec::new();
     for card in &definition.networks {

@@ -70,7 +70,7 @@ fn one(
     let snapshots = run::run(host, plan, how, progress)?;
     if starts {
         let started = start(host, &plan.definition.name, false);
-        started.map_err(|error| error.context("it was imported, but not started"))?;
+        started.map_err(|error| error.context("the machine was imported, but not started"))?;
     }
     Ok((snapshots, starts))
 }

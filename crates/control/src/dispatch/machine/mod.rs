@@ -198,10 +198,15 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
             append: new.append.clone(),
         });
     }
-    definition.platform.firmware = new.firmware;
+    definition.platform = new.platform;
+    definition.cpu_model.clone_from(&new.cpu_model);
     definition.boot_order.clone_from(&new.boot_order);
+    definition.write_errors = new.write_errors;
     definition.set_vnc(new.vnc);
+    definition.vnc_tls.clone_from(&new.vnc_tls);
+    definition.run_as.clone_from(&new.run_as);
     definition.seed.clone_from(&new.seed);
+    definition.check()?;
     for image in &new.cdroms {
         definition.add_cdrom(Some(vm::media::readable(image)?))?;
     }

@@ -6,6 +6,7 @@ use vm::definition::Vnc;
 use vm::host::Host;
 use vm::instant::freeze;
 use vm::machine::{Machine, MachineState, MemoryRecord};
+use vm::qemu::passt;
 use vm::snapshots;
 
 fn activity(machine: &Machine) -> Result<MachineActivity> {
@@ -55,6 +56,14 @@ pub fn one(host: &Host, name: &str) -> Result<MachineReply> {
         Ok(features) => (features.accelerator.name().to_owned(), features.why_not_kvm.clone()),
         Err(error) => ("none".to_owned(), Some(error.to_string())),
     };
+    let passt = passt::has_user(&definition).then(|| match (&process, &features) {
+        (Some(_), _) if machine.uses_passt() => Ok(()),
+        (_, Ok(features)) => match (passt::find(features, &definition), &process) {
+            (Ok(_), Some(_)) => Err("it did not start, or the guest continues from a state without it".to_owned()),
+            (found, _) => found.map(drop).map_err(str::to_owned),
+        },
+        (_, Err(error)) => Err(error.to_string()),
+    });
     let disks = host.disks().all()?;
     let present = definition.disks.iter().filter_map(|disk| Some((disk.name.clone(), disks.get(&disk.name)?.capacity)));
     let run = machine.run();
@@ -77,6 +86,7 @@ pub fn one(host: &Host, name: &str) -> Result<MachineReply> {
             MemoryRecord::Own(_) => MachineMemory::OwnFile,
             MemoryRecord::Image(_) => MachineMemory::Shared,
         }),
+        passt,
         snapshots,
         frozen,
         image,

@@ -3,7 +3,10 @@
 
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
-use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
+use disk::{
+    DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning,
+    SettingsChange, SnapshotOptions, Tuning,
+};
 
 fn requests() -> Vec<Request> {
     let name = || String::from("a \"quoted\" näme\u{1F4BE}");
@@ -17,6 +20,17 @@ fn requests() -> Vec<Request> {
                 provisioning: Provisioning::EagerZeroedThick,
                 format: DiskFormat::Image(ImageKind::SeSparse),
                 delta: Some(DeltaFormat::VsanSparse),
+            },
+            settings: SettingsChange::default(),
+        }),
+        Request::Disk(DiskRequest::Edit {
+            name: name(),
+            settings: SettingsChange {
+                on_full: Some(OnFull::Wait(Some(std::time::Duration::from_secs(90)))),
+                detect_zeroes: Some(DetectZeroes::Unmap),
+                labels: [(name(), name())].into(),
+                remove_labels: vec![name()],
+                limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },
             },
         }),
         Request::Disk(DiskRequest::List),

@@ -8,7 +8,10 @@ use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{Deletion, DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
+use disk::{
+    Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning,
+    SettingsChange, Tuning,
+};
 use std::path::PathBuf;
 
 /// Provisioning type of a disk.
@@ -56,6 +59,79 @@ pub struct DiskCreate {
     /// TiB sesparse.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
+    /// Settings of the disk.
+    #[command(flatten)]
+    pub settings: SettingsArguments,
+}
+
+/// Settings of a disk.
+#[derive(Debug, Args)]
+pub struct SettingsArguments {
+    /// What writes do that need space while there is none: error (they fail at once), wait (until there is space), or
+    /// wait=TIME such as wait=10m (then they fail). A new disk has error.
+    #[arg(long, value_name = "error|wait[=TIME]", value_parser = parse_on_full)]
+    pub on_full: Option<OnFull>,
+    /// What happens to writes of zeros: off (they are stored like other data), on (the range is zeroed without data and
+    /// keeps or gets its space), or unmap (the range is unmapped). A new disk has off.
+    #[arg(long, value_name = "off|on|unmap", value_parser = parse_zeroes)]
+    pub detect_zeroes: Option<DetectZeroes>,
+    /// A label of the disk, such as tenant=a; may be repeated. Replaces the value of that key.
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub labels: Vec<(String, String)>,
+    /// Most space that the disk may map; 0 for no quota.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub quota: Option<u64>,
+    /// Space that the disk can map whatever other disks write; 0 for no reservation.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub reservation: Option<u64>,
+}
+
+impl SettingsArguments {
+    fn change(&self) -> SettingsChange {
+        SettingsChange {
+            on_full: self.on_full,
+            detect_zeroes: self.detect_zeroes,
+            labels: self.labels.iter().cloned().collect(),
+            remove_labels: Vec::new(),
+            limits: LimitsChange { quota: self.quota, reservation: self.reservation },
+        }
+    }
+}
+
+fn parse_zeroes(text: &str) -> Result<DetectZeroes, String> {
+    text.parse().map_err(|error: error::Error| error.to_string())
+}
+
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    disk::parse_label(text).map_err(|error| error.to_string())
+}
+
+fn parse_on_full(text: &str) -> Result<OnFull, String> {
+    text.parse().map_err(|error: error::Error| error.to_string())
+}
+
+/// `lamina disk edit`.
+#[derive(Debug, Args)]
+pub struct DiskEdit {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Settings of the disk.
+    #[command(flatten)]
+    pub settings: SettingsArguments,
+    /// Remove the label with this key; may be repeated.
+    #[arg(long = "remove-label", value_name = "KEY")]
+    pub remove_labels: Vec<String>,
+}
+
+impl DiskEdit {
+    fn request(&self) -> Result<DiskRequest, String> {
+        let settings = SettingsChange { remove_labels: self.remove_labels.clone(), ..self.settings.change() };
+        if settings == SettingsChange::default() {
+            return Err("nothing to change is given: see 'lamina disk edit --help'".into());
+        }
+        Ok(DiskRequest::Edit { name: self.name.clone(), settings })
+    }
 }
 
 impl DiskCreate {
@@ -207,6 +283,9 @@ pub enum DiskCommand {
         /// Show the space of each disk and snapshot instead: mapped, stored, shared, exclusive.
         #[arg(long)]
         space: bool,
+        /// Only disks with this label: KEY=VALUE, or a key with any value.
+        #[arg(long, value_name = "LABEL", conflicts_with = "space")]
+        label: Option<String>,
     },
     /// Show one disk, with its block counts.
     Show {
@@ -273,6 +352,8 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
+    /// Change the settings of a disk, at once and permanently, also while the disk is in use.
+    Edit(DiskEdit),
     /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),
     /// Reopen a disk in VMware's formats that stopped after an I/O error; clients stay connected.
@@ -335,9 +416,14 @@ impl DiskCommand {
     /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         Ok(Request::Disk(match self {
-            Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
-            Self::List { space: true } => DiskRequest::Space { name: None },
-            Self::List { space: false } => DiskRequest::List,
+            Self::Create(create) => DiskRequest::Create {
+                name: create.name.clone(),
+                new: create.new_disk()?,
+                settings: create.settings.change(),
+            },
+            Self::List { space: true, .. } => DiskRequest::Space { name: None },
+            Self::List { label: Some(label), .. } => DiskRequest::Labelled { label: label.clone() },
+            Self::List { .. } => DiskRequest::List,
             Self::Show { name, space: true } => DiskRequest::Space { name: Some(name.clone()) },
             Self::Show { name, space: false } => DiskRequest::Show { name: name.clone() },
             Self::Resize { name, size, shrink, reconnect_clients } => DiskRequest::Resize {
@@ -359,6 +445,7 @@ impl DiskCommand {
             }
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
+            Self::Edit(edit) => edit.request()?,
             Self::Tune(tune) => DiskRequest::Tune {
                 name: tune.name.clone(),
                 tuning: Tuning {

@@ -46,7 +46,7 @@ pub struct OpeningArguments {
 }
 
 impl OpeningArguments {
-    fn options(&self) -> ImageOptions {
+    pub(super) fn options(&self) -> ImageOptions {
         ImageOptions {
             format: self.from,
             force_parent: self.force_parent,
@@ -75,6 +75,10 @@ pub struct ConvertArguments {
     /// Limit of copied bytes per second.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
+    /// Write zeros for ranges of the source that are damaged, unreadable or missing, list these ranges, and end with
+    /// exit code 6. Without it, the first of them ends the conversion.
+    #[arg(long)]
+    pub skip_damaged: bool,
 }
 
 impl ConvertArguments {
@@ -86,6 +90,7 @@ impl ConvertArguments {
             format: self.format,
             options: self.opening.options(),
             rate: self.rate.unwrap_or(0),
+            skip_damaged: self.skip_damaged,
         };
         if conversion.needs_datastore() {
             // The server of the datastore may have another working directory, so the paths are made absolute.

@@ -353,7 +353,7 @@ impl VmSnapshotCommand {
 pub enum IdentityArgument {
     /// Change the identity if the guest's agent answers; otherwise the clone's network stays disconnected.
     Auto,
-    /// Change the identity, or fail to make the clone.
+    /// Change the identity, or fail to make the clone or to start it.
     Required,
     /// Keep the parent's identity.
     Keep,
@@ -403,10 +403,11 @@ pub struct VmClone {
     /// Freeze the source's file systems through its agent while its state is captured, if the agent answers.
     #[arg(long, conflicts_with = "instant")]
     pub quiesce: bool,
-    /// Whether guests of instant clones get a new host name, machine id, network addresses and random seed.
-    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
-    pub identity: IdentityArgument,
-    /// What cloud-init in the guests is told, in place of what that of the source is told.
+    /// Whether the guest's agent gives each clone a new host name, machine id and SSH host keys: instant clones at once
+    /// (default: auto), others at their first start (default: keep).
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "to")]
+    pub identity: Option<IdentityArgument>,
+    /// The configuration of cloud-init in the guests of the clones, in place of that of the source.
     #[command(flatten)]
     pub seed: SeedArguments,
 }
@@ -436,9 +437,10 @@ impl VmClone {
             quiesce: self.quiesce,
             start: self.start,
             identity: match self.identity {
-                IdentityArgument::Auto => Inside::IfAgent,
-                IdentityArgument::Required => Inside::Required,
-                IdentityArgument::Keep => Inside::Kept,
+                None if self.instant => Inside::IfAgent,
+                Some(IdentityArgument::Auto) => Inside::IfAgent,
+                Some(IdentityArgument::Required) => Inside::Required,
+                None | Some(IdentityArgument::Keep) => Inside::Kept,
             },
             seed,
         };

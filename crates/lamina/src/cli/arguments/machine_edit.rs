@@ -1,13 +1,16 @@
 //! Arguments of `lamina vm edit`.
 
 use super::machine::parse_machine;
-use super::machine_create::{BootArgument, NetworkArgument, VncArgument};
+use super::machine_create::{
+    BootArgument, NetworkArgument, ProcessorArguments, VncArgument, VncTlsArguments, WriteErrorsArgument,
+};
+use super::machine_import::{BusArgument, CardArgument};
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
 use control::MachineVerb;
 use std::path::PathBuf;
-use vm::definition::{BootDevice, PORTS_MAX};
+use vm::definition::{BootDevice, Bus, Card, PORTS_MAX};
 use vm::edit::Edit;
 use vm::identity::Mac;
 
@@ -20,6 +23,9 @@ pub struct VmEdit {
     /// Virtual CPUs.
     #[arg(long, value_name = "N")]
     pub cpus: Option<u32>,
+    /// Model and sockets of the CPUs, and the clock.
+    #[command(flatten)]
+    pub processors: ProcessorArguments,
     /// Memory, in whole MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
@@ -32,18 +38,43 @@ pub struct VmEdit {
     /// Most memory of QEMU besides the memory of the guest, at least 256M; 0 for no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub qemu_memory: Option<u64>,
+    /// The user as which QEMU runs, which only root can choose.
+    #[arg(long, value_name = "USER")]
+    pub run_as: Option<String>,
+    /// Run QEMU as the default user of the datastore.
+    #[arg(long, conflicts_with = "run_as")]
+    pub no_run_as: bool,
+    /// What QEMU does when a write of the guest fails. A paused guest repeats the write when it is resumed.
+    #[arg(long, value_enum, value_name = "ACTION")]
+    pub write_errors: Option<WriteErrorsArgument>,
     /// Whether 'start --autostart' starts the machine.
     #[arg(long, value_name = "on|off", value_parser = parse_switch)]
     pub autostart: Option<bool>,
     /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
     pub ports: Option<u8>,
-    /// Devices that the firmware tries, in this order: disk,cdrom if none is set. 'default' for that.
+    /// Attach all disks and network cards by virtio, for a guest that has the drivers.
+    #[arg(long, conflicts_with_all = ["bus", "card"])]
+    pub virtio: bool,
+    /// Controller of all disks, except those in ports.
+    #[arg(long, value_enum, value_name = "BUS")]
+    pub bus: Option<BusArgument>,
+    /// Model of all network cards.
+    #[arg(long, value_enum, value_name = "MODEL")]
+    pub card: Option<CardArgument>,
+    /// Devices that the firmware tries, in this order. 'default' restores the usual order: disk,cdrom.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
-    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password.
+    /// Serve the screen by VNC: on a socket of the machine, or on ADDRESS:PORT of this host with a password. Addresses
+    /// that other hosts reach need --vnc-tls.
     #[arg(long, value_name = "unix|ADDRESS:PORT|off", num_args = 0..=1, default_missing_value = "unix")]
     pub vnc: Option<VncArgument>,
+    /// How VNC on a port is encrypted.
+    #[command(flatten)]
+    pub vnc_tls: VncTlsArguments,
+    /// Encrypt VNC no more.
+    #[arg(long, conflicts_with = "vnc_tls")]
+    pub no_vnc_tls: bool,
     /// Insert an image into an empty CD-ROM drive; while the machine is off also into a new drive. May be repeated.
     #[arg(long = "cdrom", value_name = "FILE")]
     pub insert: Vec<PathBuf>,
@@ -114,14 +145,24 @@ impl VmEdit {
         }
         let edit = Edit {
             cpus: self.cpus,
+            cpu_model: self.processors.cpu_model.clone(),
+            cores: self.processors.cores,
+            clock: self.processors.clock.map(Into::into),
             memory: self.memory,
             arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
             qemu_memory: self.qemu_memory,
+            run_as: self.run_as.clone(),
+            no_run_as: self.no_run_as,
+            write_errors: self.write_errors.map(Into::into),
             autostart: self.autostart,
             ports: self.ports,
+            bus: if self.virtio { Some(Bus::Virtio) } else { self.bus.map(Bus::from) },
+            card: if self.virtio { Some(Card::Virtio) } else { self.card.map(Card::from) },
             boot_order: self.boot_order()?,
             vnc: self.vnc.and_then(|vnc| vnc.0),
             no_vnc: self.vnc == Some(VncArgument(None)),
+            vnc_tls: self.vnc_tls.certificates()?,
+            no_vnc_tls: self.no_vnc_tls,
             no_cdroms: self.no_cdrom,
             eject: all_absolute(&self.eject)?,
             force_eject: self.force,

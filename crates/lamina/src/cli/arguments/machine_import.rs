@@ -88,8 +88,8 @@ pub enum FirmwareArgument {
 /// `lamina vm import`.
 #[derive(Debug, Args)]
 pub struct VmImport {
-    /// A .vmx, .ovf or .ova file, the .xml of a libvirt domain, an image of a disk, or a folder: then all machines in
-    /// the folder and its subfolders.
+    /// A .vmx, .ovf, .ova or .vbox file, the .xml of a libvirt domain, an image of a disk, or a folder: then all
+    /// machines in the folder and its subfolders.
     #[arg(value_name = "SOURCE")]
     pub source: PathBuf,
     /// Name of the machine. Default: derived from the name in the source.

@@ -1,17 +1,17 @@
-//! Arguments that tell cloud-init in a guest what to do.
+//! Arguments for the configuration of cloud-init in a guest.
 
 use clap::Args;
 use std::fs;
 use std::path::{Path, PathBuf};
 use vm::definition::{Seed, USER_DATA_MAX};
 
-/// How the types of public keys begin, by which a key is told from the name of a file.
+/// The beginnings of the types of public keys, which distinguish a key from the name of a file.
 const KEY_TYPES: [&str; 3] = ["ssh-", "ecdsa-", "sk-"];
 
 /// Options for the seed of cloud-init.
 #[derive(Debug, Args)]
 pub struct SeedArguments {
-    /// A file that tells cloud-init in the guest what to do, such as one that begins with #cloud-config.
+    /// A file with the configuration of cloud-init in the guest, such as one that begins with #cloud-config.
     #[arg(long, value_name = "FILE")]
     pub user_data: Option<PathBuf>,
     /// A public key of SSH for cloud-init's default user, or a file with public keys; may be repeated.

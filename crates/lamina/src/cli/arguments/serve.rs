@@ -81,13 +81,17 @@ pub struct ServeArguments {
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
     /// Permission bits of the unix socket for NBD clients, in octal. They decide which users may connect. Default: 600,
-    /// or 660 with --socket-group.
+    /// or 660 with --socket-group or --machine-group.
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     pub socket_mode: Option<u32>,
     /// Group whose members may connect to the unix socket for NBD clients and to the control socket: they may do
     /// everything with the datastore that its owner may.
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
+    /// Group of the users as which machines run (vm create --run-as). They may connect to the unix socket for NBD
+    /// clients, each only to the disks of the machines that run as it.
+    #[arg(long, value_name = "GROUP", conflicts_with = "socket_group")]
+    pub machine_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
     /// required.
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_socket_address)]
@@ -157,7 +161,8 @@ pub struct ServeArguments {
 impl ServeArguments {
     /// Permission bits of the socket for NBD clients.
     pub fn socket_mode(&self) -> u32 {
-        self.socket_mode.unwrap_or(if self.socket_group.is_some() { 0o660 } else { 0o600 })
+        let group = self.socket_group.is_some() || self.machine_group.is_some();
+        self.socket_mode.unwrap_or(if group { 0o660 } else { 0o600 })
     }
 }
 

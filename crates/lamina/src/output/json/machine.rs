@@ -98,13 +98,15 @@ fn definition(definition: &Definition) -> Value {
     let networks: Vec<Value> = definition.networks.iter().map(card).collect();
     let platform = &definition.platform;
     json!({
-        "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
-        "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "qemu_arguments": definition.arguments,
+        "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "cpu_model": definition.cpu_model,
+        "memory": definition.memory,
+        "ports": definition.ports, "autostart": definition.autostart, "qemu_memory": definition.qemu_memory, "write_errors": definition.write_errors.name(), "qemu_arguments": definition.arguments,
+        "run_as": definition.run_as, "new_identity": definition.new_identity,
         "platform": {
             "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
             "cores": platform.cores, "clock": platform.clock, "display": platform.display,
         },
-        "boot": definition.boot, "boot_order": definition.boot_devices(), "vnc": definition.vnc, "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
+        "boot": definition.boot, "boot_order": definition.boot_devices(), "vnc": definition.vnc, "vnc_tls": definition.vnc_tls, "disks": disks, "cdroms": cdroms, "seed": definition.seed, "networks": networks, "origin": definition.origin,
     })
 }
 
@@ -140,6 +142,8 @@ fn machine(info: &MachineInfo) -> Value {
         "why_not_kvm": info.why_not_kvm, "console": info.console, "vnc_socket": info.vnc,
         "vnc_password": info.vnc_password, "monitor": info.monitor, "agent": info.agent,
         "console_log": info.console_log, "log": info.log,
+        "passt": info.passt.as_ref().map(Result::is_ok),
+        "why_not_passt": info.passt.as_ref().and_then(|passt| passt.as_ref().err()),
         "snapshots": snapshots(&info.definition.name, &info.snapshots),
         "frozen": info.frozen, "image": info.image, "children": children.collect::<Vec<Value>>(),
         "children_count": info.children.len(),

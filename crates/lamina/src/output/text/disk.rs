@@ -3,7 +3,9 @@
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
-use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, Provisioning, Reclaimed};
+use disk::{
+    DetectZeroes, DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites,
+};
 use std::io::{self, Write};
 
 /// Size of a block in bytes, for block counts.
@@ -28,6 +30,9 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
                 "vmdk" => writeln!(out, "vmdk, {}", provisioning(disk.provisioning)),
                 format => writeln!(out, "{format}"),
             }
+        }
+        Request::Disk(DiskRequest::Edit { .. }) => {
+            print_facts(out, &[vec![("name", name.clone())], settings_facts(disk)].concat())
         }
         Request::Disk(DiskRequest::Reopen { .. }) => writeln!(out, "disk {name} takes writes"),
         Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space allocated"),
@@ -55,8 +60,8 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     if !unaware.is_empty() {
         writeln!(
             out,
-            "{} connected before: the old size stays visible there until a reconnection: {}; --reconnect-clients ends \
-             connections for that, and clients that do not reconnect by themselves get I/O errors",
+            "{} connected before the resize and use the old size until they reconnect: {}; --reconnect-clients ends \
+             their connections, and clients that do not reconnect by themselves then get I/O errors",
             count(unaware.len() as u64, "client"),
             unaware.join(", ")
         )?;
@@ -88,12 +93,38 @@ fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     facts.extend(disk.parent_snapshot.clone().map(|s| ("stands on", s)));
     facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));
     facts.extend(disk.stopped.as_ref().map(|why| ("stopped", stopped(disk, why))));
+    facts.extend(settings_facts(disk));
+    facts.extend(disk.waiting.as_ref().map(|waiting| ("waiting", waiting_writes(waiting))));
     facts.push(("clients", disk.clients.to_string()));
     facts.extend(disk.users.iter().map(|user| ("", client(disk, user))));
     facts.extend(disk.machine.clone().map(|machine| ("machine", machine)));
     facts.push(("created", time(disk.created)));
     facts.extend(disk.image.iter().flat_map(|image| image_facts(image)));
     facts
+}
+
+fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
+    let when_full = match disk.settings.on_full {
+        OnFull::Error => "error: writes that need space fail at once".to_owned(),
+        OnFull::Wait(None) => "wait: writes that need space wait for it".to_owned(),
+        limited => format!("{limited}: writes that need space wait for it, then fail"),
+    };
+    let mut facts = vec![("when full", when_full)];
+    facts.extend(match disk.settings.detect_zeroes {
+        DetectZeroes::Off => None,
+        DetectZeroes::On => Some(("writes of zeros", "on: stored without data, the range keeps its space".into())),
+        DetectZeroes::Unmap => Some(("writes of zeros", "unmap: the range is unmapped".into())),
+    });
+    facts.extend(disk.settings.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
+    facts.extend(disk.settings.limits.quota.map(|bytes| ("quota", size(bytes))));
+    facts.extend(disk.settings.limits.reservation.map(|bytes| ("reservation", size(bytes))));
+    facts
+}
+
+/// The writes of a disk that wait for space.
+pub fn waiting_writes(waiting: &WaitingWrites) -> String {
+    let writes = count(waiting.writes, "write");
+    format!("{writes} ({}) for space, since {}: {}", size(waiting.bytes), time(waiting.since), waiting.reason)
 }
 
 fn stopped(disk: &DiskInfo, why: &str) -> String {
@@ -201,8 +232,13 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
         ("CLIENTS", Align::Right),
         ("ORIGIN", Align::Left),
     ];
-    let any_stopped = disks.iter().any(|disk| disk.stopped.is_some());
-    if any_stopped {
+    let state = |disk: &DiskInfo| match (&disk.stopped, &disk.waiting) {
+        (Some(_), _) => Some("stopped"),
+        (None, Some(_)) => Some("waits for space"),
+        (None, None) => None,
+    };
+    let any_state = disks.iter().any(|disk| state(disk).is_some());
+    if any_state {
         columns.push(("STATE", Align::Left));
     }
     let mut table = Table::new(&columns);
@@ -216,8 +252,8 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
             clients(disk),
             disk.origin.clone().unwrap_or_else(|| "-".into()),
         ];
-        if any_stopped {
-            row.push(if disk.stopped.is_some() { "stopped" } else { "-" }.into());
+        if any_state {
+            row.push(state(disk).unwrap_or("-").into());
         }
         table.row(row);
     }

@@ -2,6 +2,7 @@
 
 use crate::output::human::{count, size};
 use crate::output::table::print_facts;
+use crate::output::text::salvage::{print_lost, summed};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use std::io::{self, Write};
@@ -105,5 +106,10 @@ pub fn print_converted(out: &mut dyn Write, made: &Converted) -> io::Result<()> 
     for warning in &made.warnings {
         writeln!(out, "warning: {warning}")?;
     }
-    writeln!(out, "made {}: {}, {}, {} of data", made.target, made.format, size(made.capacity), size(made.copied))
+    print_lost(out, &made.lost)?;
+    write!(out, "made {}: {}, {}, {} of data", made.target, made.format, size(made.capacity), size(made.copied))?;
+    match made.lost.is_empty() {
+        true => writeln!(out),
+        false => writeln!(out, "; {}", summed(&made.lost)),
+    }
 }

@@ -69,10 +69,25 @@ pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
         Change::DiskResized { disk, capacity } => writeln!(out, "disk {disk} resized to {}", human::size(*capacity)),
         Change::DiskReverted { disk, snapshot } => writeln!(out, "disk {disk} reverted to {snapshot}"),
         Change::DiskChanged { disk, by } => writeln!(out, "disk {disk} changed by {by}"),
+        Change::LabelChanged { label } => writeln!(out, "limits of label {label} changed"),
+        Change::WritesWait { disk, reason } => writeln!(out, "writes of disk {disk} wait for space: {reason}"),
+        Change::WritesGoOn { disk, written, refused, dropped, seconds } => {
+            let waited = human::count(*seconds, "second");
+            write!(out, "writes of disk {disk} wait no longer after {waited}: {written} written, {refused} refused")?;
+            match dropped {
+                0 => writeln!(out),
+                dropped => writeln!(out, ", {dropped} not answered because their connections ended"),
+            }
+        }
         Change::DiskReceived { disk } => writeln!(out, "disk {disk} received"),
         Change::SnapshotCreated { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} created"),
         Change::SnapshotDeleted { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} deleted"),
         Change::ReceptionDeleted { id } => writeln!(out, "reception {id} deleted"),
+        Change::DamageFound { problem, repaired, objects } => {
+            let of = if objects.is_empty() { String::new() } else { format!(" ({})", objects.join(", ")) };
+            let how = repaired.as_ref().map(|how| format!("; repaired: {how}")).unwrap_or_default();
+            writeln!(out, "damage found: {problem}{of}{how}")
+        }
         Change::JobStarted { job } => writeln!(out, "job {} started: {}", job.id, what(job)),
         Change::JobEnded { job } => writeln!(out, "job {} {}: {}", job.id, job.state.name(), what(job)),
         Change::Missed { count } => writeln!(out, "{} lost: query the present state", human::count(*count, "event")),

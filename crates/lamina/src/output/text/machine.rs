@@ -10,7 +10,7 @@ use control::{
 };
 use std::io::{self, Write};
 use vm::agent::Execution;
-use vm::definition::{BootDevice, Card, Cdrom, Definition, Disk, Origin, Platform};
+use vm::definition::{BootDevice, Card, Cdrom, Definition, Disk, Origin, Platform, WriteErrors};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -132,8 +132,17 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         ("cpus", defined.cpus.to_string()),
         ("memory", memory(defined.memory, info.memory)),
     ];
+    if let Some(model) = &defined.cpu_model {
+        facts.push(("CPU model", model.clone()));
+    }
     if let Some(limit) = defined.qemu_memory {
         facts.push(("QEMU's own memory", format!("at most {}", human::size(limit))));
+    }
+    if let Some(user) = &defined.run_as {
+        facts.push(("QEMU's user", user.clone()));
+    }
+    if defined.write_errors != WriteErrors::default() {
+        facts.push(("write errors", defined.write_errors.name().into()));
     }
     if defined.autostart {
         facts.push(("autostart", "yes".into()));
@@ -156,6 +165,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         let order: Vec<&str> = defined.boot_order.iter().copied().map(BootDevice::name).collect();
         facts.push(("boot order", order.join(", ")));
     }
+    if defined.new_identity.is_some() {
+        facts.push(("guest's identity", "that of its source, until its next start".into()));
+    }
     if let Some(seed) = &defined.seed {
         let name = seed.hostname.as_ref().unwrap_or(&defined.name);
         let data = seed.user_data.as_ref().map_or(0, String::len) as u64;
@@ -175,6 +187,7 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     let drive = |it: &Cdrom| it.file.as_ref().map_or("empty".to_owned(), |file| file.display().to_string());
     several("CD-ROM drives", defined.cdroms.iter().map(drive).collect());
     several("networks", cards(defined));
+    several("user networks", info.passt.iter().map(user_network).collect());
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
     several("vnc", vnc(info).into_iter().collect());
     several("clone of", defined.origin.iter().map(origin).collect());
@@ -195,7 +208,15 @@ fn vnc(info: &MachineInfo) -> Option<String> {
     let vnc = info.definition.vnc?;
     let at = info.vnc.as_ref().map_or_else(|| vnc.to_string(), |socket| socket.display().to_string());
     let password = info.vnc_password.as_ref().map(|file| format!(", password in {}", file.display()));
-    Some(at + &password.unwrap_or_default())
+    let tls = info.definition.vnc_tls.as_ref().map(|tls| {
+        let verified = if tls.clients { ", for viewers with a certificate" } else { "" };
+        format!(", encrypted by {}{verified}", tls.folder.display())
+    });
+    Some(at + &password.unwrap_or_default() + &tls.unwrap_or_default())
+}
+
+fn user_network(passt: &Result<(), String>) -> String {
+    passt.as_ref().map_or_else(|why| format!("QEMU's own, not passt: {why}"), |()| "passt".to_owned())
 }
 
 fn cards(defined: &Definition) -> Vec<String> {

@@ -1,10 +1,13 @@
 //! Replies as text, with a file for each group of requests.
 
+mod backup;
 mod disk;
 mod image;
 mod job;
+mod label;
 mod machine;
 mod salvage;
+mod scrub;
 mod send;
 mod snapshot;
 mod space;
@@ -26,6 +29,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
     match reply {
         Reply::Status { status, serving } => print_status(out, status, serving.as_ref()),
         Reply::Check(report) => print_check(out, report),
+        Reply::Scrub(report) => scrub::print(out, report),
+        Reply::ScrubState(summary) => scrub::print_state(out, request, summary),
         Reply::Disk(one) => disk::print(out, request, one),
         Reply::Resized(resized) => disk::print_resized(out, resized),
         Reply::Disks(disks) => match request {
@@ -39,6 +44,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
         Reply::WouldFree(free) => space::print_would_free(out, free),
         Reply::Space(space) => space::print_all(out, space),
+        Reply::Labels(labels) => label::print_all(out, labels),
         Reply::Deleted(name) => writeln!(out, "deleted {name}"),
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
@@ -66,6 +72,12 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
             Some((request, reply)) => print(out, request, reply),
             None => job::print(out, &end.job),
         },
+        Reply::BackedUp(created) => backup::print_created(out, created),
+        Reply::Backups(backups) => backup::print_all(out, backups),
+        Reply::Verified(verified) => backup::print_verified(out, verified),
+        Reply::Restored(restored) => backup::print_restored(out, restored),
+        Reply::BackupKey { path, id } => writeln!(out, "made key {id} in {}", path.display()),
+        Reply::Pruned(pruned) => backup::print_pruned(out, pruned),
         Reply::Sent(sent) => send::print(out, sent),
         Reply::Receptions(receptions) => send::print_all(out, receptions),
         Reply::Exports(exports) => {
@@ -114,10 +126,15 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("disks", status.disks.to_string()),
         ("snapshots", status.snapshots.to_string()),
         ("checksum errors", status.checksum_errors.to_string()),
+        ("scrub", scrub::short(&status.scrub)),
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    facts
+        .extend(status.waiting.iter().map(|of| ("waiting", format!("disk {}: {}", of.disk, disk::waiting_writes(of)))));
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
+    facts.extend(status.limits.iter().map(label::limit));
+    facts.extend(status.growth.iter().flat_map(space::growth_facts));
     match serving {
         Some(serving) => {
             let access = if serving.read_only { ", read-only" } else { "" };

@@ -25,15 +25,11 @@ pub fn print_list(out: &mut dyn Write, list: &SalvageList) -> io::Result<()> {
 pub fn print(out: &mut dyn Write, report: &SalvageReport) -> io::Result<()> {
     print_notes(out, report.behind, &report.notes)?;
     if !report.proven {
-        writeln!(out, "note: name and capacity of {} come from a damaged page", report.source)?;
+        writeln!(out, "note: the record of {} is damaged: check its name and capacity", report.source)?;
     }
-    print_ranges(out, "lost", &report.lost)?;
+    print_lost(out, &report.lost)?;
     print_ranges(out, "unverified", &report.unverified)?;
-    let sum = |ranges: &[ByteRange]| ranges.iter().map(|range| range.length).sum::<u64>();
-    let lost = match sum(&report.lost) {
-        0 => "nothing is lost".to_owned(),
-        bytes => format!("{} in {} lost, zeros there", size(bytes), count(report.lost.len() as u64, "range")),
-    };
+    let lost = summed(&report.lost);
     writeln!(
         out,
         "read {} out to {} ({}, {} of data): {lost}",
@@ -42,6 +38,19 @@ pub fn print(out: &mut dyn Write, report: &SalvageReport) -> io::Result<()> {
         report.format,
         size(report.copied)
     )
+}
+
+/// Prints the lost ranges.
+pub fn print_lost(out: &mut dyn Write, ranges: &[ByteRange]) -> io::Result<()> {
+    print_ranges(out, "lost", ranges)
+}
+
+/// How much is lost.
+pub fn summed(lost: &[ByteRange]) -> String {
+    match lost.iter().map(|range| range.length).sum::<u64>() {
+        0 => "nothing is lost".to_owned(),
+        bytes => format!("{} in {} lost, zeros there", size(bytes), count(lost.len() as u64, "range")),
+    }
 }
 
 fn print_ranges(out: &mut dyn Write, what: &str, ranges: &[ByteRange]) -> io::Result<()> {

@@ -1,9 +1,47 @@
 //! The space of disks and snapshots, and what a deletion would free, as text.
 
-use crate::output::human::{count, size};
+use crate::output::human::{count, difference, size, span};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DatastoreSpace, SpaceUse, WouldFree};
+use disk::{DatastoreSpace, Growth, GrowthRate, SpaceUse, WouldFree};
 use std::io::{self, Write};
+
+/// Seconds of a day, for rates.
+const DAY: i128 = 86_400;
+
+/// The rate by which the time to full is shown: that of the last day if it is known, and the time for which it holds.
+fn usual_rate(growth: &Growth) -> Option<(GrowthRate, &'static str)> {
+    let day = growth.day.map(|rate| (rate, "24 h"));
+    day.or_else(|| growth.week.map(|rate| (rate, "7 days"))).or_else(|| growth.hour.map(|rate| (rate, "hour")))
+}
+
+fn full_in(rate: &GrowthRate) -> String {
+    rate.full_in.map_or_else(|| "-".into(), span)
+}
+
+/// Growth for each day, and the time to full, or `-` where they are not known.
+fn growth_cells(growth: Option<&Growth>) -> [String; 2] {
+    let Some((rate, _)) = growth.and_then(usual_rate) else { return ["-".into(), "-".into()] };
+    let by_day = i128::from(rate.bytes) * DAY / i128::from(rate.seconds.max(1));
+    let by_day = difference(i64::try_from(by_day).unwrap_or(if by_day < 0 { i64::MIN } else { i64::MAX }));
+    [format!("{by_day}/day"), full_in(&rate)]
+}
+
+/// The growth of a datastore, and the time to full.
+pub fn growth_facts(growth: &Growth) -> Vec<(&'static str, String)> {
+    let windows = [(growth.hour, "hour"), (growth.day, "24 h"), (growth.week, "7 days")];
+    let known = windows.into_iter().filter_map(|(rate, window)| Some((rate?, window)));
+    let told: Vec<String> =
+        known.map(|(rate, window)| format!("{} in the last {window}", difference(rate.bytes))).collect();
+    let mut facts = vec![("growth", told.join(", "))];
+    if let Some((rate, window)) = usual_rate(growth) {
+        let text = match rate.full_in {
+            Some(seconds) => format!("{}, if it grows as in the last {window}", span(seconds)),
+            None => format!("never, if it changes as in the last {window}"),
+        };
+        facts.push(("full in", text));
+    }
+    facts
+}
 
 /// Prints a row for each disk, followed by rows for its snapshots, and the sums over the datastore.
 pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
@@ -13,25 +51,35 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     let mut columns = vec![("NAME", Align::Left)];
     let sizes = ["CAPACITY", "MAPPED", "STORED", "SHARED", "EXCLUSIVE", "BY SNAPSHOTS", "RECLAIMABLE"];
     columns.extend(sizes.map(|name| (name, Align::Right)));
+    let any_growth = of.disks.iter().any(|disk| disk.growth.is_some());
+    if any_growth {
+        columns.extend(["GROWTH", "FULL IN"].map(|name| (name, Align::Right)));
+    }
     let mut table = Table::new(&columns);
     let known = |bytes: Option<u64>| bytes.map_or_else(|| "-".into(), size);
-    let row = |name: String, of: &SpaceUse, rest: [Option<u64>; 2]| {
+    let row = |name: String, of: &SpaceUse, rest: [Option<u64>; 2], growth: Option<&Growth>| {
         // A snapshot in VMware's formats has no figures of its own, because its images are levels of the disk's chain.
         let own = |bytes: u64| if of.stored == 0 && of.exclusive.is_none() { "-".into() } else { size(bytes) };
         let mut cells = vec![name, size(of.provisioned), own(of.mapped), own(of.stored)];
         cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
+        cells.extend(growth_cells(growth).into_iter().filter(|_| any_growth));
         cells
     };
     for disk in &of.disks {
-        table.row(row(disk.name.clone(), &disk.space, [disk.used_by_snapshots, Some(disk.reclaimable)]));
+        table.row(row(
+            disk.name.clone(),
+            &disk.space,
+            [disk.used_by_snapshots, Some(disk.reclaimable)],
+            disk.growth.as_ref(),
+        ));
         for snapshot in &disk.snapshots {
-            table.row(row(format!("{}@{}", disk.name, snapshot.name), &snapshot.space, [None; 2]));
+            table.row(row(format!("{}@{}", disk.name, snapshot.name), &snapshot.space, [None; 2], None));
         }
     }
     if let Some(total) = &of.total {
         let mut row = vec!["(datastore)".to_owned()];
         row.extend([total.provisioned, total.mapped, total.stored, total.shared, total.exclusive].map(size));
-        row.extend([String::from("-"), String::from("-")]);
+        row.extend(["-", "-", "-", "-"].map(String::from).into_iter().take(if any_growth { 4 } else { 2 }));
         table.row(row);
     }
     table.print(out)

@@ -52,7 +52,7 @@ impl std::ops::AddAssign for Cost {
     }
 }
 
-/// The two budgets.
+/// The budget of bytes in the journal's ring, and the budget of changed pages.
 pub struct Admission {
     granted: Mutex<Cost>,
     room: Condvar,

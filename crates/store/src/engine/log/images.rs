@@ -340,7 +340,7 @@ impl Images {
     pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
         if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
             return match superblock.images {
-                Some(_) => Err(damaged("it was cut short")),
+                Some(_) => Err(damaged("the file was truncated")),
                 None => Ok(None),
             };
         }

@@ -63,7 +63,7 @@ pub struct CommitLog {
     settled: AtomicU64,
     /// The journal durably contains the record that announced overwrites before this position are settled.
     told: AtomicU64,
-    /// A batch was appended since the last trailer, and maintenance was asked for a new one.
+    /// A batch was appended since the last trailer, and a new trailer was requested from maintenance.
     untrailed: AtomicBool,
 }
 
@@ -201,7 +201,8 @@ impl CommitLog {
         Ok(damaged)
     }
 
-    /// Forgets what openings repaired, after a check has reported it. Must not be called during a checkpoint.
+    /// Removes the record of what openings repaired, after a check has reported it. Must not be called during a
+    /// checkpoint.
     pub fn forget_unreported(&self) -> Result<()> {
         let mut commit = self.lock();
         if commit.superblock.unreported != Unreported::default() {

@@ -340,12 +340,33 @@ impl Meta {
                 }
             }
         }
+        self.note_growth(operation, &effects.freed[first..]);
         if !self.logged.is_empty() {
             for run in &effects.freed[first..] {
                 self.forget_logged(*run);
             }
         }
         Ok(())
+    }
+
+    /// Counts by how many data blocks an operation has made its disk grow: the new blocks, minus those that it freed. A
+    /// block that snapshots or clones share is not freed by an overwrite, so the disk then grows.
+    fn note_growth(&mut self, operation: &Operation, freed: &[Run]) {
+        let (disk, new) = match operation {
+            Operation::Map { disk, run, .. }
+            | Operation::MapData { disk, run, .. }
+            | Operation::Unwritten { disk, run, fresh: true, .. } => (*disk, run.blocks),
+            Operation::Unmap { disk, .. } => (*disk, 0),
+            Operation::Trash { object } => {
+                self.growth.remove(object);
+                return;
+            }
+            _ => return,
+        };
+        let freed: u64 = freed.iter().map(|run| run.blocks).sum();
+        if new != freed {
+            *self.growth.entry(disk).or_default() += new as i64 - freed as i64;
+        }
     }
 
     /// Keeps journalled payload in memory until it is written to the data files. Returns its checksums.

@@ -28,6 +28,7 @@ use crate::space::{BlockEntry, Space};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tree;
 use backend::{Directory, File, SharedSlice};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -55,6 +56,8 @@ pub struct Meta {
     pub freed: Freed,
     /// Blocks and nodes that pending operations concern, see [`super::placement`].
     holds: Holds,
+    /// By how many data blocks each disk has grown since the store was opened, including replay.
+    pub growth: FxHashMap<u64, i64>,
     /// Height of the highest known tree.
     levels: u64,
     /// `Some` if a view was requested: the catalog and the counts, which the next checkpoint captures.
@@ -81,6 +84,7 @@ impl Metadata {
             pending: Queue::default(),
             freed: Freed::default(),
             holds: Holds::default(),
+            growth: FxHashMap::default(),
             levels: 1,
             viewed: None,
         };

@@ -40,8 +40,8 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
 pub struct Unpunched {
     /// Runs that could not be punched.
     pub failed: Vec<Run>,
-    /// Runs whose table entries could not be read. They are kept apart, so that the medium is not asked for a lost page
-    /// again in each round of maintenance.
+    /// Runs whose table entries could not be read. They are kept apart, so that maintenance does not read a lost page
+    /// again in each round.
     pub unreadable: Vec<Run>,
 }
 

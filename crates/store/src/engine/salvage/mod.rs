@@ -40,7 +40,7 @@ pub struct Salvage {
 /// A disk or snapshot that can be read.
 #[derive(Clone, Debug)]
 pub struct Salvaged {
-    /// Its record.
+    /// The catalog's record of the disk or snapshot.
     pub object: Object,
     /// False if the record is on a damaged page: name and size may be wrong.
     pub proven: bool,

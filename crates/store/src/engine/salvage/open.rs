@@ -209,7 +209,7 @@ fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     let mut guard = engine.meta.lock();
     let meta = &mut *guard;
     let blanked = meta.blank_unused()?;
-    notes.extend(blanked.iter().map(|key| format!("{key} is damaged; the last checkpoint has nothing in it")));
+    notes.extend(blanked.iter().map(|key| format!("{key} is damaged; it had no entries at the last checkpoint")));
     let damaged = meta.sight().find_damaged();
     let texts = damaged.map_tables.values().chain(damaged.data_tables.values());
     notes.extend(texts.cloned());

@@ -241,6 +241,34 @@ fn a_deleted_disk_that_cannot_be_read_prevents_no_count_of_others() {
 }
 
 #[test]
+fn deleted_trees_are_walked_once_for_all_counts() {
+    let (_disk, engine) = made();
+    let add = |number: u64| {
+        let id = add_disk(&engine, &format!("d{number}"), BLOCKS, Provisioning::Thin);
+        engine.write_blocks(&engine.head(id), 0, slice(1, 1)).unwrap();
+        engine.settle(&engine.head(id)).unwrap();
+        id
+    };
+    let deleted = 2 * NODES_PER_QUESTION;
+    let ids: Vec<u64> = (0..deleted + 10).map(add).collect();
+    let (gone, stay) = ids.split_at(deleted as usize);
+    gone.iter().for_each(|id| engine.delete_disk(*id, &[]).unwrap());
+    let asked = std::cell::Cell::new(0);
+    let go_on = || {
+        asked.set(asked.get() + 1);
+        true
+    };
+    let mut accounts = engine.accounts(&[], &go_on).unwrap();
+    assert_eq!(accounts.deleted().unwrap().data, deleted);
+    let before = asked.get();
+    assert!(before >= 2, "{before}");
+    for id in stay {
+        assert_eq!(accounts.would_free(&[*id]).unwrap(), WouldFree { data: 1, nodes: 1, reserved: 0 });
+    }
+    assert_eq!(asked.get() - before, stay.len(), "one question for each tree of one node");
+}
+
+#[test]
 fn a_view_for_a_count_waits_until_a_snapshot_taken_meanwhile_has_its_tree() {
     let (_disk, engine) = made();
     (0..40).for_each(|block| write(&engine, block, 1));

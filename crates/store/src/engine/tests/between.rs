@@ -333,3 +333,49 @@ fn a_data_file_whose_name_is_not_durable_is_created_again_or_stops_the_store() {
         }
     }
 }
+
+/// Two threads announce overwrites at the same time, and the journal has room for one of the announcements before the
+/// next checkpoint.
+#[test]
+fn announcements_at_the_same_time_do_not_count_on_the_same_room_of_the_journal() {
+    const RUNS: usize = 40_000;
+    let (disk, engine) = with_a_block(64);
+    let run = own_block(&engine, 1, 0);
+    let announced = |runs: usize| {
+        let before = engine.log.used();
+        engine.announce_ahead(&vec![run; runs]).unwrap();
+        engine.log.used() - before
+    };
+    let large = announced(RUNS);
+    engine.checkpoint().unwrap();
+    let limit = engine.log.admission.ring_limit();
+    let small = announced(RUNS / 10);
+    while engine.log.used() + small + large <= limit {
+        announced(RUNS / 10);
+    }
+    let used = engine.log.used();
+    assert!(used + large <= limit && used + 2 * large > RING, "{used} + {large} of {RING}");
+    // The second thread requests room while the first one waits for the medium, and its announcement does not count as
+    // used yet.
+    let begun = Arc::new(AtomicBool::new(false));
+    let appending = Arc::clone(&begun);
+    before_next(&disk, Request::Write, move || {
+        appending.store(true, Ordering::SeqCst);
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    });
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| engine.announce_ahead(&vec![run; RUNS]));
+        while !begun.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        engine.announce_ahead(&vec![run; RUNS]).unwrap();
+        first.join().unwrap().unwrap();
+    });
+    assert!(engine.log.used() <= limit);
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+    is_whole(&engine);
+}

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const WRITTEN: u64 = 1200;
 
 /// A closed store with disk 1, which has a map of several leaves, and disk 2.
-fn grown() -> SimulatedDisk {
+pub(super) fn grown() -> SimulatedDisk {
     let (disk, engine) = made();
     assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
     for block in 0..WRITTEN {
@@ -28,7 +28,7 @@ fn grown() -> SimulatedDisk {
 }
 
 /// The leaves of disk 1: the first logical block of each, and its page.
-fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
+pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     let map = disk.directory().open("map", IoMode::Buffered).unwrap();
     let mut page = Buffer::zeroed(1);
     let mut found = Vec::new();
@@ -44,11 +44,11 @@ fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     found
 }
 
-fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
+pub(super) fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
     engine.flush_head(&engine.head(disk), engine.acknowledged())
 }
 
-fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
+pub(super) fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
     engine.write_blocks(&engine.head(disk), logical, slice(byte, 1))
 }
 
@@ -139,7 +139,7 @@ fn a_write_to_a_mended_part_does_not_end_the_isolation_of_the_rest() {
     let disk = grown();
     let leaves = leaves(&disk);
     let ((_, first), (block, second)) = (leaves[1], leaves[2]);
-    // A wrong checksum needs no patience.
+    // A page with a wrong checksum counts as lost at once, without a wait for `PATIENCE`.
     let spoil = |leaf: u64| disk.flip_bit("map", leaf * BLOCK_SIZE as u64 + 100, 1).unwrap();
     [first, second].into_iter().for_each(spoil);
     let engine = open(&disk).unwrap();

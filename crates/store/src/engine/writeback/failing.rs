@@ -46,7 +46,7 @@ impl Failing {
         self.all.load(Ordering::Acquire)
     }
 
-    /// Fails if write-back makes no progress and an attempt has failed since the count was `count`.
+    /// Fails if write-back makes no progress and an attempt has failed since [`Failing::count`] returned `count`.
     pub fn check(&self, count: u64) -> Result<(), Error> {
         let in_a_row = self.in_a_row.load(Ordering::Acquire);
         if in_a_row == 0 || self.count() <= count {

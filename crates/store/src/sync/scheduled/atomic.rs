@@ -13,12 +13,12 @@ fn step(order: Ordering) {
 
 macro_rules! atomic {
     ($name:ident, $value:ty) => {
-        /// An atomic value.
+        /// An atomic number.
         #[derive(Debug, Default)]
         pub struct $name(std::sync::atomic::$name);
 
         impl $name {
-            /// With a first value.
+            /// A number with an initial value.
             pub const fn new(value: $value) -> Self {
                 Self(std::sync::atomic::$name::new(value))
             }

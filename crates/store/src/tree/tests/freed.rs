@@ -4,7 +4,10 @@
 use super::Random;
 use super::memory::{Memory, content};
 use crate::Result;
-use crate::tree::{DataReferences, Freed, MappedCounter, NodeId, NodeStore, create, drop_step, freed, levels, replace};
+use crate::tree::{
+    DataReferences, Freed, MappedCounter, NodeId, NodeStore, create, drop_step, freed, freed_after, freed_and_left,
+    levels, replace,
+};
 
 impl DataReferences for Memory {
     fn data_references(&mut self, physical: u64, blocks: u64, each: &mut dyn FnMut(u64, u32)) -> Result<()> {
@@ -39,8 +42,10 @@ fn share(store: &mut Memory, root: NodeId) -> NodeId {
     root
 }
 
-/// Makes trees that share parts, and drops random sets of them.
-fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) {
+/// Makes trees that share parts, and drops random sets of them. Returns how often one part of a set was counted after
+/// another part.
+fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) -> u32 {
+    let mut parts = 0;
     let mut random = Random(seed);
     let mut store = Memory::new();
     let blocks = (prefill * 8).max(2000);
@@ -72,6 +77,14 @@ fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) {
             (0..count).map(|_| trees.swap_remove(random.below(trees.len() as u64) as usize)).collect();
         let before = (used(&store), store.fingerprint());
         let expected = freed(&mut store, &set, &mut ask()).unwrap();
+        let (first, second) = set.split_at(random.below(set.len() as u64 + 1) as usize);
+        let (of_first, left) = freed_and_left(&mut store, first, &mut ask()).unwrap();
+        if let Some(left) = left {
+            let of_second = freed_after(&mut store, &left, second, &mut ask()).unwrap();
+            let of_both = Freed { data: of_first.data + of_second.data, nodes: of_first.nodes + of_second.nodes };
+            assert_eq!(of_both, expected, "seed {seed}: {first:?}, then {second:?}");
+            parts += 1;
+        }
         assert_eq!(store.fingerprint(), before.1, "counting changes nothing");
         for root in set {
             let mut root = Some(root);
@@ -84,14 +97,47 @@ fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) {
         assert_eq!(expected, really, "seed {seed}");
     }
     store.verify(&trees);
+    parts
 }
 
 #[test]
 fn what_dropping_trees_would_free_is_what_dropping_them_frees() {
-    for seed in 0..40 {
-        drop_sets(seed, 20 + seed * 100, 12, 1);
-    }
+    let parts: u32 = (0..40).map(|seed| drop_sets(seed, 20 + seed * 100, 12, 1)).sum();
     drop_sets(1000, 75_000, 6, 3);
+    assert!(parts > 10, "{parts}");
+}
+
+/// Maps every second block of a tree to a new block.
+fn fill(store: &mut Memory, mut root: NodeId, blocks: impl Iterator<Item = u64>) -> NodeId {
+    for block in blocks {
+        store.skip_data();
+        let with = Some((store.allocate_data(1), false));
+        root = replace(store, root, 2 * block..2 * block + 1, with).unwrap();
+    }
+    root
+}
+
+#[test]
+fn trees_are_counted_after_others_without_walking_those_again() {
+    let mut store = Memory::new();
+    let root = create(&mut store).unwrap();
+    let shared = fill(&mut store, root, 0..400);
+    let copy = share(&mut store, shared);
+    let copy = fill(&mut store, copy, [0, 200, 399].into_iter());
+    let root = create(&mut store).unwrap();
+    let large = fill(&mut store, root, 0..10_000);
+    let visits = std::cell::Cell::new(0);
+    let mut visit = || -> Result<()> {
+        visits.set(visits.get() + 1);
+        Ok(())
+    };
+    let (of_first, left) = freed_and_left(&mut store, &[shared, large], &mut visit).unwrap();
+    let (before, left) = (visits.take(), left.unwrap());
+    let of_copy = freed_after(&mut store, &left, &[copy], &mut visit).unwrap();
+    assert!(before > 40 && visits.get() < 20, "{before} and {} visits", visits.get());
+    assert_eq!(of_first.data, 3 + 10_000);
+    let all = Freed { data: of_first.data + of_copy.data, nodes: of_first.nodes + of_copy.nodes };
+    assert_eq!(all, used(&store));
 }
 
 fn scattered(seed: u64) -> (Memory, NodeId) {

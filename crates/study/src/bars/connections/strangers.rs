@@ -38,11 +38,11 @@ const STARTTLS: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x05\0\0\0\0";
 /// The load of the clients without a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Strangers {
-    /// They hold all connections, half of them in the middle of a TLS handshake.
+    /// The clients hold all connections, half of them in the middle of a TLS handshake.
     Held,
-    /// They begin TLS handshakes, and close the connections.
+    /// The clients begin TLS handshakes, and close the connections.
     Hellos,
-    /// They hold all connections, and open and close further ones.
+    /// The clients hold all connections, and open and close further ones.
     Connects,
 }
 

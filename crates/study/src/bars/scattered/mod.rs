@@ -1,9 +1,10 @@
 //! Random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest one,
 //! compared with qcow2 under the same load ([`rates`]). Also the time until a datastore is open again ([`stops`]) after
 //! a stop and after a kill: under that load, during the deletion of a thick disk of 500 GiB, and during a discard of
-//! 200 GiB.
+//! 200 GiB. And the times of requests of other clients while such writes fill the smallest journal ([`pressure`]).
 
 mod places;
+mod pressure;
 mod rates;
 mod stops;
 
@@ -36,8 +37,11 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             raw.push(json!({ "stops": stops::measure(setting, journal, &mut outcome.findings)? }));
         }
     }
+    if setting.plan.wants("pressure") {
+        raw.push(json!({ "pressure": pressure::measure(setting, &mut outcome.findings)? }));
+    }
     if raw.is_empty() {
-        return Err(super::no_cell(&setting.plan, &["rates", "stops"]));
+        return Err(super::no_cell(&setting.plan, &["rates", "stops", "pressure"]));
     }
     outcome.raw = raw.into();
     Ok(outcome)

@@ -125,7 +125,7 @@ fn prepare(setting: &Setting, mode: Mode, cell: &Cell, server: &Server) -> Resul
     Ok(())
 }
 
-/// Creates a datastore with one disk of the same content.
+/// Creates a datastore with one disk that has the content of the images.
 fn import(setting: &Setting, program: &Path, name: &str, images: &Images) -> Result<Datastore> {
     let datastore = Datastore::init(program, &setting.scratch, name)?;
     datastore.create(DISK, setting.plan.disk_size)?;

@@ -28,14 +28,17 @@ impl Rules {
     /// The states after a power cut in this state, each with its number.
     pub fn crashes(&self, state: &ModelState) -> Vec<(u16, Result<ModelState, Violation>)> {
         let mut out = Vec::new();
-        let (found, doubts) = replay(&state.base, &state.journal, state.ordered);
-        for medium in outcomes(state) {
-            out.push(recover(state, &found, &doubts, medium));
-            // A second power cut while recovery writes payload to its blocks.
-            for (block, value) in payload_of(&found, &doubts, &medium) {
-                let mut again = medium;
-                again[block] = Content(value, medium[block].1);
-                out.push(recover(state, &found, &doubts, again));
+        let whole = (!state.appending.is_empty()).then(|| [&state.journal[..], &state.appending].concat());
+        for journal in [Some(&state.journal[..]), whole.as_deref()].into_iter().flatten() {
+            let (found, doubts) = replay(&state.base, journal, state.ordered);
+            for medium in outcomes(state) {
+                out.push(recover(state, &found, &doubts, medium));
+                // A second power cut while recovery writes payload to its blocks.
+                for (block, value) in payload_of(&found, &doubts, &medium) {
+                    let mut again = medium;
+                    again[block] = Content(value, medium[block].1);
+                    out.push(recover(state, &found, &doubts, again));
+                }
             }
         }
         (0..).zip(out).collect()
@@ -60,7 +63,15 @@ fn recover(
     if !now.is_consistent() {
         return Err("references do not match the trees after recovery".into());
     }
-    let mut next = ModelState { now, values: before.values, ..ModelState::default() };
+    if !now.has_origin() {
+        return Err("the snapshot of a linked clone does not exist after recovery".into());
+    }
+    let unbacked = |block: usize| now.entries[block].references == 0 && now.entries[block].unbacked;
+    if let Some(block) = (0..BLOCKS).find(|block| before.hole[*block] && !unbacked(*block)) {
+        return Err(format!("after recovery block {block} counts as backed, and is a hole"));
+    }
+    let mut next =
+        ModelState { now, values: before.values, hole: before.hole, thick: before.thick, ..ModelState::default() };
     for (block, content) in medium.into_iter().enumerate() {
         next.taken[block] = next.now.entries[block].references > 0;
         if next.taken[block] {
@@ -103,7 +114,7 @@ fn rename_torn(state: &mut ModelState) {
         }
         for object in 0..TRASH {
             for logical in 0..LOGICAL {
-                if state.now.lookup(object, logical).0 == Some(block) {
+                if state.now.lookup(object, logical).0 == Some(block) && !state.now.is_unwritten(object, logical) {
                     state.expected[object][logical] = vec![value];
                 }
             }

@@ -17,6 +17,9 @@ pub const TRASH: usize = 3;
 /// The number of a client's write; 0 means zeros.
 pub type Value = u8;
 
+/// The content of a hole. A client reads zeros there, but a read of a block that had data must not find it.
+pub const HOLE: Value = u8::MAX;
+
 /// The content of a block of the medium: the values of its two halves, which differ in a torn block only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Content(pub Value, pub Value);
@@ -32,6 +35,9 @@ impl Content {
     }
 }
 
+/// The operations of the journal. `Detach` makes disk 1 independent of its snapshot, `Revert` gives disk 0 the content
+/// of the snapshot, and `Backed` notes whether a free block has space in the file system. `Unwritten` keeps the block
+/// of a thick disk that reads as zeros from now on, and `Written` ends this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Map { disk: usize, logical: usize, block: usize, value: Value },
@@ -48,6 +54,11 @@ pub enum Op {
     Clone,
     Trash { object: usize },
     Drop,
+    Detach,
+    Revert,
+    Backed { block: usize, backed: bool },
+    Written { disk: usize, logical: usize, block: usize, value: Value },
+    Unwritten { disk: usize, logical: usize, block: usize },
 }
 
 impl Op {
@@ -62,6 +73,8 @@ impl Op {
             Op::OverwriteData { block, .. } => Operation::OverwriteData { run: run(block), data },
             Op::Checksums { block, .. } => Operation::Checksums { run: run(block), checksums },
             Op::Resolve { block, .. } => Operation::Resolve { block: block as u64, checksum: 0 },
+            Op::Written { block, .. } => Operation::Written { disk, logical, run: run(block), checksums },
+            Op::Unwritten { block, .. } => Operation::Unwritten { disk, logical, run: run(block), fresh: false },
             _ => return None,
         };
         operation.names().map(|run| run.start as usize)
@@ -74,6 +87,8 @@ pub struct Node {
     /// 0: a leaf, with blocks in its slots. 1: its slots are leaves, each for one logical block.
     pub level: u8,
     pub slots: [Option<u8>; LOGICAL],
+    /// In a leaf: blocks that read as zeros, whatever the medium holds.
+    pub unwritten: [bool; LOGICAL],
 }
 
 #[derive(Clone, Copy, Default)]
@@ -81,6 +96,8 @@ pub struct ModelEntry {
     pub references: u8,
     pub sum: Content,
     pub suspect: bool,
+    /// The block has no space in the file system.
+    pub unbacked: bool,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -95,6 +112,8 @@ pub enum Kind {
 pub struct Object {
     pub kind: Kind,
     pub root: Option<u8>,
+    /// A clone that needs the snapshot.
+    pub linked: bool,
 }
 
 #[derive(Clone, Default)]
@@ -182,6 +201,7 @@ impl Metadata {
         };
         self.objects[disk].root = Some(root);
         if self.nodes[root as usize].level == 0 {
+            self.nodes[root as usize].unwritten[logical] = false;
             let old = std::mem::replace(&mut self.nodes[root as usize].slots[logical], with);
             old.into_iter().for_each(|block| self.drop_data(block, effects));
             return;
@@ -191,6 +211,7 @@ impl Metadata {
             (None, Some(_)) => self.make_node(Node::default(), effects),
             (Some(leaf), _) => self.exclusive(leaf, effects),
         };
+        self.nodes[leaf as usize].unwritten[logical] = false;
         let old = std::mem::replace(&mut self.nodes[leaf as usize].slots[logical], with);
         old.into_iter().for_each(|block| self.drop_data(block, effects));
         self.nodes[root as usize].slots[logical] = Some(leaf);
@@ -206,6 +227,19 @@ impl Metadata {
         }
     }
 
+    /// Marks a mapped block as written or unwritten.
+    fn mark(&mut self, disk: usize, logical: usize, unwritten: bool, effects: &mut Effects) {
+        let Some(root) = self.objects[disk].root else { return };
+        let mut node = self.exclusive(root, effects);
+        self.objects[disk].root = Some(node);
+        if let (1, Some(leaf)) = (self.nodes[node as usize].level, self.nodes[node as usize].slots[logical]) {
+            let leaf = self.exclusive(leaf, effects);
+            self.nodes[node as usize].slots[logical] = Some(leaf);
+            node = leaf;
+        }
+        self.nodes[node as usize].unwritten[logical] = unwritten;
+    }
+
     fn refer(&mut self, root: Option<u8>) {
         root.into_iter().for_each(|root| self.nodes[root as usize].references += 1);
     }
@@ -215,7 +249,7 @@ impl Metadata {
         match op {
             Op::Map { disk, logical, block, value } | Op::MapData { disk, logical, block, value } => {
                 self.given_twice |= self.entries[block].references > 0;
-                self.entries[block] = ModelEntry { references: 1, sum: Content::of(value), suspect: false };
+                self.entries[block] = ModelEntry { references: 1, sum: Content::of(value), ..ModelEntry::default() };
                 if matches!(op, Op::MapData { .. }) {
                     self.logged[block] = Some(value);
                 }
@@ -237,17 +271,35 @@ impl Metadata {
             Op::Synced { .. } => {}
             Op::Unmap { disk, logical } => self.replace(disk, logical, None, effects),
             Op::Resolve { block, content } => self.note(block, content),
-            Op::Put => self.objects[SNAPSHOT] = Object { kind: Kind::Unsealed, root: None },
+            Op::Put => self.objects[SNAPSHOT] = Object { kind: Kind::Unsealed, ..Object::default() },
             Op::Seal => {
                 let root = self.objects[0].root;
                 self.refer(root);
-                self.objects[SNAPSHOT] = Object { kind: Kind::Live, root };
+                self.objects[SNAPSHOT] = Object { kind: Kind::Live, root, linked: false };
             }
             Op::Clone => {
                 let root = self.objects[SNAPSHOT].root;
                 self.refer(root);
-                self.objects[1] = Object { kind: Kind::Live, root };
+                self.objects[1] = Object { kind: Kind::Live, root, linked: true };
             }
+            Op::Detach => self.objects[1].linked = false,
+            Op::Revert => {
+                let root = self.objects[SNAPSHOT].root;
+                self.refer(root);
+                self.objects[TRASH] = self.objects[0];
+                self.objects[0].root = root;
+            }
+            Op::Written { disk, logical, block, value } => {
+                self.logged[block] = None;
+                self.mark(disk, logical, false, effects);
+                self.note(block, Content::of(value));
+            }
+            Op::Unwritten { disk, logical, block } => {
+                self.logged[block] = None;
+                self.mark(disk, logical, true, effects);
+                self.entries[block].sum = Content::default();
+            }
+            Op::Backed { block, backed } => self.entries[block].unbacked = !backed,
             Op::Trash { object } => self.objects[TRASH] = std::mem::take(&mut self.objects[object]),
             Op::Drop => {
                 let root = std::mem::take(&mut self.objects[TRASH]).root;
@@ -277,14 +329,29 @@ impl Metadata {
         (node.slots[logical].map(usize::from), path)
     }
 
+    /// Whether an object maps a block that reads as zeros.
+    pub fn is_unwritten(&self, object: usize, logical: usize) -> bool {
+        let (block, path) = self.lookup(object, logical);
+        block.is_some() && path.last().is_some_and(|leaf| self.nodes[leaf.0 as usize].unwritten[logical])
+    }
+
     /// The content that a read of a block returns; `None` for a checksum error.
     pub fn read(&self, object: usize, logical: usize, medium: impl Fn(usize) -> Content) -> Option<Content> {
         let Some(block) = self.lookup(object, logical).0 else { return Some(Content::of(0)) };
+        if self.is_unwritten(object, logical) {
+            return Some(Content::of(0));
+        }
         if let Some(value) = self.logged[block] {
             return Some(Content::of(value));
         }
         let (found, entry) = (medium(block), self.entries[block]);
         (found == entry.sum || entry.suspect).then_some(found)
+    }
+
+    /// Whether the snapshot of a linked clone exists.
+    pub fn has_origin(&self) -> bool {
+        let clone = self.objects[1];
+        clone.kind == Kind::None || !clone.linked || self.objects[SNAPSHOT].kind != Kind::None
     }
 
     /// Whether the reference counts equal the references in the trees.
@@ -345,6 +412,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
     let told = match op {
         Op::Map { block, .. }
         | Op::MapData { block, .. }
+        | Op::Written { block, .. }
         | Op::OverwriteData { block, .. }
         | Op::Checksums { block, .. } => {
             doubts.told(block as u64);

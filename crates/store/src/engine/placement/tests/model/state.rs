@@ -10,6 +10,8 @@ pub struct Waiting {
     pub op: Op,
     pub gate: u8,
     pub number: u64,
+    /// The change and the next one are appended in one batch.
+    pub joined: bool,
     pub freed: Vec<usize>,
     pub held: Vec<usize>,
 }
@@ -72,6 +74,16 @@ pub struct Through {
     pub value: Value,
 }
 
+/// A read of a client that has looked up its block and has not read it yet.
+#[derive(Clone)]
+pub struct Reader {
+    pub disk: usize,
+    pub logical: usize,
+    pub block: usize,
+    /// The values that the read may return: the one at its beginning, and those written since.
+    pub allowed: Vec<Value>,
+}
+
 /// A flush of the data files under way.
 #[derive(Clone)]
 pub struct Sync {
@@ -111,11 +123,22 @@ pub struct ModelState {
     /// Blocks that were freed durably and cannot be reused yet, because a write of their journalled payload may be
     /// under way.
     pub limbo: [bool; BLOCKS],
+    /// Blocks that were freed durably and cannot be reused yet, because the reader may refer to them.
+    pub awaits_reader: [bool; BLOCKS],
+    pub reader: Option<Reader>,
+    /// Blocks without space in the file system.
+    pub hole: [bool; BLOCKS],
+    /// A block that is allocated until it is punched.
+    pub punching: Option<usize>,
+    /// Disk 0 is thick.
+    pub thick: bool,
     pub holds: Holds,
     pub in_flight: InFlight,
     pub waiting: VecDeque<Waiting>,
     pub base: Metadata,
     pub journal: Vec<Record>,
+    /// A batch whose append is under way: a power cut leaves it complete, or torn and thus not in the journal.
+    pub appending: Vec<Record>,
     pub ordered: usize,
     pub cells: [Cell; BLOCKS],
     pub open: [Layer; DISKS],
@@ -144,11 +167,11 @@ impl ModelState {
     pub fn plain() -> Self {
         let mut state = Self { values: 2, ..Self::default() };
         let (now, entry) =
-            (&mut state.now, |value| ModelEntry { references: 1, sum: Content::of(value), suspect: false });
-        now.nodes[0] = Node { references: 1, level: 1, slots: [Some(1), Some(2)] };
-        now.nodes[1] = Node { references: 1, level: 0, slots: [Some(0), None] };
-        now.nodes[2] = Node { references: 1, level: 0, slots: [None, Some(1)] };
-        now.objects[0] = Object { kind: Kind::Live, root: Some(0) };
+            (&mut state.now, |value| ModelEntry { references: 1, sum: Content::of(value), ..ModelEntry::default() });
+        now.nodes[0] = Node { references: 1, level: 1, slots: [Some(1), Some(2)], ..Node::default() };
+        now.nodes[1] = Node { references: 1, slots: [Some(0), None], ..Node::default() };
+        now.nodes[2] = Node { references: 1, slots: [None, Some(1)], ..Node::default() };
+        now.objects[0] = Object { kind: Kind::Live, root: Some(0), linked: false };
         (now.entries[0], now.entries[1]) = (entry(1), entry(2));
         for block in 0..2 {
             state.cells[block].durable = Content::of(block as Value + 1);
@@ -173,11 +196,33 @@ impl ModelState {
     pub fn divided() -> Self {
         let mut state = Self::plain();
         for (node, slots) in [(3, [Some(4), Some(5)]), (4, [Some(0), None]), (5, [None, Some(1)])] {
-            state.now.nodes[node] = Node { references: 1, level: u8::from(node == 3), slots };
+            state.now.nodes[node] = Node { references: 1, level: u8::from(node == 3), slots, ..Node::default() };
         }
-        state.now.objects[1] = Object { kind: Kind::Live, root: Some(3) };
+        state.now.objects[1] = Object { kind: Kind::Live, root: Some(3), linked: false };
         state.now.entries[..2].iter_mut().for_each(|entry| entry.references = 2);
         state.expected[1] = state.expected[0].clone();
+        state.base = state.now.clone();
+        state
+    }
+
+    /// Disk 0, its snapshot, and a linked clone of the snapshot. All three share the whole tree.
+    pub fn linked() -> Self {
+        let mut state = Self::shared();
+        state.now.nodes[0].references = 3;
+        state.now.objects[SNAPSHOT] = state.now.objects[0];
+        state.now.objects[1].linked = true;
+        state.expected[SNAPSHOT] = state.expected[0].clone();
+        state.base = state.now.clone();
+        state
+    }
+
+    /// Like [`ModelState::plain`], but disk 0 is thick, and its second block was never written.
+    pub fn thick() -> Self {
+        let mut state = Self { thick: true, ..Self::plain() };
+        state.now.nodes[2].unwritten[1] = true;
+        state.now.entries[1].sum = Content::default();
+        state.cells[1].durable = Content::default();
+        state.expected[0][1] = vec![0];
         state.base = state.now.clone();
         state
     }
@@ -196,6 +241,19 @@ impl ModelState {
     pub fn next_value(&mut self) -> Value {
         self.values += 1;
         self.values
+    }
+
+    /// A client writes a value, which readers of the block may see from now on.
+    pub fn write(&mut self, disk: usize, logical: usize, value: Value) {
+        self.expected[disk][logical].push(value);
+        if let Some(reader) = self.reader.as_mut().filter(|reader| (reader.disk, reader.logical) == (disk, logical)) {
+            reader.allowed.push(value);
+        }
+    }
+
+    /// Whether no thread has locked the journal: write-back does so from the plan to the announcement.
+    pub fn is_journal_free(&self) -> bool {
+        self.appending.is_empty() && self.batch.as_ref().is_none_or(|batch| batch.going)
     }
 
     pub fn is_writable(&self, disk: usize) -> bool {
@@ -227,7 +285,8 @@ impl ModelState {
         key.metadata(&self.base);
         for block in 0..BLOCKS {
             key.flags(&[self.held[block], self.taken[block], self.permits[block]]);
-            key.flags(&[self.in_flight.contains(block as u64), self.limbo[block]]);
+            key.flags(&[self.in_flight.contains(block as u64), self.limbo[block], self.awaits_reader[block]]);
+            key.flags(&[self.hole[block], self.punching == Some(block)]);
             key.content(self.cells[block].durable);
             key.bytes.push(self.cells[block].unflushed.len() as u8);
             self.cells[block].unflushed.iter().for_each(|content| key.content(*content));
@@ -244,11 +303,18 @@ impl ModelState {
         for waiting in &self.waiting {
             key.op(waiting.op);
             key.bytes.extend([waiting.gate.saturating_sub(self.synced), waiting.freed.len() as u8]);
+            key.flags(&[waiting.joined]);
         }
         key.bytes.extend([self.journal.len() as u8, self.ordered as u8]);
         for record in &self.journal {
             key.flags(&[record.urgent]);
             key.op(record.op);
+        }
+        key.bytes.push(self.appending.len() as u8);
+        self.appending.iter().for_each(|record| key.op(record.op));
+        if let Some(reader) = &self.reader {
+            key.bytes.extend([7, reader.disk as u8, reader.logical as u8, reader.block as u8]);
+            reader.allowed.iter().for_each(|value| key.value(*value));
         }
         for layer in self.open.into_iter().chain(self.closed) {
             layer.into_iter().for_each(|value| key.option(value));
@@ -330,10 +396,11 @@ impl Key {
     fn metadata(&mut self, metadata: &Metadata) {
         for node in &metadata.nodes {
             self.bytes.extend([node.references, node.level]);
+            self.flags(&node.unwritten);
             self.bytes.extend(node.slots.map(|slot| slot.unwrap_or(255)));
         }
         for (entry, logged) in metadata.entries.iter().zip(metadata.logged) {
-            self.bytes.push(entry.references);
+            self.bytes.push(entry.references | u8::from(entry.unbacked) << 7);
             // The table entry of a free block has no influence on later steps.
             if entry.references > 0 {
                 self.content(entry.sum);
@@ -342,7 +409,7 @@ impl Key {
             }
         }
         for object in &metadata.objects {
-            self.bytes.extend([object.kind as u8, object.root.unwrap_or(255)]);
+            self.bytes.extend([object.kind as u8 | u8::from(object.linked) << 7, object.root.unwrap_or(255)]);
         }
     }
 
@@ -365,6 +432,11 @@ impl Key {
             Op::Clone => (11, 0, 0, 0, 0),
             Op::Trash { object } => (12, object, 0, 0, 0),
             Op::Drop => (13, 0, 0, 0, 0),
+            Op::Detach => (14, 0, 0, 0, 0),
+            Op::Revert => (15, 0, 0, 0, 0),
+            Op::Backed { block, backed } => (16, block, usize::from(backed), 0, 0),
+            Op::Written { disk, logical, block, value } => (17, disk, logical, block, value),
+            Op::Unwritten { disk, logical, block } => (18, disk, logical, block, 0),
         };
         self.bytes.extend([code, a as u8, b as u8, c as u8]);
         self.value(value);

@@ -26,8 +26,8 @@ pub enum Action {
     /// One pending operation is appended to the journal.
     Append,
     PayloadBegin(usize),
-    /// The payload is written to its block. True: its write landed after every other write to the block that was under
-    /// way.
+    /// The payload is written to its block. True: this write took effect after every other write to the block that was
+    /// under way.
     PayloadEnd(bool),
     Capture,
     CheckpointEnd,
@@ -36,6 +36,23 @@ pub enum Action {
     Delete(usize),
     Drop,
     Read(usize, usize),
+    Detach,
+    Revert,
+    /// A client looks up a block.
+    Look(usize, usize),
+    /// The client reads the block that it has looked up.
+    LookEnd,
+    /// A free block is marked as not backed.
+    PunchBegin(usize),
+    /// The hole of a block so marked is punched.
+    Punch,
+    /// Space is reserved for a free block that is not backed.
+    Reserve(usize),
+    /// The append of the first pending operation begins, which a power cut may tear.
+    AppendBegin,
+    AppendEnd,
+    /// Write-back begins to announce the overwrites of the batch, and a power cut may tear the announcement.
+    GoBegin,
     /// A power cut and recovery; the number selects which writes the medium has kept.
     Crash(u16),
 }
@@ -57,6 +74,15 @@ pub enum Fault {
     GateIgnored,
     CapturedReplayed,
     CheckpointLeavesPayload,
+    DeletionOvertakesDetach,
+    RevertKeepsBuffer,
+    ReaderIgnored,
+    PunchedUnderReader,
+    PunchedBeforeRecord,
+    DoneBeforeDurable,
+    WritesBeforeAnnouncement,
+    FilledAsOverwrite,
+    JoinsIgnored,
 }
 
 /// A description of the error.
@@ -67,11 +93,11 @@ pub struct Rules {
 }
 
 impl Rules {
-    fn has(&self, fault: Fault) -> bool {
+    pub fn has(&self, fault: Fault) -> bool {
         self.fault == fault
     }
 
-    fn enqueue(&self, state: &mut ModelState, op: Op, gate: u8) {
+    pub fn enqueue(&self, state: &mut ModelState, op: Op, gate: u8) {
         let mut effects = Effects::default();
         state.now.apply(op, &mut effects);
         let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
@@ -88,11 +114,11 @@ impl Rules {
             freed.iter().for_each(|block| state.taken[*block] = false);
         }
         let number = state.holds.pushed();
-        state.waiting.push_back(Waiting { op, gate, number, freed, held });
+        state.waiting.push_back(Waiting { op, gate, number, joined: false, freed, held });
     }
 
     /// Appends the first pending operation, if its data is durable. False if there was none to append.
-    fn append(&self, state: &mut ModelState) -> bool {
+    pub fn append(&self, state: &mut ModelState) -> bool {
         if state.captured == Some(0) {
             state.captured = None;
             state.ordered_next = Some(state.journal.len());
@@ -111,10 +137,14 @@ impl Rules {
         }
         state.holds.committed(waiting.number);
         for block in waiting.freed {
-            // Payload that is being written to the block may land until its write has ended.
+            // Payload that is being written to the block may take effect until its write has ended.
             let busy = state.payload_home.is_some() && !self.has(Fault::LimboIgnored);
             state.limbo[block] = busy;
-            state.taken[block] = busy;
+            state.awaits_reader[block] = state.reader.is_some() && !self.has(Fault::ReaderIgnored);
+            state.taken[block] = busy || state.awaits_reader[block];
+        }
+        if waiting.joined {
+            self.append(state);
         }
         true
     }
@@ -131,14 +161,15 @@ impl Rules {
             shared_path: path.iter().any(shared),
             held: state.held[block] && !self.has(Fault::BlockHoldsIgnored),
             in_flight: state.in_flight.contains(block as u64) && !self.has(Fault::InFlightIgnored),
-            unwritten: false,
+            unwritten: state.now.is_unwritten(disk, logical) && !self.has(Fault::FilledAsOverwrite),
         });
         (placement, block)
     }
 
     /// Allocates a block; an error if recovery would find the block in use.
     fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
-        let Some(block) = state.taken.iter().position(|taken| !taken) else { return Ok(None) };
+        let usable = |block: &usize| !state.taken[*block] && !state.now.entries[*block].unbacked;
+        let Some(block) = (0..BLOCKS).find(usable) else { return Ok(None) };
         let (durable, _) = replay(&state.base, &state.journal, state.ordered);
         if durable.entries[block].references > 0 {
             return Err(format!("block {block} is allocated while the durable metadata maps it"));
@@ -153,7 +184,7 @@ impl Rules {
         let mut out = Vec::new();
         let no_batch = state.batch.is_none();
         // Write-back locks the journal from the plan to the announcement.
-        let journal_free = state.batch.as_ref().is_none_or(|batch| batch.going);
+        let journal_free = state.is_journal_free();
         let unflushed = state.written > state.synced || state.cells.iter().any(|cell| !cell.unflushed.is_empty());
         for disk in (0..DISKS).filter(|disk| state.is_writable(*disk)) {
             for logical in 0..LOGICAL {
@@ -168,7 +199,7 @@ impl Rules {
                     out.extend([Permit(disk, logical), Through(disk, logical)]);
                 }
             }
-            if no_batch && state.oldest(disk).iter().any(Option::is_some) {
+            if no_batch && journal_free && state.oldest(disk).iter().any(Option::is_some) {
                 out.push(Plan(disk));
             }
         }
@@ -179,7 +210,7 @@ impl Rules {
         }
         let steps = [
             (ThroughEnd, state.through.is_some()),
-            (FlushLog, no_batch && state.flush.is_none()),
+            (FlushLog, no_batch && journal_free && state.flush.is_none()),
             (FlushEnd, journal_free && state.flush.as_ref().is_some_and(|flush| state.synced >= flush.wanted)),
             (
                 SyncBegin,
@@ -192,7 +223,7 @@ impl Rules {
             (Append, journal_free && (!state.waiting.is_empty() || state.captured == Some(0))),
             (PayloadEnd(false), state.payload_home.is_some()),
             (PayloadEnd(true), state.payload_home.is_some()),
-            (Capture, no_batch && state.through.is_none() && state.checkpoint.is_none()),
+            (Capture, no_batch && journal_free && state.through.is_none() && state.checkpoint.is_none()),
             (CheckpointEnd, journal_free && state.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.synced)),
             (
                 Snapshot,
@@ -212,10 +243,9 @@ impl Rules {
             (Drop, state.now.objects[TRASH].kind == Kind::Live),
         ];
         out.extend(steps.into_iter().filter(|(_, possible)| *possible).map(|(action, _)| action));
-        if state.now.objects[TRASH].kind == Kind::None && no_batch && state.through.is_none() {
-            let closed = state.closed.is_some();
-            out.extend((0..TRASH).filter(|o| state.now.objects[*o].kind == Kind::Live && !closed).map(Delete));
-        }
+        self.object_changes(state, &mut out);
+        self.more_appends(state, &mut out);
+        self.reclaims(state, &mut out);
         if state.payload_home.is_none() {
             out.extend((0..BLOCKS).filter(|block| state.now.logged[*block].is_some()).map(PayloadBegin));
         }
@@ -234,7 +264,7 @@ impl Rules {
                     return Ok(None);
                 }
                 state.open[disk][logical] = Some(value);
-                state.expected[disk][logical].push(value);
+                state.write(disk, logical, value);
             }
             Plan(disk) => return self.plan(next, disk),
             Go => {
@@ -245,14 +275,15 @@ impl Rules {
                     let op = Op::Overwrite { block: home.block, value: home.value };
                     state.journal.push(Record { urgent: true, op });
                 }
-                for home in &batch.homes {
+                let begun = !std::mem::take(&mut state.appending).is_empty();
+                for home in batch.homes.iter().filter(|_| !(begun && self.has(Fault::WritesBeforeAnnouncement))) {
                     state.cells[home.block].unflushed.push(Content::of(home.value));
                 }
             }
             Finish => self.finish(state),
             Permit(disk, logical) => {
                 let (placement, block) = self.placement(state, disk, logical);
-                let journal_free = state.batch.as_ref().is_none_or(|batch| batch.going);
+                let journal_free = state.is_journal_free();
                 if placement != Placement::InPlace || state.permits[block] || !journal_free {
                     return Ok(None);
                 }
@@ -273,7 +304,7 @@ impl Rules {
                 }
                 let value = state.next_value();
                 state.cells[block].unflushed.push(Content::of(value));
-                state.expected[disk][logical].push(value);
+                state.write(disk, logical, value);
                 state.through = Some(super::state::Through { disk, logical, block, new, value });
             }
             ThroughEnd => {
@@ -339,7 +370,7 @@ impl Rules {
                 }
                 for block in 0..BLOCKS {
                     if std::mem::take(&mut state.limbo[block]) {
-                        state.taken[block] = false;
+                        state.taken[block] = state.awaits_reader[block];
                     }
                 }
                 if state.in_flight.contains(block as u64) {
@@ -371,12 +402,7 @@ impl Rules {
                 state.flush.iter_mut().for_each(|flush| flush.covers[1] = [0; LOGICAL]);
                 self.enqueue(state, Op::Clone, 0);
             }
-            Delete(object) => {
-                if object < DISKS {
-                    state.open[object] = Layer::default();
-                }
-                self.enqueue(state, Op::Trash { object }, 0);
-            }
+            Delete(_) | Detach | Revert => self.change_object(state, action),
             Drop => self.enqueue(state, Op::Drop, 0),
             Read(disk, logical) => {
                 let Some(block) = state.now.lookup(disk, logical).0 else { return Ok(None) };
@@ -387,6 +413,8 @@ impl Rules {
                 }
                 self.enqueue(state, Op::Resolve { block, content }, 0);
             }
+            AppendBegin | AppendEnd | GoBegin => return Ok(self.append_in_steps(next, action)),
+            Look(..) | LookEnd | PunchBegin(_) | Punch | Reserve(_) => return self.reclaim(next, action),
             Crash(_) => return Ok(None),
         }
         Ok(Some(next))
@@ -437,6 +465,9 @@ impl Rules {
                 {
                     state.in_flight.release(Run { start: block as u64, blocks: 1 });
                 }
+            } else if placement == Placement::Fill {
+                state.in_flight.release(Run { start: block as u64, blocks: 1 });
+                self.enqueue(state, Op::Written { disk: batch.disk, logical, block, value }, gate);
             } else {
                 self.enqueue(state, Op::Map { disk: batch.disk, logical, block, value }, gate);
             }
@@ -445,7 +476,7 @@ impl Rules {
         }
         state.announced = None;
         for logical in batch.others {
-            self.enqueue(state, Op::Unmap { disk: batch.disk, logical }, 0);
+            self.discard(state, batch.disk, logical, 0);
             let entry = &mut state.oldest_mut(batch.disk)[logical];
             *entry = entry.filter(|now| *now != 0);
         }
@@ -484,8 +515,18 @@ impl Rules {
                     };
                     let gate = state.synced;
                     let op = match block {
-                        _ if value == 0 => Op::Unmap { disk, logical },
-                        Some(block) if alone(block) => Op::OverwriteData { block, value },
+                        _ if value == 0 => {
+                            self.discard(state, disk, logical, gate);
+                            continue;
+                        }
+                        Some(block) if alone(block) => {
+                            if state.now.is_unwritten(disk, logical) {
+                                self.enqueue(state, Op::Written { disk, logical, block, value }, gate);
+                                let last = state.waiting.back_mut();
+                                last.into_iter().for_each(|last| last.joined = !self.has(Fault::JoinsIgnored));
+                            }
+                            Op::OverwriteData { block, value }
+                        }
                         _ => {
                             let Some(block) = Self::allocate(state)? else { return Ok(None) };
                             Op::MapData { disk, logical, block, value }

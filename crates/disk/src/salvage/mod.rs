@@ -1,18 +1,32 @@
-//! Copying disks and snapshots of a datastore that cannot be opened into images or another datastore.
+//! Copying disks and snapshots of a datastore that cannot be opened, and damaged images in any folder, into images or
+//! another datastore.
+//!
+//! ```text
+//! levels     a chain of images of which parts are lost, as a source
+//! images     images by path, and the disks in VMware's formats of a datastore
+//! ```
 //!
 //! Invariants:
 //!
-//! 1. Nothing is written to the datastore. On file systems that can lock a folder, the datastore's folder is locked, so
-//!    that no other process writes to the datastore meanwhile.
+//! 1. Nothing is written to the source. On file systems that can lock a folder, the datastore's folder is locked, so
+//!    that no other process writes to the datastore meanwhile. An image by path is not locked.
 //! 2. Ranges whose content cannot be recovered are reported, and read as zeros in the target. The target is completed
 //!    nevertheless.
 //! 3. Formats, progress and cancellation are those of a conversion, and a failure leaves no target.
 
-use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
+mod images;
+mod levels;
+
+pub(crate) use images::image_source;
+pub(crate) use levels::LostRanges;
+
+use crate::convert::{Address, ImageOptions, Source, SourceRun, TargetFormat, copy_into};
+use crate::foreign::ImageFolders;
 use crate::location::Location;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
 use backend::local::LocalQueues;
 use backend::{BLOCK_SIZE, Buffer, IoMode, Lock};
+use images::Images;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -26,12 +40,15 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Most blocks that one query covers (64 MiB).
 const ASK_BLOCKS: u64 = 1 << 14;
 
-/// A request to extract disks from a damaged datastore.
+/// A request to extract disks from a damaged datastore, or to read a damaged image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SalvageRequest {
-    /// Location of the datastore.
+    /// Location of the datastore; the file of an image, to read that image with its parents.
     pub datastore: Location,
+    /// How images are opened.
+    #[serde(default)]
+    pub options: ImageOptions,
     /// What to extract; `None` lists what can be extracted.
     pub extract: Option<Extract>,
 }
@@ -40,8 +57,8 @@ pub struct SalvageRequest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Extract {
-    /// The disk.
-    pub disk: String,
+    /// The disk; `None` for an image by path.
+    pub disk: Option<String>,
     /// The snapshot of the disk; `None` for its head.
     pub snapshot: Option<String>,
     /// A new file, or the location of another datastore.
@@ -79,22 +96,23 @@ pub struct SalvageList {
 /// A disk or snapshot that can be extracted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SalvageObject {
-    /// The disk; `#` and a number for a snapshot whose disk is unknown.
+    /// The disk; `#` and a number for a snapshot whose disk is unknown; the path of an image.
     pub disk: String,
     /// The snapshot; `None` for the head.
     pub snapshot: Option<String>,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// False if name and capacity were read from a damaged page.
+    /// False if name and capacity were read from a damaged page, or the record of a disk in VMware's formats is lost.
     pub proven: bool,
-    /// Number of bytes whose location is unknown. Blocks with wrong checksums are found only when they are read.
+    /// Number of bytes whose location is unknown. Blocks with wrong checksums, and unreadable data, are found only when
+    /// they are read.
     pub lost: u64,
 }
 
 /// Result of an extraction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SalvageReport {
-    /// `DISK` or `DISK@SNAPSHOT`.
+    /// `DISK`, `DISK@SNAPSHOT` or the path of an image.
     pub source: String,
     /// Path of the new file, or name of the new disk.
     pub target: String,
@@ -108,21 +126,40 @@ pub struct SalvageReport {
     pub lost: Vec<ByteRange>,
     /// Ranges that were being overwritten when the datastore stopped, and that no flush has covered.
     pub unverified: Vec<ByteRange>,
-    /// False if name and capacity were read from a damaged page.
+    /// False if name and capacity were read from a damaged page, or the record of a disk in VMware's formats is lost.
     pub proven: bool,
     /// Whether acknowledged changes at the end of the journal are lost.
     pub behind: bool,
-    /// Problems of the datastore as a whole.
+    /// Problems of the datastore or the images as a whole.
     pub notes: Vec<String>,
 }
 
 /// A datastore opened for salvage, and its lock.
 struct Opened {
-    salvage: Arc<Salvage>,
+    /// The native disks; `None` if nothing of them can be read.
+    salvage: Option<Arc<Salvage>>,
+    /// The disks in VMware's formats.
+    images: Images,
+    /// Problems of the datastore as a whole.
+    notes: Vec<String>,
     _lock: Option<Box<dyn Lock>>,
 }
 
+/// What a source was, and what reading it has found.
+struct Origin {
+    name: String,
+    capacity: u64,
+    proven: bool,
+    behind: bool,
+    notes: Vec<String>,
+}
+
 impl SalvageRequest {
+    /// The path of the image, if the request is about an image.
+    fn image(&self) -> Option<&Path> {
+        self.datastore.local_path().filter(|path| path.is_file())
+    }
+
     fn open(&self) -> Result<Opened> {
         let location = &self.datastore;
         if let Some(path) = location.local_path().filter(|path| !path.is_dir()) {
@@ -137,38 +174,63 @@ impl SalvageRequest {
             ),
             _ => Error::io(format!("locking {location}"), error),
         })?;
-        let salvage = Salvage::open(directory).map_err(|error| error.context(location))?;
-        Ok(Opened { salvage: Arc::new(salvage), _lock: lock })
+        let images = Images::look(&ImageFolders::new(Some(location), &directory), &self.options)?;
+        let mut notes = Vec::new();
+        let salvage = match Salvage::open(directory) {
+            Ok(salvage) => {
+                notes.extend_from_slice(salvage.notes());
+                Some(Arc::new(salvage))
+            }
+            Err(error) if images.is_empty() => return Err(error.context(location)),
+            Err(error) => {
+                notes.push(format!("native disks cannot be read: {error}"));
+                None
+            }
+        };
+        notes.extend_from_slice(&images.notes);
+        Ok(Opened { salvage, images, notes, _lock: lock })
     }
 
     /// Lists what can be extracted.
-    pub fn list(&self) -> Result<SalvageList> {
-        let opened = self.open()?;
-        let salvage = &opened.salvage;
-        let all = salvage.objects();
-        let mut objects = Vec::with_capacity(all.len());
-        for one in &all {
-            let (disk, snapshot) = names(&all, one);
-            let lost = salvage.lost(one.object.id)?;
-            objects.push(SalvageObject {
-                disk,
-                snapshot,
-                capacity: one.object.capacity,
-                proven: one.proven,
-                lost: ranges_of(&lost, one.object.capacity).iter().map(|range| range.length).sum(),
-            });
+    pub fn list(&self, progress: &dyn Progress) -> Result<SalvageList> {
+        if let Some(path) = self.image() {
+            return images::list_image(path, &self.options, progress);
         }
-        let (incomplete, behind) = (salvage.is_incomplete(), salvage.is_behind());
-        Ok(SalvageList { objects, incomplete, behind, notes: salvage.notes().to_vec() })
+        let opened = self.open()?;
+        let mut list = SalvageList {
+            objects: Vec::new(),
+            incomplete: opened.salvage.is_none() || opened.images.incomplete,
+            behind: false,
+            notes: opened.notes.clone(),
+        };
+        if let Some(salvage) = &opened.salvage {
+            list.incomplete |= salvage.is_incomplete();
+            list.behind = salvage.is_behind();
+            list.objects = native_objects(salvage)?;
+        }
+        opened.images.list(&mut list, progress)?;
+        Ok(list)
     }
 
-    /// Extracts a disk or snapshot.
+    /// Extracts a disk or snapshot, or reads an image.
     pub fn extract(&self, extract: &Extract, progress: &dyn Progress) -> Result<SalvageReport> {
+        if let Some(path) = self.image() {
+            return self.extract_image(path, extract, progress);
+        }
         let opened = self.open()?;
-        let salvage = &opened.salvage;
-        let all = salvage.objects();
-        let wanted = (extract.disk.clone(), extract.snapshot.clone());
-        let found = all.iter().find(|one| names(&all, one) == wanted).ok_or_else(|| {
+        let disk = extract.disk.clone().ok_or_else(|| {
+            let text = format!("{} is a datastore: give --disk NAME", self.datastore);
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        let wanted = (disk, extract.snapshot.clone());
+        if let Some(salvage) = &opened.salvage {
+            let all = salvage.objects();
+            if let Some(found) = all.iter().find(|one| names(&all, one) == wanted) {
+                return self.extract_native(salvage, found, &opened.notes, extract, progress);
+            }
+        }
+        let found = opened.images.open(&wanted.0, wanted.1.as_deref(), progress)?;
+        let (line, proven) = found.ok_or_else(|| {
             let text = format!(
                 "no '{}' can be found in {at}; 'lamina salvage {at} --list' lists what can be found",
                 label(&wanted),
@@ -176,6 +238,37 @@ impl SalvageRequest {
             );
             Error::new(ErrorKind::NotFound, text)
         })?;
+        let (lost, notes) = (LostRanges::default(), line.notes.clone());
+        let source = line.source(&lost, progress)?;
+        let origin = Origin { name: label(&wanted), capacity: source.capacity(), proven, behind: false, notes };
+        let made = self.copy(extract, &target_name(extract, &wanted.0), Box::new(source), progress)?;
+        Ok(report(origin, made, lost.merged(), Vec::new()))
+    }
+
+    fn extract_image(&self, path: &Path, extract: &Extract, progress: &dyn Progress) -> Result<SalvageReport> {
+        if let Some(disk) = &extract.disk {
+            let text = format!("'{}' is an image, which has no disk '{disk}': leave out --disk", path.display());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let (lost, mut notes) = (LostRanges::default(), Vec::new());
+        let source = image_source(path, &self.options, &lost, &mut notes, progress)?;
+        let name = path.display().to_string();
+        let origin = Origin { name, capacity: source.capacity(), proven: true, behind: false, notes };
+        let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("image");
+        let made = self.copy(extract, &target_name(extract, stem), Box::new(source), progress)?;
+        Ok(report(origin, made, lost.merged(), Vec::new()))
+    }
+
+    fn extract_native(
+        &self,
+        salvage: &Arc<Salvage>,
+        found: &Salvaged,
+        notes: &[String],
+        extract: &Extract,
+        progress: &dyn Progress,
+    ) -> Result<SalvageReport> {
+        let all = salvage.objects();
+        let wanted = names(&all, found);
         let seen = Arc::<Mutex<Seen>>::default();
         let source = SalvageSource {
             lost: salvage.lost(found.object.id)?,
@@ -186,31 +279,24 @@ impl SalvageRequest {
             seen: Arc::clone(&seen),
         };
         let mut lost = source.lost.clone();
-        let (converted, target) = self.copy(extract, Box::new(source), progress)?;
+        let made = self.copy(extract, &target_name(extract, &wanted.0), Box::new(source), progress)?;
         let seen = std::mem::take(&mut *seen.lock());
         lost.extend(seen.lost);
         let capacity = found.object.capacity;
-        Ok(SalvageReport {
-            source: label(&wanted),
-            target,
-            format: converted.0,
-            capacity,
-            copied: converted.1,
-            lost: ranges_of(&merge_ranges(lost), capacity),
-            unverified: ranges_of(&merge_ranges(seen.unverified), capacity),
-            proven: found.proven,
-            behind: salvage.is_behind(),
-            notes: salvage.notes().to_vec(),
-        })
+        let (name, behind) = (label(&wanted), salvage.is_behind());
+        let origin = Origin { name, capacity, proven: found.proven, behind, notes: notes.to_vec() };
+        let lost = ranges_of(&merge_ranges(lost), capacity);
+        Ok(report(origin, made, lost, ranges_of(&merge_ranges(seen.unverified), capacity)))
     }
 
-    /// Copies to the target; returns the target's format, the number of bytes copied and the target's name.
+    /// Copies to the target, which is called `name` if it is a disk.
     fn copy(
         &self,
         extract: &Extract,
-        source: Box<dyn Source>,
+        name: &str,
+        source: Box<dyn Source + '_>,
         progress: &dyn Progress,
-    ) -> Result<((TargetFormat, u64), String)> {
+    ) -> Result<Copied> {
         if let Some(path) = extract.to.local_path().filter(|path| !path.is_dir()) {
             let format = match extract.format {
                 Some(format) => format,
@@ -218,7 +304,7 @@ impl SalvageRequest {
             };
             let to = Address::Path(path.into());
             let made = copy_into(source, &to, format, None, extract.rate, progress)?;
-            return Ok(((format, made.copied), made.target));
+            return Ok(Copied { format, bytes: made.copied, target: made.target });
         }
         if let (Ok(from), Ok(to)) = (self.datastore.resolved(), extract.to.resolved())
             && from == to
@@ -233,17 +319,48 @@ impl SalvageRequest {
             write_buffer: 64 << 20,
         };
         let datastore = Datastore::open(&extract.to, options)?;
-        let name = extract.name.clone().unwrap_or_else(|| match &extract.snapshot {
-            Some(snapshot) => format!("{}-{snapshot}", extract.disk),
-            None => extract.disk.clone(),
-        });
         let format = extract.format.unwrap_or(TargetFormat::Native);
-        let copied = copy_into(source, &Address::Disk(name.clone()), format, Some(&*datastore), extract.rate, progress);
+        let to = Address::Disk(name.to_owned());
+        let copied = copy_into(source, &to, format, Some(&*datastore), extract.rate, progress);
         let closed = datastore.close();
         let made = copied?;
         closed?;
-        Ok(((format, made.copied), format!("{} of {}", name, extract.to)))
+        Ok(Copied { format, bytes: made.copied, target: format!("{name} of {}", extract.to) })
     }
+}
+
+/// What was copied, and to which target.
+struct Copied {
+    format: TargetFormat,
+    bytes: u64,
+    target: String,
+}
+
+fn report(origin: Origin, made: Copied, lost: Vec<ByteRange>, unverified: Vec<ByteRange>) -> SalvageReport {
+    let Origin { name: source, capacity, proven, behind, notes } = origin;
+    let Copied { format, bytes: copied, target } = made;
+    SalvageReport { source, target, format, capacity, copied, lost, unverified, proven, behind, notes }
+}
+
+/// The name of the new disk, if the target is a datastore.
+fn target_name(extract: &Extract, source: &str) -> String {
+    extract.name.clone().unwrap_or_else(|| match &extract.snapshot {
+        Some(snapshot) => format!("{source}-{snapshot}"),
+        None => source.to_owned(),
+    })
+}
+
+/// The native disks and snapshots that can be extracted.
+fn native_objects(salvage: &Salvage) -> Result<Vec<SalvageObject>> {
+    let all = salvage.objects();
+    let mut objects = Vec::with_capacity(all.len());
+    for one in &all {
+        let (disk, snapshot) = names(&all, one);
+        let capacity = one.object.capacity;
+        let lost = ranges_of(&salvage.lost(one.object.id)?, capacity).iter().map(|range| range.length).sum();
+        objects.push(SalvageObject { disk, snapshot, capacity, proven: one.proven, lost });
+    }
+    Ok(objects)
 }
 
 /// The target format for a file name extension.

@@ -5,14 +5,16 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod machine;
+
 use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineImport, MachineReply,
-    MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply,
-    Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
-    Watch, dispatch,
+    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest,
+    JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot,
+    MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply, Request, ScrubRequest, SendHow,
+    SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -21,8 +23,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk,
-    Point, Progress, Provisioning, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
+    Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -33,7 +35,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
-use vm::definition::{BootDevice, CloneKind, Firmware, Seed, Vnc};
+use vm::definition::{BootDevice, CloneKind, Platform, Seed, Vnc, WriteErrors};
 use vm::edit::Edit;
 
 /// Returns the name of a request, and defines the list of all names.
@@ -52,8 +54,15 @@ macro_rules! verbs {
 verbs! {
     "status": Request::Status,
     "check": Request::Check { .. },
+    "scrub --every": Request::Scrub(ScrubRequest::Schedule { .. }),
+    "scrub start": Request::Scrub(ScrubRequest::Start { .. }),
+    "scrub status": Request::Scrub(ScrubRequest::Status),
+    "scrub cancel": Request::Scrub(ScrubRequest::Cancel),
     "disk create": Request::Disk(DiskRequest::Create { .. }),
     "disk list": Request::Disk(DiskRequest::List),
+    "disk list --label": Request::Disk(DiskRequest::Labelled { .. }),
+    "label list": Request::Label(LabelRequest::List),
+    "label limit": Request::Label(LabelRequest::Limit { .. }),
     "disk show": Request::Disk(DiskRequest::Show { .. }),
     "disk resize": Request::Disk(DiskRequest::Resize { tell_machine: false, .. }),
     "disk resize, with its machine": Request::Disk(DiskRequest::Resize { tell_machine: true, .. }),
@@ -64,6 +73,7 @@ verbs! {
     "disk detach": Request::Disk(DiskRequest::Detach { .. }),
     "disk stats": Request::Disk(DiskRequest::Stats { .. }),
     "disk tune": Request::Disk(DiskRequest::Tune { .. }),
+    "disk edit": Request::Disk(DiskRequest::Edit { .. }),
     "disk reopen": Request::Disk(DiskRequest::Reopen { .. }),
     "disk inflate": Request::Disk(DiskRequest::Inflate { .. }),
     "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
@@ -87,6 +97,13 @@ verbs! {
     "image create": Request::Image(ImageRequest::Create { .. }),
     "export list": Request::ExportList,
     "send": Request::Send(_),
+    "backup create": Request::Backup(BackupRequest::Create(_)),
+    "backup key": Request::Backup(BackupRequest::Key { .. }),
+    "backup list": Request::Backup(BackupRequest::List { .. }),
+    "backup verify": Request::Backup(BackupRequest::Verify { .. }),
+    "backup restore": Request::Backup(BackupRequest::Restore(_)),
+    "backup delete": Request::Backup(BackupRequest::Delete { .. }),
+    "backup prune": Request::Backup(BackupRequest::Prune { .. }),
     "receive list": Request::Receive(ReceiveRequest::List),
     "receive delete": Request::Receive(ReceiveRequest::Delete { .. }),
     "settle": Request::Settle,
@@ -97,50 +114,6 @@ verbs! {
     "job wait": Request::Job(JobRequest::Wait { .. }),
     "job cancel": Request::Job(JobRequest::Cancel { .. }),
     "events": Request::Events,
-}
-
-/// The requests about machines.
-mod machine {
-    use control::MachineVerb;
-
-    macro_rules! verbs {
-        ($($name:literal: $pattern:pat),+ $(,)?) => {
-            pub const VERBS: &[&str] = &[$($name),+];
-
-            pub fn verb(verb: &MachineVerb) -> &'static str {
-                match verb {
-                    $($pattern => $name),+
-                }
-            }
-        };
-    }
-
-    verbs! {
-        "vm create": MachineVerb::Create(_),
-        "vm import": MachineVerb::Import(_),
-        "vm edit": MachineVerb::Edit { .. },
-        "vm rename": MachineVerb::Rename { .. },
-        "vm export": MachineVerb::Export { .. },
-        "vm start": MachineVerb::Start { .. },
-        "vm stop": MachineVerb::Stop { .. },
-        "vm pause": MachineVerb::Pause { .. },
-        "vm resume": MachineVerb::Resume { .. },
-        "vm show": MachineVerb::Show { .. },
-        "vm list": MachineVerb::List,
-        "vm delete": MachineVerb::Delete { .. },
-        "vm snapshot create": MachineVerb::SnapshotCreate { .. },
-        "vm snapshot list": MachineVerb::SnapshotList { .. },
-        "vm snapshot delete": MachineVerb::SnapshotDelete { .. },
-        "vm revert": MachineVerb::Revert { .. },
-        "vm clone": MachineVerb::Clone { .. },
-        "vm clone --to": MachineVerb::Send { .. },
-        "vm freeze": MachineVerb::Freeze { .. },
-        "vm console": MachineVerb::Console { .. },
-        "vm screenshot": MachineVerb::Screenshot { .. },
-        "vm send-key": MachineVerb::SendKey { .. },
-        "vm type": MachineVerb::Type { .. },
-        "vm exec": MachineVerb::Execute { .. },
-    }
 }
 
 /// The NBD server of this process, to which its machines connect.
@@ -319,7 +292,7 @@ impl Drop for Enough<'_> {
 fn disks(face: &Face) {
     face.done(Request::Status);
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
-    face.disk(DiskRequest::Create { name: text("a"), new });
+    face.disk(DiskRequest::Create { name: text("a"), new, settings: SettingsChange::default() });
     let resize = |capacity, tell_machine| DiskRequest::Resize {
         name: text("a"),
         capacity,
@@ -331,6 +304,16 @@ fn disks(face: &Face) {
     let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
     assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
+    let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
+    face.disk(DiskRequest::Edit { name: text("b"), settings });
+    for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
+        let found = face.disk(DiskRequest::Labelled { label: text(label) });
+        assert!(matches!(found, Reply::Disks(found) if found.len() == disks), "{label}");
+    }
+    let limits = LimitsChange { quota: Some(1 << 30), reservation: None };
+    face.done(Request::Label(LabelRequest::Limit { label: text("tenant=a"), limits }));
+    let Reply::Labels(labels) = face.done(Request::Label(LabelRequest::List)) else { panic!("labels are labels") };
+    assert_eq!((labels[0].disks, labels[0].limits.quota), (1, Some(1 << 30)));
     let options = SnapshotOptions { description: String::new(), folder: None, delta: None };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("b"), text("s"))], options }));
     face.done(Request::Snapshot(SnapshotRequest::List { disk: None }));
@@ -365,6 +348,14 @@ fn disks(face: &Face) {
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));
     let check = Request::Check { data: true, repair: false };
     assert!(matches!(face.done(check), Reply::Check(report) if report.findings.is_empty()));
+    let schedule = ScrubRequest::Schedule { every: Some(604_800), rate: 0 };
+    let Reply::ScrubState(state) = face.done(Request::Scrub(schedule)) else { panic!("a schedule is a schedule") };
+    assert_eq!((state.every, state.state), (Some(604_800), ScrubState::Never));
+    face.fails(Request::Scrub(ScrubRequest::Cancel), ErrorKind::NotFound);
+    for request in [ScrubRequest::Start { rate: None, restart: false }, ScrubRequest::Status] {
+        let Reply::Scrub(report) = face.done(Request::Scrub(request)) else { panic!("a scrub has a report") };
+        assert_eq!((report.summary.state, report.summary.damaged), (ScrubState::Done, 0));
+    }
     assert_eq!(face.done(Request::Settle), Reply::Settled);
 }
 
@@ -390,6 +381,7 @@ fn images(face: &Face) {
         format: TargetFormat::Native,
         options: options(),
         rate: 0,
+        skip_damaged: false,
     })));
     let import = ImportOptions {
         format: None,
@@ -418,7 +410,8 @@ fn images(face: &Face) {
 
 /// Requests about files and servers outside the datastore.
 fn others(face: &Face) {
-    let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
+    let salvage =
+        SalvageRequest { datastore: face.beside("nothing").into(), options: Default::default(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
     let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
     let remote = text("lamina://127.0.0.1:1/b");
@@ -428,101 +421,39 @@ fn others(face: &Face) {
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
 
-/// Requests about machines, with a QEMU that runs only the firmware.
-fn machines(face: &Face) {
-    let names = || vec![text("web")];
-    let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
-    let iso = face.beside("web.iso");
-    std::fs::write(&iso, vec![0; 1 << 20]).unwrap();
-    let new = NewMachine {
-        name: text("web"),
-        cpus: 1,
-        memory: 32 << 20,
-        disks: Vec::new(),
-        disk_size: Some(4 << 20),
-        networks: Vec::new(),
-        cdroms: vec![iso.clone()],
-        boot_order: vec![BootDevice::Cdrom, BootDevice::Disk],
-        firmware: Firmware::Bios,
-        kernel: None,
-        initrd: None,
-        append: String::new(),
-        vnc: Some(Vnc::Unix),
-        seed: Some(Seed { hostname: Some(text("web.example.org")), ..Seed::default() }),
-        start: false,
+/// Requests about backups of the disk `b`.
+fn backups(face: &Face) {
+    let place = || BackupPlace::Folder(face.beside("backups"));
+    let backup = |request| face.done(Request::Backup(request));
+    assert!(matches!(backup(BackupRequest::Key { path: face.beside("key") }), Reply::BackupKey { .. }));
+    let create = BackupCreate {
+        disk: text("b"),
+        snapshot: None,
+        place: place(),
+        full: false,
+        from: None,
+        level: 3,
+        rate: 0,
+        key: Some(face.beside("key")),
     };
-    face.vm(MachineVerb::Create(new));
-    face.vm(MachineVerb::SnapshotCreate { snapshot: snapshot(), memory: false, quiesce: false });
-    face.vm(MachineVerb::Start { names: names(), autostart: false, paused: true });
-    face.vm(MachineVerb::Resume { names: names() });
-    face.vm(MachineVerb::SendKey { name: text("web"), keys: vec![text("shift-a")] });
-    face.vm(MachineVerb::Type { name: text("web"), text: text("a") });
-    face.vm(MachineVerb::Screenshot { name: text("web"), path: face.beside("web.png") });
-    assert!(face.beside("web.png").exists());
-    face.vm(MachineVerb::Pause { names: names() });
-    let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
-    assert!(matches!(console, MachineReply::Console { socket, .. } if socket.exists()));
-    let edit = Edit { eject: vec![iso.clone()], ..Edit::default() };
-    let MachineReply::Edited(web) = face.vm(MachineVerb::Edit { name: text("web"), edit }) else { panic!("edited") };
-    assert_eq!((web.cdroms.len(), &web.cdroms[0].file), (1, &None));
-    face.vm(MachineVerb::Edit { name: text("web"), edit: Edit { insert: vec![iso], ..Edit::default() } });
-    let command = vec![text("/bin/true")];
-    let execute = MachineVerb::Execute { name: text("web"), command, input: Vec::new(), timeout: 1 };
-    face.fails(face.machine(execute), ErrorKind::Unsupported);
-    face.vm(MachineVerb::Freeze { name: text("web") });
-    face.vm(MachineVerb::Stop { names: names(), all: false, timeout: None });
-    face.vm(MachineVerb::Revert { snapshot: snapshot(), paused: false });
-    let source = || Source { machine: text("web"), snapshot: Some(text("s")) };
-    let options = CloneOptions {
-        kind: CloneKind::Linked,
-        parallel: 1,
-        quiesce: false,
-        start: false,
-        identity: Inside::Kept,
-        seed: Some(Seed { user_data: Some(text("#cloud-config\n")), ..Seed::default() }),
-    };
-    face.vm(MachineVerb::Clone { source: source(), names: vec![text("child")], options });
-    let send =
-        MachineVerb::Send { source: source(), remote: text("lamina://127.0.0.1:1/web"), how: how(), quiesce: false };
-    face.fails(face.machine(send), ErrorKind::Invalid);
-    let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("list is list") };
-    assert_eq!(all.len(), 2);
-    face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false, force: false });
-    let MachineReply::Snapshots { records, .. } = face.vm(MachineVerb::SnapshotList { name: text("web") }) else {
-        panic!("snapshots are snapshots")
-    };
-    assert_eq!(records.len(), 1);
-    face.vm(MachineVerb::SnapshotDelete { snapshot: snapshot() });
-    face.vm(MachineVerb::Edit { name: text("web"), edit: Edit { cpus: Some(2), ..Edit::default() } });
-    face.vm(MachineVerb::Rename { name: text("web"), to: text("shop") });
-    let MachineReply::Renamed { name, definition } =
-        face.vm(MachineVerb::Rename { name: text("shop"), to: text("web") })
-    else {
-        panic!("a rename is a rename")
-    };
-    assert_eq!((name.as_str(), definition.name.as_str(), definition.cpus), ("shop", "web", 2));
-    face.vm(MachineVerb::Show { name: text("web"), children: false });
-    face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false, force: false });
-    let source = face.beside("web.img");
-    std::fs::write(&source, vec![0; 1 << 20]).unwrap();
-    let options = vm::import::Options::default();
-    let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
-    let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
-    assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
-    let source = || Source { machine: text("web"), snapshot: None };
-    face.vm(MachineVerb::Export { source: source(), path: face.beside("web.ova"), rate: 0 });
-    assert!(face.beside("web.ova").exists());
-    let machine = ArchiveMachine {
-        name: text("web"),
-        cpus: 1,
-        memory: 32 << 20,
-        controller: ArchiveController::Sata,
-        cards: Vec::new(),
-        uefi: false,
-        secure_boot: false,
-    };
-    let export = ArchiveExport { path: face.beside("web.tar"), machine, disks: vec![text("web")], rate: 0 };
-    face.fails(Request::ExportArchive(Box::new(export)), ErrorKind::Invalid);
+    let Reply::BackedUp(created) = backup(BackupRequest::Create(create)) else { panic!("a backup is made") };
+    let Reply::Backups(all) = backup(BackupRequest::List { place: place() }) else { panic!("list is list") };
+    assert_eq!(all.iter().map(|backup| &backup.id).collect::<Vec<_>>(), [&created.id]);
+    let verify = BackupRequest::Verify { place: place(), backups: Vec::new(), key: Some(face.beside("key")) };
+    assert!(matches!(backup(verify), Reply::Verified(verified) if verified.problems.is_empty()));
+    let (name, which) = (text("restored"), Some(created.id.clone()));
+    let restore =
+        BackupRestore { place: place(), backup: which, name, update: false, rate: 0, key: Some(face.beside("key")) };
+    assert!(
+        matches!(backup(BackupRequest::Restore(restore)), Reply::Restored(restored) if restored.disk == "restored")
+    );
+    let (keep, dry_run) = (backup::Keep { last: 1, ..backup::Keep::default() }, true);
+    let prune = BackupRequest::Prune { place: place(), keep, dry_run };
+    assert!(matches!(backup(prune), Reply::Pruned(pruned) if pruned.deleted == 0));
+    backup(BackupRequest::Delete { place: place(), backups: vec![created.id] });
+    face.disk(DiskRequest::Delete { name: text("restored"), promote: false, force: false });
+    let (disk, name) = (text("b"), created.snapshot);
+    face.done(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0, force: false }));
 }
 
 /// Requests about jobs and events.
@@ -558,7 +489,8 @@ fn a_front_end_in_the_same_process_runs_every_request() {
         disks(&face);
         images(&face);
         others(&face);
-        machines(&face);
+        backups(&face);
+        machine::machines(&face);
         jobs(&face);
         drop(enough);
         assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
@@ -583,6 +515,7 @@ fn a_front_end_in_the_same_process_runs_every_request() {
         Change::DiskCreated { disk: text("converted"), origin: None },
         Change::DiskCreated { disk: text("flat"), origin: None },
         Change::DiskChanged { disk: text("flat"), by: text("disk migrate") },
+        Change::DiskCreated { disk: text("restored"), origin: None },
         Change::DiskCreated { disk: text("web"), origin: None },
         Change::DiskDeleted { disk: text("web") },
         Change::DiskCreated { disk: text("copy"), origin: None },
@@ -609,7 +542,7 @@ fn a_front_end_works_on_a_datastore_without_a_server() {
         dispatch(&Target::At(Location::from(&path)), request, &follow)
     };
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
-    ask(Request::Disk(DiskRequest::Create { name: text("a"), new })).unwrap();
+    ask(Request::Disk(DiskRequest::Create { name: text("a"), new, settings: SettingsChange::default() })).unwrap();
     let all = ask(Request::Disk(DiskRequest::List)).unwrap();
     assert!(matches!(all, Reply::Disks(disks) if disks.len() == 1));
     assert_eq!(ask(Request::Job(JobRequest::List)).unwrap(), Reply::Jobs(Vec::new()));

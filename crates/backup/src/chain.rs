@@ -1,0 +1,215 @@
+//! A chain: a backup and all backups on which it is based, as one range of bytes.
+//!
+//! 1. A block has the content of the newest level that has it. A block that no level has is zero.
+//! 2. Which blocks a segment takes from which level is decided by the indexes alone, before any data is read.
+//! 3. Data is returned only after both of its checksums were verified.
+
+use crate::level::{Level, StoredLevel};
+use crate::manifest::segments;
+use crate::pack::{CHUNK_BLOCKS, Chunk, SEGMENT_BLOCKS, unpack};
+use crate::repository::Repository;
+use crate::seal::Key;
+use backend::BLOCK_SIZE;
+use disk::transfer::SEGMENT;
+use error::{Error, ErrorKind, Result};
+use std::ops::Range;
+use std::sync::Arc;
+
+const WORDS: usize = SEGMENT_BLOCKS as usize / 64;
+
+/// A set of blocks of a segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocks([u64; WORDS]);
+
+impl Default for Blocks {
+    fn default() -> Self {
+        Self([0; WORDS])
+    }
+}
+
+impl Blocks {
+    fn has(&self, block: u64) -> bool {
+        self.0[block as usize / 64] & (1 << (block % 64)) != 0
+    }
+
+    fn add(&mut self, block: u64) {
+        self.0[block as usize / 64] |= 1 << (block % 64);
+    }
+
+    /// Number of blocks.
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    fn is_full(&self) -> bool {
+        self.0.iter().all(|word| *word == u64::MAX)
+    }
+
+    /// The blocks as ranges, ascending.
+    pub fn ranges(&self) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for block in (0..SEGMENT_BLOCKS).filter(|block| self.has(*block)) {
+            match ranges.last_mut() {
+                Some(last) if last.end == block => last.end = block + 1,
+                _ => ranges.push(block..block + 1),
+            }
+        }
+        ranges
+    }
+}
+
+/// Blocks that a segment takes from a chunk.
+struct Take {
+    level: usize,
+    chunk: Chunk,
+}
+
+/// Where the content of a segment is.
+pub struct SegmentPlan {
+    /// The segment.
+    pub number: u32,
+    /// Blocks with data.
+    pub data: Blocks,
+    /// Blocks that a level declares zero.
+    pub zeros: Blocks,
+    /// The chunks to read, of the newest level first.
+    takes: Vec<Take>,
+}
+
+impl SegmentPlan {
+    /// Whether no level has a block of the segment.
+    pub fn is_empty(&self) -> bool {
+        self.takes.is_empty() && self.zeros == Blocks::default()
+    }
+}
+
+/// A chain of backups.
+pub struct Chain {
+    levels: Vec<Box<dyn Level + Send>>,
+    capacity: u64,
+}
+
+impl Chain {
+    /// The chain of a backup in a repository, named as in [`Repository::find`].
+    pub fn of(repository: &Repository, which: &str, key: Option<&Arc<Key>>) -> Result<(crate::Manifest, Self)> {
+        let chain = repository.chain(repository.find(which)?)?;
+        let newest = chain[0].clone();
+        let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(chain.len());
+        for manifest in chain {
+            levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest, key)?));
+        }
+        let capacity = newest.backup.capacity;
+        Ok((newest, Self { levels, capacity }))
+    }
+
+    /// A chain of levels, the newest first.
+    pub fn new(levels: Vec<Box<dyn Level + Send>>, capacity: u64) -> Self {
+        Self { levels, capacity }
+    }
+
+    /// Capacity of the disk in bytes.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Number of segments of the disk.
+    pub fn segments(&self) -> u32 {
+        segments(self.capacity)
+    }
+
+    /// Looks up where the content of a segment is.
+    pub fn plan(&mut self, number: u32) -> Result<SegmentPlan> {
+        let mut plan = SegmentPlan { number, data: Blocks::default(), zeros: Blocks::default(), takes: Vec::new() };
+        let mut decided = Blocks::default();
+        // Blocks beyond the end of the disk, which a parent of a larger capacity may have.
+        let start = u64::from(number) * SEGMENT_BLOCKS;
+        let end = self.capacity.div_ceil(BLOCK_SIZE as u64);
+        (0..SEGMENT_BLOCKS).filter(|block| start + block >= end).for_each(|block| decided.add(block));
+        for (level, reader) in self.levels.iter_mut().enumerate() {
+            if decided.is_full() {
+                break;
+            }
+            let Some(content) = reader.content(number)? else { continue };
+            for chunk in content.chunks {
+                let mut wanted = false;
+                for block in blocks_of(&chunk) {
+                    if !decided.has(block) {
+                        decided.add(block);
+                        plan.data.add(block);
+                        wanted = true;
+                    }
+                }
+                if wanted {
+                    plan.takes.push(Take { level, chunk });
+                }
+            }
+            for zeros in content.zeros {
+                let first = zeros.first % SEGMENT_BLOCKS;
+                for block in first..first + u64::from(zeros.blocks) {
+                    if !decided.has(block) {
+                        decided.add(block);
+                        plan.zeros.add(block);
+                    }
+                }
+            }
+        }
+        Ok(plan)
+    }
+
+    /// Reads the data of a segment that was planned last, into memory of one segment; other bytes of it become zero.
+    pub fn read(&mut self, plan: &SegmentPlan, into: &mut [u8]) -> Result<()> {
+        if into.len() as u64 != SEGMENT {
+            return Err(Error::new(ErrorKind::Invalid, format!("a segment needs {SEGMENT} bytes of memory")));
+        }
+        into.fill(0);
+        let mut filled = Blocks::default();
+        for takes in plan.takes.chunk_by(|a, b| a.level == b.level) {
+            let [first, .., last] = takes else {
+                let [one] = takes else { continue };
+                self.fill(plan, &[one], &mut filled, into)?;
+                continue;
+            };
+            // One read fetches all chunks, unless most of the range between them is not needed.
+            let span = last.chunk.offset + u64::from(last.chunk.stored) - first.chunk.offset;
+            let needed: u64 = takes.iter().map(|take| u64::from(take.chunk.stored)).sum();
+            if span <= 2 * needed {
+                self.fill(plan, &takes.iter().collect::<Vec<_>>(), &mut filled, into)?;
+            } else {
+                for take in takes {
+                    self.fill(plan, &[take], &mut filled, into)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Verifies what follows after the last segment.
+    pub fn finish(&mut self) -> Result<()> {
+        self.levels.iter_mut().try_for_each(|level| level.finish())
+    }
+
+    /// Reads consecutive chunks of one level with one read.
+    fn fill(&mut self, plan: &SegmentPlan, takes: &[&Take], filled: &mut Blocks, into: &mut [u8]) -> Result<()> {
+        let (Some(first), Some(last)) = (takes.first(), takes.last()) else { return Ok(()) };
+        let start = first.chunk.offset;
+        let bytes = self.levels[first.level].read(start..last.chunk.offset + u64::from(last.chunk.stored))?;
+        for take in takes {
+            let at = (take.chunk.offset - start) as usize;
+            let plain = unpack(&take.chunk, &bytes[at..at + take.chunk.stored as usize])?;
+            for (block, content) in blocks_of(&take.chunk).zip(plain.chunks_exact(BLOCK_SIZE)) {
+                if plan.data.has(block) && !filled.has(block) {
+                    filled.add(block);
+                    let at = block as usize * BLOCK_SIZE;
+                    into[at..at + BLOCK_SIZE].copy_from_slice(content);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The blocks of a chunk, by their numbers in the segment.
+fn blocks_of(chunk: &Chunk) -> impl Iterator<Item = u64> + '_ {
+    let first = u64::from(chunk.number) * CHUNK_BLOCKS % SEGMENT_BLOCKS;
+    chunk.runs.iter().flat_map(move |run| first + u64::from(run.first)..=first + u64::from(run.last))
+}

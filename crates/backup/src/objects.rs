@@ -1,0 +1,141 @@
+//! Where a repository keeps its objects: named sequences of bytes that are written as a whole, and never changed.
+
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::{Access, Directory, IoMode, Lock, private, replace};
+use error::{Error, ErrorKind, IoContext, Result};
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The file that a writer of a folder locks.
+const LOCK_FILE: &str = "lock";
+/// Suffix of files that are being written.
+const TEMPORARY: &str = ".new";
+
+/// A place for objects. Errors name the object and the place.
+pub trait Objects: Send + Sync {
+    /// The place, for messages.
+    fn place(&self) -> &str;
+
+    /// Stores an object, replacing one with that name. On return the object is durable; an interruption leaves the
+    /// object as it was before.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// A range of an object: `NotFound` if there is no such object, `Corrupt` if it is shorter.
+    fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>>;
+
+    /// Bytes of an object; `None` if there is no such object.
+    fn length(&self, name: &str) -> Result<Option<u64>>;
+
+    /// The names of all objects, sorted.
+    fn list(&self) -> Result<Vec<String>>;
+
+    /// Removes an object that may be missing.
+    fn remove(&self, name: &str) -> Result<()>;
+
+    /// Makes removals durable.
+    fn settle(&self) -> Result<()>;
+
+    /// Excludes other writers until the result is dropped: `Busy` while there is one. `None` where writers cannot be
+    /// excluded.
+    fn lock(&self) -> Result<Option<Box<dyn Lock>>>;
+}
+
+/// A folder.
+pub struct Folder {
+    directory: Arc<dyn Directory>,
+    place: String,
+}
+
+impl Folder {
+    /// The objects in a folder that exists.
+    pub fn open(path: &Path) -> Result<Self> {
+        let place = path.display().to_string();
+        match LocalDirectory::open(path, LocalQueues::Threads) {
+            Ok(directory) => Ok(Self { directory: Arc::new(directory), place }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let text = format!("there is no repository of backups at '{place}': 'lamina backup create' makes one");
+                Err(Error::new(ErrorKind::NotFound, text))
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                let text = format!("'{place}' is not a folder; a backup in one file is named file:{place}");
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+            Err(error) => Err(Error::io(format!("opening the repository '{place}'"), error)),
+        }
+    }
+
+    /// As [`Folder::open`]; creates a missing folder, which only its owner can access.
+    pub fn open_or_create(path: &Path) -> Result<Self> {
+        if !path.exists() {
+            private::create_folders(path).during(|| format!("making the folder '{}'", path.display()))?;
+        }
+        Self::open(path)
+    }
+
+    /// The objects in a directory of any medium.
+    pub fn of(directory: Arc<dyn Directory>, place: impl Into<String>) -> Self {
+        Self { directory, place: place.into() }
+    }
+
+    fn file(&self, name: &str) -> io::Result<Arc<dyn backend::File>> {
+        self.directory.open_foreign(name, IoMode::Buffered, Access::Read)
+    }
+}
+
+impl Objects for Folder {
+    fn place(&self) -> &str {
+        &self.place
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        replace::durably(&*self.directory, name, &format!("{name}{TEMPORARY}"), bytes)
+            .during(|| format!("writing '{name}' in '{}'", self.place))
+    }
+
+    fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let during = || format!("reading '{name}' in '{}'", self.place);
+        let file = self.file(name).during(during)?;
+        let length = file.len().during(during)?;
+        if range.end > length {
+            let text = format!("'{name}' in '{}' has {length} bytes, and should have {}", self.place, range.end);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        file.read_at(&mut bytes, range.start).during(during)?;
+        Ok(bytes)
+    }
+
+    fn length(&self, name: &str) -> Result<Option<u64>> {
+        match self.file(name).and_then(|file| file.len()) {
+            Ok(length) => Ok(Some(length)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io(format!("looking at '{name}' in '{}'", self.place), error)),
+        }
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        let names = self.directory.list().during(|| format!("listing '{}'", self.place))?;
+        Ok(names.into_iter().filter(|name| name != LOCK_FILE && !name.ends_with(TEMPORARY)).collect())
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        replace::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}' in '{}'", self.place))
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.directory.sync().during(|| format!("flushing '{}'", self.place))
+    }
+
+    fn lock(&self) -> Result<Option<Box<dyn Lock>>> {
+        match self.directory.lock(LOCK_FILE) {
+            Ok(lock) => Ok(Some(lock)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let text = format!("another command changes the repository '{}': wait for its end", self.place);
+                Err(Error::new(ErrorKind::Busy, text))
+            }
+            Err(error) => Err(Error::io(format!("locking the repository '{}'", self.place), error)),
+        }
+    }
+}

@@ -1,0 +1,403 @@
+//! Repositories: the backups of any number of disks as objects in one place.
+//!
+//! | object | content |
+//! |---|---|
+//! | `repository` | the record of the repository: its identity |
+//! | `unfinished-ID` | the description of a backup that is not complete |
+//! | `pack-ID-NUMBER` | a pack; the number has eight digits |
+//! | `backup-ID` | the manifest of a complete backup |
+//!
+//! 1. The order of a backup: `unfinished-ID`, the packs in ascending order, `backup-ID`; then `unfinished-ID` is
+//!    removed. So an interruption leaves packs 0 to N, each complete, and the next attempt continues after them.
+//! 2. The order of a deletion: `backup-ID`, then the packs.
+//! 3. A backup is deleted only if no other backup is based on it.
+//! 4. One writer at a time changes a repository in a folder. Readers need no lock, because objects never change.
+
+use crate::manifest::{Description, Manifest, RepositoryRecord, parse_id};
+use crate::objects::Objects;
+use backend::Lock;
+use backend::clock;
+use error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+const RECORD_NAME: &str = "repository";
+const BACKUP: &str = "backup-";
+const UNFINISHED: &str = "unfinished-";
+const PACK: &str = "pack-";
+/// Fewest characters of an identity that name a backup.
+const PREFIX_MIN: usize = 8;
+
+/// A repository.
+pub struct Repository {
+    objects: Arc<dyn Objects>,
+    record: RepositoryRecord,
+}
+
+/// A backup of a repository, for display.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackupInfo {
+    /// The backup's identity.
+    pub id: String,
+    /// The disk; empty if the manifest cannot be read.
+    pub disk: String,
+    /// The snapshot.
+    pub snapshot: String,
+    /// Identity of the backup on which this one is based.
+    pub parent: Option<String>,
+    /// Capacity of the disk in bytes.
+    pub capacity: u64,
+    /// When the snapshot was taken, in seconds since 1970.
+    pub taken: u64,
+    /// When the backup was complete, in seconds since 1970; `None` for an unfinished backup.
+    pub finished: Option<u64>,
+    /// Bytes of data before compression.
+    pub data: u64,
+    /// Bytes stored.
+    pub stored: u64,
+    /// Why the backup cannot be used.
+    pub problem: Option<String>,
+}
+
+impl BackupInfo {
+    /// The backup of a manifest.
+    pub fn of(manifest: &Manifest) -> Self {
+        let mut info = Self::unfinished(&manifest.backup);
+        info.finished = Some(manifest.finished);
+        info.data = manifest.data;
+        info.stored = manifest.stored();
+        info
+    }
+
+    fn unfinished(backup: &Description) -> Self {
+        Self {
+            id: backup.id.clone(),
+            disk: backup.disk.clone(),
+            snapshot: backup.point.name.clone(),
+            parent: backup.parent.as_ref().and_then(|parent| parent.backup.clone()),
+            capacity: backup.capacity,
+            taken: backup.point.created,
+            finished: None,
+            data: 0,
+            stored: 0,
+            problem: None,
+        }
+    }
+
+    fn damaged(id: &str, error: &Error) -> Self {
+        Self {
+            id: id.to_owned(),
+            disk: String::new(),
+            snapshot: String::new(),
+            parent: None,
+            capacity: 0,
+            taken: 0,
+            finished: None,
+            data: 0,
+            stored: 0,
+            problem: Some(error.to_string()),
+        }
+    }
+}
+
+/// A manifest, or why it cannot be read.
+pub struct Found {
+    /// The backup's identity, from the name of the object.
+    pub id: String,
+    /// The manifest.
+    pub manifest: Result<Manifest>,
+}
+
+/// The name of a pack.
+pub(crate) fn pack_name(id: &str, number: u32) -> String {
+    format!("{PACK}{id}-{number:08}")
+}
+
+/// The identity of the backup to which a pack belongs, by the name of the pack.
+fn owner_of(name: &str) -> Option<&str> {
+    let (id, number) = name.strip_prefix(PACK)?.rsplit_once('-')?;
+    (number.len() >= 8 && number.bytes().all(|digit| digit.is_ascii_digit()) && parse_id(id).is_some()).then_some(id)
+}
+
+impl Repository {
+    /// Opens a repository: `NotFound` if there is none.
+    pub fn open(objects: Arc<dyn Objects>) -> Result<Self> {
+        let Some(length) = objects.length(RECORD_NAME)? else {
+            let place = objects.place();
+            let text = format!("there is no repository of backups at '{place}': 'lamina backup create' makes one");
+            return Err(Error::new(ErrorKind::NotFound, text));
+        };
+        let bytes = objects.read(RECORD_NAME, 0..length.min(RepositoryRecord::LENGTH_MAX))?;
+        let record = RepositoryRecord::decode(&bytes).map_err(|error| error.context(objects.place()))?;
+        Ok(Self { objects, record })
+    }
+
+    /// As [`Repository::open`]; makes a new repository in an empty place.
+    pub fn open_or_create(objects: Arc<dyn Objects>) -> Result<Self> {
+        if objects.length(RECORD_NAME)?.is_none() {
+            if let Some(name) = objects.list()?.first() {
+                let text = format!(
+                    "'{}' is no repository of backups and is not empty, because it has '{}': give a new folder",
+                    objects.place(),
+                    name.escape_debug()
+                );
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            let record = RepositoryRecord { id: disk::transfer::new_identity()?, created: clock::seconds() };
+            objects.put(RECORD_NAME, &record.encode()?)?;
+        }
+        Self::open(objects)
+    }
+
+    /// The place of the repository, for messages.
+    pub fn place(&self) -> &str {
+        self.objects.place()
+    }
+
+    /// The repository's identity.
+    pub fn id(&self) -> &str {
+        &self.record.id
+    }
+
+    /// The objects.
+    pub(crate) fn objects(&self) -> &Arc<dyn Objects> {
+        &self.objects
+    }
+
+    /// Excludes other writers until the result is dropped.
+    pub fn lock(&self) -> Result<Option<Box<dyn Lock>>> {
+        self.objects.lock()
+    }
+
+    fn record(&self, name: &str, length_max: u64) -> Result<Vec<u8>> {
+        let missing = || Error::new(ErrorKind::NotFound, format!("'{name}' in '{}' is gone", self.place()));
+        let length = self.objects.length(name)?.ok_or_else(missing)?;
+        if length > length_max {
+            let text = format!("'{name}' in '{}' has {length} bytes, more than such a record can have", self.place());
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        self.objects.read(name, 0..length)
+    }
+
+    fn manifest(&self, id: &str) -> Result<Manifest> {
+        let name = format!("{BACKUP}{id}");
+        let manifest = self.record(&name, Manifest::LENGTH_MAX).and_then(|bytes| Manifest::decode(&bytes));
+        let manifest = manifest.map_err(|error| error.context(format!("backup {id} in '{}'", self.place())))?;
+        match manifest.backup.id == id {
+            true => Ok(manifest),
+            false => Err(Error::new(ErrorKind::Corrupt, format!("'{name}' is the manifest of another backup"))),
+        }
+    }
+
+    fn ids(&self, prefix: &str) -> Result<Vec<String>> {
+        let names = self.objects.list()?;
+        let ids = names.iter().filter_map(|name| name.strip_prefix(prefix)).filter(|id| parse_id(id).is_some());
+        Ok(ids.map(str::to_owned).collect())
+    }
+
+    /// All complete backups, also those whose manifest cannot be read.
+    pub fn found(&self) -> Result<Vec<Found>> {
+        Ok(self.ids(BACKUP)?.into_iter().map(|id| Found { manifest: self.manifest(&id), id }).collect())
+    }
+
+    /// The manifests of all complete backups, the oldest first; manifests that cannot be read are left out.
+    pub fn manifests(&self) -> Result<Vec<Manifest>> {
+        let mut manifests: Vec<Manifest> = self.found()?.into_iter().filter_map(|found| found.manifest.ok()).collect();
+        manifests.sort_by(|a, b| age(a).cmp(&age(b)));
+        Ok(manifests)
+    }
+
+    /// All backups for display, the oldest first, and the unfinished ones last.
+    pub fn list(&self) -> Result<Vec<BackupInfo>> {
+        let mut complete = self.manifests()?.iter().map(BackupInfo::of).collect::<Vec<_>>();
+        let known: BTreeSet<String> = complete.iter().map(|info| info.id.clone()).collect();
+        for info in &mut complete {
+            if let Some(parent) = info.parent.as_ref().filter(|parent| !known.contains(*parent)) {
+                info.problem = Some(format!("backup {parent}, on which it is based, is missing or damaged"));
+            }
+        }
+        for found in self.found()? {
+            if let Err(error) = found.manifest {
+                complete.push(BackupInfo::damaged(&found.id, &error));
+            }
+        }
+        let begun = self.unfinished()?;
+        complete.extend(begun.iter().map(BackupInfo::unfinished));
+        Ok(complete)
+    }
+
+    /// The descriptions of unfinished backups; those that cannot be read are left out.
+    pub fn unfinished(&self) -> Result<Vec<Description>> {
+        let mut found = Vec::new();
+        for id in &self.unfinished_ids()? {
+            let bytes = self.record(&format!("{UNFINISHED}{id}"), Description::LENGTH_MAX)?;
+            match Description::decode(&bytes) {
+                Ok(description) if description.id == *id => found.push(description),
+                Ok(_) => {}
+                Err(error) => tracing::warn!("the description of the unfinished backup {id} is skipped: {error}"),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Records that a backup begins.
+    pub(crate) fn begin(&self, description: &Description) -> Result<()> {
+        self.objects.put(&format!("{UNFINISHED}{}", description.id), &description.encode()?)
+    }
+
+    /// Records that a backup is complete.
+    pub(crate) fn finish(&self, manifest: &Manifest) -> Result<()> {
+        let id = &manifest.backup.id;
+        self.objects.put(&format!("{BACKUP}{id}"), &manifest.encode()?)?;
+        self.objects.remove(&format!("{UNFINISHED}{id}"))
+    }
+
+    /// The backup that a user names: an identity or its beginning, `DISK` for the newest backup of a disk, or
+    /// `DISK@SNAPSHOT`.
+    pub fn find(&self, which: &str) -> Result<Manifest> {
+        let ids = self.ids(BACKUP)?;
+        let hits: Vec<&String> = match which.len() >= PREFIX_MIN {
+            true => ids.iter().filter(|id| id.starts_with(which)).collect(),
+            false => Vec::new(),
+        };
+        match hits[..] {
+            [id] => return self.manifest(id),
+            [] => {}
+            _ => {
+                let text = format!("several backups in '{}' begin with '{which}'", self.place());
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+        }
+        let (disk, snapshot) = match which.split_once('@') {
+            Some((disk, snapshot)) => (disk, Some(snapshot)),
+            None => (which, None),
+        };
+        let fits = |manifest: &Manifest| {
+            manifest.backup.disk == disk && snapshot.is_none_or(|snapshot| manifest.backup.point.name == snapshot)
+        };
+        self.manifests()?.into_iter().rfind(fits).ok_or_else(|| {
+            let text = format!(
+                "there is no backup '{}' in '{}'; 'lamina backup list' lists them",
+                which.escape_debug(),
+                self.place()
+            );
+            Error::new(ErrorKind::NotFound, text)
+        })
+    }
+
+    /// A backup and all backups on which it is based, the newest first.
+    pub fn chain(&self, manifest: Manifest) -> Result<Vec<Manifest>> {
+        let mut seen = BTreeSet::from([manifest.backup.id.clone()]);
+        let mut chain = vec![manifest];
+        while let Some(parent) = chain.last().and_then(|last| last.backup.parent.as_ref()) {
+            let broken = |why: &str| {
+                let text = format!("backup {} in '{}' cannot be used: {why}", chain[0].backup.id, self.place());
+                Error::new(ErrorKind::Corrupt, text)
+            };
+            let id = parent.backup.as_ref().ok_or_else(|| broken("its parent is not in the repository"))?;
+            if !seen.insert(id.clone()) {
+                return Err(broken("it is based on itself"));
+            }
+            let next = self.manifest(id).map_err(|error| match error.kind() {
+                ErrorKind::NotFound => broken(&format!("backup {id}, on which it is based, is missing")),
+                _ => error,
+            })?;
+            if next.backup.point.uuid != parent.point.uuid {
+                return Err(broken(&format!("backup {id}, on which it is based, has another snapshot")));
+            }
+            chain.push(next);
+        }
+        Ok(chain)
+    }
+
+    /// Deletes backups, newer ones before those on which they are based. `Busy` if another backup is based on one of
+    /// them. The caller holds the lock.
+    pub fn delete(&self, manifests: &[Manifest]) -> Result<()> {
+        let all = self.found()?;
+        let gone: BTreeSet<&String> = manifests.iter().map(|manifest| &manifest.backup.id).collect();
+        for found in all.iter().filter(|found| !gone.contains(&found.id)) {
+            let Ok(other) = &found.manifest else {
+                let text = format!(
+                    "the manifest of backup {} cannot be read, so it is unknown on which backups it is based: delete \
+                     it first",
+                    found.id
+                );
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            };
+            let parent = other.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref());
+            if let Some(parent) = parent.filter(|parent| gone.contains(parent)) {
+                let text = format!(
+                    "backup {parent} cannot be deleted: backup {} of '{}' is based on it",
+                    found.id,
+                    other.backup.source()
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+        }
+        let mut left: BTreeMap<&String, &Manifest> =
+            manifests.iter().map(|manifest| (&manifest.backup.id, manifest)).collect();
+        while !left.is_empty() {
+            let parents: BTreeSet<&String> = left
+                .values()
+                .filter_map(|manifest| manifest.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref()))
+                .collect();
+            // Backups that are based on each other in a circle are damaged, and deleted in any order.
+            let next: Vec<&String> = left.keys().copied().filter(|id| !parents.contains(id)).collect();
+            let next = if next.is_empty() { left.keys().copied().collect() } else { next };
+            for id in next {
+                self.remove(id)?;
+                left.remove(id);
+            }
+        }
+        self.objects.settle()
+    }
+
+    /// Deletes the backup with an identity, complete or not, without checking whether others are based on it.
+    pub(crate) fn remove(&self, id: &str) -> Result<()> {
+        self.objects.remove(&format!("{BACKUP}{id}"))?;
+        self.objects.settle()?;
+        let names = self.objects.list()?;
+        for name in names.iter().filter(|name| owner_of(name) == Some(id)) {
+            self.objects.remove(name)?;
+        }
+        self.objects.remove(&format!("{UNFINISHED}{id}"))
+    }
+
+    /// Deletes the backup whose manifest cannot be read, or the unfinished backup, with that identity or beginning of
+    /// one. False if there is none, or more than one. The caller holds the lock.
+    pub fn delete_damaged(&self, which: &str) -> Result<bool> {
+        let damaged = self.found()?.into_iter().filter(|found| found.manifest.is_err()).map(|found| found.id);
+        let all: BTreeSet<String> = damaged.chain(self.unfinished_ids()?).collect();
+        let named = |id: &&String| which.len() >= PREFIX_MIN && id.starts_with(which);
+        let [id] = all.iter().filter(named).collect::<Vec<_>>()[..] else { return Ok(false) };
+        self.remove(id)?;
+        self.objects.settle()?;
+        Ok(true)
+    }
+
+    fn unfinished_ids(&self) -> Result<Vec<String>> {
+        let complete: BTreeSet<String> = self.ids(BACKUP)?.into_iter().collect();
+        Ok(self.ids(UNFINISHED)?.into_iter().filter(|id| !complete.contains(id)).collect())
+    }
+
+    /// Removes packs that belong to no backup, as an interrupted deletion leaves them. Returns their number. The caller
+    /// holds the lock.
+    pub fn sweep(&self) -> Result<u64> {
+        let names = self.objects.list()?;
+        let known =
+            |name: &String| name.strip_prefix(BACKUP).or_else(|| name.strip_prefix(UNFINISHED)).map(str::to_owned);
+        let known: BTreeSet<String> = names.iter().filter_map(known).collect();
+        let mut swept = 0;
+        for name in names.iter().filter(|name| owner_of(name).is_some_and(|id| !known.contains(id))) {
+            self.objects.remove(name)?;
+            swept += 1;
+        }
+        self.objects.settle()?;
+        Ok(swept)
+    }
+}
+
+fn age(manifest: &Manifest) -> (u64, u64, &String) {
+    (manifest.backup.number, manifest.backup.begun, &manifest.backup.id)
+}

@@ -1,0 +1,264 @@
+//! Requests about backups. If the state to back up is not a snapshot, a snapshot is taken first. It is kept, so that an
+//! interrupted backup can continue and the next backup can be an increment, until the next such backup is complete.
+
+use super::{Service, Watch};
+use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
+use backup::{
+    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, Repository, RestoreOptions, StreamLevel,
+    StreamReader, create_file, create_stream, manifest_of, restore, verify_file,
+};
+use disk::transfer::{SnapshotIdentity, new_identity};
+use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
+use error::{Error, ErrorKind, Result};
+use std::io::BufReader;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Name of a stream in messages.
+const STREAM: &str = "the stream of the backup";
+/// Number of characters of the identities in the name of a snapshot.
+const SUFFIX: usize = 8;
+
+fn invalid(text: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
+
+fn repository(place: &BackupPlace) -> Result<Repository> {
+    match place {
+        BackupPlace::Folder(path) => Repository::open(Arc::new(Folder::open(path)?)),
+        BackupPlace::File(path) => {
+            Err(invalid(format!("'{}' is one backup in a file, and not a repository of backups", path.display())))
+        }
+        BackupPlace::Process(_) => Err(invalid("a stream is not a repository of backups")),
+    }
+}
+
+fn connect(path: &Path) -> Result<UnixStream> {
+    connections::listen::connect(path)
+        .map_err(|error| Error::io("connecting to the command that reads or writes the stream of the backup", error))
+}
+
+/// The key in a file.
+fn read_key(path: Option<&Path>) -> Result<Option<Arc<Key>>> {
+    path.map(|path| Key::read(path).map(Arc::new)).transpose()
+}
+
+/// Carries out a request that needs no datastore.
+pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
+    let progress: &dyn Progress = watch;
+    match request {
+        BackupRequest::List { place: BackupPlace::File(path) } => {
+            Ok(Reply::Backups(vec![BackupInfo::of(&manifest_of(&path)?)]))
+        }
+        BackupRequest::List { place } => Ok(Reply::Backups(repository(&place)?.list()?)),
+        BackupRequest::Verify { place: BackupPlace::File(path), backups, key } => match backups.first() {
+            None => Ok(Reply::Verified(Box::new(verify_file(&path, read_key(key.as_deref())?.as_ref(), progress)?))),
+            Some(name) => Err(invalid(format!("a file has one backup: leave out '{}'", name.escape_debug()))),
+        },
+        BackupRequest::Verify { place, backups, key } => {
+            let key = read_key(key.as_deref())?;
+            Ok(Reply::Verified(Box::new(repository(&place)?.verify(&backups, key.as_ref(), progress)?)))
+        }
+        BackupRequest::Delete { place, backups } => delete(&repository(&place)?, &backups),
+        BackupRequest::Key { path } => Ok(Reply::BackupKey { id: Key::create(&path)?.id().to_owned(), path }),
+        BackupRequest::Prune { place, keep, dry_run } => {
+            Ok(Reply::Pruned(Box::new(repository(&place)?.prune(&keep, dry_run)?)))
+        }
+        BackupRequest::Create(_) | BackupRequest::Restore(_) => Err(super::needs_datastore()),
+    }
+}
+
+fn delete(repository: &Repository, names: &[String]) -> Result<Reply> {
+    let _lock = repository.lock()?;
+    let mut manifests: Vec<backup::Manifest> = Vec::new();
+    for name in names {
+        // Damaged and unfinished backups have no name but their identity.
+        if repository.delete_damaged(name)? {
+            continue;
+        }
+        let manifest = repository.find(name)?;
+        if !manifests.iter().any(|known| known.backup.id == manifest.backup.id) {
+            manifests.push(manifest);
+        }
+    }
+    repository.delete(&manifests)?;
+    repository.sweep()?;
+    Ok(Reply::Deleted(names.join(", ")))
+}
+
+/// Carries out a request about backups in a process that has a datastore open.
+pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
+    match request {
+        BackupRequest::Create(create) => {
+            let key = read_key(create.key.as_deref())?;
+            let creating = Creating { service, datastore: &service.datastore, create: &create, key, progress: watch };
+            creating.run().map(|created| Reply::BackedUp(Box::new(created)))
+        }
+        BackupRequest::Restore(restore) => restored(&service.datastore, &restore, watch),
+        request => alone(request, watch),
+    }
+}
+
+struct Creating<'a> {
+    service: &'a Service,
+    datastore: &'a Datastore,
+    create: &'a BackupCreate,
+    key: Option<Arc<Key>>,
+    progress: &'a dyn Progress,
+}
+
+impl Creating<'_> {
+    fn options(&self) -> CreateOptions<'_> {
+        CreateOptions {
+            level: self.create.level,
+            rate: self.create.rate,
+            key: self.key.as_ref(),
+            ..CreateOptions::default()
+        }
+    }
+
+    fn run(&self) -> Result<Created> {
+        match &self.create.place {
+            BackupPlace::Folder(path) => {
+                if self.create.from.is_some() {
+                    let text = "a repository finds by itself on which snapshot a backup can be based: leave out --from";
+                    return Err(invalid(text));
+                }
+                // The name is checked before the folder is made, so that a wrong name leaves no folder.
+                match &self.create.snapshot {
+                    Some(snapshot) => drop(self.datastore.outgoing(&self.create.disk, snapshot)?),
+                    None => drop(self.datastore.disk(&self.create.disk)?),
+                }
+                let repository = Repository::open_or_create(Arc::new(Folder::open_or_create(path)?))?;
+                match &self.create.snapshot {
+                    Some(snapshot) => self.store(&repository, snapshot),
+                    None => self.store_now(&repository),
+                }
+            }
+            BackupPlace::File(path) => {
+                let (snapshot, from) = self.snapshots()?;
+                let outgoing = self.datastore.outgoing(&self.create.disk, snapshot)?;
+                let source = (&outgoing, self.create.disk.as_str());
+                create_file(path, source, from.as_ref(), self.options(), self.progress)
+            }
+            BackupPlace::Process(path) => {
+                let (snapshot, from) = self.snapshots()?;
+                let outgoing = self.datastore.outgoing(&self.create.disk, snapshot)?;
+                let source = (&outgoing, self.create.disk.as_str());
+                let mut stream = connect(path)?;
+                create_stream(&mut stream, STREAM, source, from.as_ref(), self.options(), self.progress)
+            }
+        }
+    }
+
+    /// The snapshot for a file or stream, and the one since which changes are stored.
+    fn snapshots(&self) -> Result<(&str, Option<SnapshotIdentity>)> {
+        let disk = &self.create.disk;
+        let Some(snapshot) = &self.create.snapshot else {
+            let text = format!(
+                "a backup in a file or stream is made of a snapshot: take one with 'lamina snapshot create \
+                 {disk}@NAME' and give {disk}@NAME"
+            );
+            return Err(invalid(text));
+        };
+        let from = self.create.from.as_ref();
+        let from = from.map(|from| Ok::<_, Error>(self.datastore.outgoing(disk, from)?.point().clone()));
+        Ok((snapshot.as_str(), from.transpose()?))
+    }
+
+    fn store(&self, repository: &Repository, snapshot: &str) -> Result<Created> {
+        let disk = &self.create.disk;
+        let outgoing = self.datastore.outgoing(disk, snapshot)?;
+        repository.create(&outgoing, disk, self.create.full, self.options(), self.progress)
+    }
+
+    /// The snapshots that were taken for backups in a repository, the newest last.
+    fn taken(&self, prefix: &str) -> Result<Vec<String>> {
+        let all = self.datastore.snapshots(Some(&self.create.disk))?;
+        Ok(all.into_iter().map(|snapshot| snapshot.name).filter(|name| name.starts_with(prefix)).collect())
+    }
+
+    /// Backs up the current state: continues an interrupted backup of it, or takes a snapshot.
+    fn store_now(&self, repository: &Repository) -> Result<Created> {
+        let disk = &self.create.disk;
+        let prefix = format!("backup-{}-", &repository.id()[..SUFFIX]);
+        let begun = repository.unfinished()?;
+        let continued = self
+            .taken(&prefix)?
+            .into_iter()
+            .rfind(|name| begun.iter().any(|backup| backup.disk == *disk && backup.point.name == *name));
+        let name = match continued {
+            Some(name) => name,
+            None => {
+                let name = format!("{prefix}{}", &new_identity()?[..SUFFIX]);
+                self.datastore.create_snapshots(&[(disk.clone(), name.clone())], &SnapshotOptions::default())?;
+                let change = Change::SnapshotCreated { disk: disk.clone(), snapshot: name.clone() };
+                self.service.publish(|| vec![change]);
+                name
+            }
+        };
+        let created = match self.store(repository, &name) {
+            Ok(created) => created,
+            Err(error) => {
+                // The snapshot is kept only if the backup has begun, so that the same command continues it.
+                let begun = repository.unfinished().unwrap_or_default();
+                if !begun.iter().any(|backup| backup.disk == *disk && backup.point.name == name) {
+                    self.forget(&name);
+                }
+                return Err(error);
+            }
+        };
+        // The snapshot of a disk without increments has no further use.
+        let incremental = !self.datastore.outgoing(disk, &name)?.bases().is_empty();
+        for taken in self.taken(&prefix)?.iter().filter(|taken| **taken != name || !incremental) {
+            self.forget(taken);
+        }
+        Ok(created)
+    }
+
+    fn forget(&self, snapshot: &str) {
+        let disk = &self.create.disk;
+        match self.datastore.delete_snapshot(disk, snapshot, None, &NoProgress) {
+            Ok(_) => {
+                let change = Change::SnapshotDeleted { disk: disk.clone(), snapshot: snapshot.to_owned() };
+                self.service.publish(|| vec![change]);
+            }
+            Err(error) => tracing::warn!("the snapshot '{disk}@{snapshot}' of an earlier backup is kept: {error}"),
+        }
+    }
+}
+
+fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -> Result<Reply> {
+    let progress: &dyn Progress = watch;
+    let options = RestoreOptions { name: request.name.clone(), update: request.update, rate: request.rate };
+    if let Some(backup) = request.backup.as_ref().filter(|_| !matches!(request.place, BackupPlace::Folder(_))) {
+        return Err(invalid(format!("a file or stream has one backup: leave out '{}'", backup.escape_debug())));
+    }
+    let key = read_key(request.key.as_deref())?;
+    let key = key.as_ref();
+    let done = match &request.place {
+        BackupPlace::Folder(_) => {
+            if request.update {
+                let text = "a repository has all data of a backup: restore it as a new disk, without --update";
+                return Err(invalid(text));
+            }
+            let which = request.backup.as_ref().unwrap_or(&request.name);
+            let (manifest, mut chain) = Chain::of(&repository(&request.place)?, which, key)?;
+            restore(datastore, &mut chain, (&manifest.backup, false), &options, progress)?
+        }
+        BackupPlace::File(path) => {
+            let level = FileLevel::open(path, key)?;
+            let description = level.manifest().backup.clone();
+            let mut chain = Chain::new(vec![Box::new(level)], description.capacity);
+            restore(datastore, &mut chain, (&description, true), &options, progress)?
+        }
+        BackupPlace::Process(path) => {
+            let stream = StreamReader::new(BufReader::with_capacity(1 << 18, connect(path)?), STREAM, key)?;
+            let description = stream.description().clone();
+            let mut chain = Chain::new(vec![Box::new(StreamLevel::new(stream))], description.capacity);
+            restore(datastore, &mut chain, (&description, true), &options, progress)?
+        }
+    };
+    Ok(Reply::Restored(Box::new(done)))
+}

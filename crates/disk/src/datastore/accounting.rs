@@ -1,0 +1,48 @@
+//! The numbers on which quotas and reservations depend: how much each disk maps, and the free space.
+
+use super::Datastore;
+use crate::foreign::ChainedDevice;
+use crate::names;
+use crate::quota::{Accounting, mapped};
+use backend::BLOCK_SIZE;
+use error::{Error, ErrorKind, IoContext, Result};
+use std::sync::{Arc, Weak};
+
+/// The datastore, as far as it is still open.
+pub(super) struct DatastoreAccounting(pub Weak<Datastore>);
+
+impl DatastoreAccounting {
+    fn datastore(&self) -> Result<Arc<Datastore>> {
+        self.0.upgrade().ok_or_else(|| Error::new(ErrorKind::Stopped, "the datastore is being closed"))
+    }
+}
+
+impl Accounting for DatastoreAccounting {
+    fn count(&self, uuid: &str) -> Result<u64> {
+        let datastore = self.datastore()?;
+        let entries = datastore.foreign.entries();
+        if let Some(entry) = entries.iter().find(|entry| entry.disk.uuid() == uuid) {
+            return mapped(&ChainedDevice::new(entry.disk.name(), entry.disk.chain()?));
+        }
+        datastore.native.mapped(uuid)
+    }
+
+    fn free(&self) -> Result<u64> {
+        let datastore = self.datastore()?;
+        let engine = &datastore.native.engine;
+        let room = engine.directory().room().during(|| "querying the free space of the file system".into())?;
+        Ok(room.available.saturating_add(engine.counts().data.free * BLOCK_SIZE as u64))
+    }
+
+    fn name(&self, uuid: &str) -> Option<String> {
+        let datastore = self.0.upgrade()?;
+        let entries = datastore.foreign.entries();
+        let image = entries.iter().find(|entry| entry.disk.uuid() == uuid).map(|entry| entry.disk.name());
+        image.or_else(|| {
+            datastore.native.engine.with_catalog(|catalog| {
+                let mut disks = catalog.disks().filter(|disk| crate::native::is_visible(disk));
+                disks.find(|disk| names::uuid_text(&disk.uuid) == uuid).map(|disk| disk.name.clone())
+            })
+        })
+    }
+}

@@ -1,0 +1,455 @@
+//! Settings of disks: what users choose for a disk besides its content, the same for disks of all formats.
+//!
+//! All settings are in one small record of the datastore, under the UUIDs of the disks, because the record of a native
+//! disk and that of a disk in VMware's formats have nothing in common. The layout is in `docs/format/settings.md`.
+//!
+//! 1. A change is durable before it takes effect.
+//! 2. A disk without an entry has the default settings, and the file does not exist before the first change.
+//! 3. A file that cannot be read is never replaced, except by a repair, which keeps it under another name.
+//! 4. `state` is never locked during I/O, because requests of clients look up their disk's settings.
+
+use crate::full::{Notices, OnFull, SpaceWait, WaitNotice};
+use crate::info::{CheckReport, Finding, WaitingWrites};
+use crate::names;
+use crate::quota::{GateSlot, LimitedDisk, Limits, Quotas, label_text};
+use crate::sealed::{self, Kind};
+use crate::spare::Spare;
+use crate::zeros::DetectZeroes;
+use backend::Directory;
+use error::text::size;
+use error::{Error, ErrorKind, IoContext, Result};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Weak};
+
+/// Name of the file, in the folder of the datastore.
+const FILE: &str = "settings";
+/// The name that a damaged file gets by a repair.
+const DAMAGED: &str = "settings.damaged";
+/// Kind of the file. The limit is sufficient for a hundred thousand disks.
+const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
+
+/// The settings of a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSettings {
+    /// What happens to writes that need space while there is none.
+    #[serde(default)]
+    pub on_full: OnFull,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: DetectZeroes,
+    /// The disk's labels: keys with values.
+    #[serde(default)]
+    pub labels: Labels,
+    /// The disk's quota and reservation.
+    #[serde(default)]
+    pub limits: Limits,
+}
+
+/// Changes of settings; `None` leaves a setting unchanged.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SettingsChange {
+    /// What happens to writes that need space while there is none.
+    #[serde(default)]
+    pub on_full: Option<OnFull>,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: Option<DetectZeroes>,
+    /// Labels to set.
+    #[serde(default)]
+    pub labels: Labels,
+    /// Keys of labels to remove.
+    #[serde(default)]
+    pub remove_labels: Vec<String>,
+    /// The quota and the reservation.
+    #[serde(default)]
+    pub limits: LimitsChange,
+}
+
+/// Labels of a disk: keys with values.
+pub type Labels = BTreeMap<String, String>;
+
+/// Changes of limits; `None` leaves a limit unchanged, and 0 removes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsChange {
+    /// Most bytes that may be mapped.
+    #[serde(default)]
+    pub quota: Option<u64>,
+    /// Bytes that can be mapped whatever other disks write.
+    #[serde(default)]
+    pub reservation: Option<u64>,
+}
+
+impl LimitsChange {
+    fn apply(&self, limits: &mut Limits) -> Result<()> {
+        let changed = |new: Option<u64>, old: Option<u64>| new.map_or(old, |new| (new > 0).then_some(new));
+        limits.quota = changed(self.quota, limits.quota);
+        limits.reservation = changed(self.reservation, limits.reservation);
+        match (limits.quota, limits.reservation) {
+            (Some(quota), Some(reservation)) if reservation > quota => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a reservation of {} is above the quota of {}", size(reservation), size(quota)),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl SettingsChange {
+    fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
+        settings.on_full = self.on_full.unwrap_or(settings.on_full);
+        settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
+        self.limits.apply(&mut settings.limits)?;
+        for key in &self.remove_labels {
+            settings.labels.remove(key);
+        }
+        for (key, value) in &self.labels {
+            check_label(key, value)?;
+            settings.labels.insert(key.clone(), value.clone());
+        }
+        match settings.labels.len() {
+            0..=LABELS_MAX => Ok(()),
+            count => {
+                Err(Error::new(ErrorKind::Invalid, format!("a disk has at most {LABELS_MAX} labels, not {count}")))
+            }
+        }
+    }
+}
+
+/// Most labels of one disk.
+const LABELS_MAX: usize = 32;
+
+/// Checks a label: key and value have the form of names of disks.
+fn check_label(key: &str, value: &str) -> Result<()> {
+    names::check("label", key)?;
+    names::check("label", value)?;
+    match key.contains('=') {
+        true => {
+            Err(Error::new(ErrorKind::Invalid, format!("the key '{}' of a label contains '='", key.escape_debug())))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Splits `key=value`, and checks both.
+pub fn parse_label(text: &str) -> Result<(String, String)> {
+    let Some((key, value)) = text.split_once('=') else {
+        let text = format!("'{}' is no label: write KEY=VALUE, such as tenant=a", text.escape_debug());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    };
+    check_label(key, value)?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// Whether a disk with `labels` has the label `wanted`: `key=value`, or a key with any value.
+pub fn has_label(labels: &Labels, wanted: &str) -> bool {
+    match wanted.split_once('=') {
+        Some((key, value)) => labels.get(key).is_some_and(|own| own == value),
+        None => labels.contains_key(wanted),
+    }
+}
+
+/// The record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SettingsRecord {
+    /// The settings of each disk that has other settings than the defaults, by its UUID.
+    disks: BTreeMap<String, DiskSettings>,
+    /// Limits for all disks with a label, by `key=value`.
+    #[serde(default)]
+    labels: BTreeMap<String, Limits>,
+}
+
+fn put_in_force(quotas: &Quotas, record: &SettingsRecord) {
+    let disks = record.disks.iter();
+    let disks = disks.map(|(uuid, of)| LimitedDisk { uuid, labels: &of.labels, limits: of.limits });
+    quotas.set(disks, &record.labels);
+}
+
+fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
+    let record: SettingsRecord = KIND.decode(bytes)?;
+    match record.disks.keys().all(|uuid| names::parse_uuid(uuid).is_some()) {
+        true => Ok(record),
+        false => Err(KIND.corrupt("has a disk without a UUID")),
+    }
+}
+
+/// What clients that have a disk open share.
+pub(crate) struct OpenDisk {
+    /// What happens to writes without space.
+    pub space: Arc<SpaceWait>,
+    /// The limits of the disk's writes.
+    pub gate: GateSlot,
+    zeroes: AtomicU8,
+}
+
+impl OpenDisk {
+    /// Whether writes of zeros become requests to zero their range.
+    pub fn detect_zeroes(&self) -> DetectZeroes {
+        DetectZeroes::from_number(self.zeroes.load(Ordering::Relaxed))
+    }
+}
+
+#[derive(Default)]
+struct SettingsState {
+    record: SettingsRecord,
+    /// Disks that clients have open.
+    open: BTreeMap<String, Weak<OpenDisk>>,
+    /// Why the record cannot be read.
+    unreadable: Option<String>,
+}
+
+impl SettingsState {
+    fn find_open(&self, uuid: &str) -> Option<Arc<OpenDisk>> {
+        self.open.get(uuid).and_then(Weak::upgrade)
+    }
+}
+
+/// The settings of all disks of a datastore.
+pub(crate) struct Settings {
+    directory: Arc<dyn Directory>,
+    /// Serializes changes.
+    changes: Mutex<()>,
+    state: Mutex<SettingsState>,
+    notices: Arc<Notices>,
+    quotas: Arc<Quotas>,
+}
+
+impl Settings {
+    /// Reads the settings. If the record cannot be read, all disks have the default settings, and no setting can be
+    /// changed before a repair.
+    pub fn open(directory: Arc<dyn Directory>) -> Arc<Self> {
+        let read = KIND.read(&*directory, FILE).and_then(|bytes| match bytes {
+            None => Ok(SettingsRecord::default()),
+            Some(bytes) => {
+                let (record, mended) = KIND.decode_mending(&bytes, decode)?;
+                if let Some(error) = mended {
+                    tracing::warn!(%error, "one byte of the record of settings was damaged; its right value is known");
+                }
+                Ok(record)
+            }
+        });
+        let mut state = SettingsState::default();
+        match read {
+            Ok(record) => state.record = record,
+            Err(error) => {
+                tracing::error!(%error, "the settings of disks cannot be read: all disks have the default settings");
+                state.unreadable = Some(error.to_string());
+            }
+        }
+        let quotas = Arc::<Quotas>::default();
+        put_in_force(&quotas, &state.record);
+        let (changes, state) = (Mutex::new(()), Mutex::new(state));
+        Arc::new(Self { directory, changes, state, notices: Arc::default(), quotas })
+    }
+
+    /// The quotas and reservations.
+    pub fn quotas(&self) -> &Arc<Quotas> {
+        &self.quotas
+    }
+
+    /// Sets the receiver of notices about waiting writes.
+    pub fn set_receiver(&self, receiver: impl Fn(WaitNotice) + Send + Sync + 'static) {
+        self.notices.set(receiver);
+    }
+
+    /// The settings of a disk.
+    pub fn of(&self, uuid: &str) -> DiskSettings {
+        self.state.lock().record.disks.get(uuid).cloned().unwrap_or_default()
+    }
+
+    /// What clients of a disk share, for a client that opens the disk.
+    pub fn open_disk(&self, uuid: &str, name: &str) -> Arc<OpenDisk> {
+        let mut state = self.state.lock();
+        if let Some(open) = state.find_open(uuid) {
+            return open;
+        }
+        state.open.retain(|_, open| open.strong_count() > 0);
+        let settings = state.record.disks.get(uuid);
+        let policy = settings.map(|settings| settings.on_full).unwrap_or_default();
+        let zeroes = settings.map(|settings| settings.detect_zeroes).unwrap_or_default();
+        let space = SpaceWait::new(name, policy, Arc::clone(&self.notices));
+        let zeroes = AtomicU8::new(zeroes.to_number());
+        let open = Arc::new(OpenDisk { space, gate: GateSlot::default(), zeroes });
+        self.quotas.set_gate(uuid, &open.gate);
+        state.open.insert(uuid.to_owned(), Arc::downgrade(&open));
+        open
+    }
+
+    /// The waiting writes of a disk.
+    pub fn waiting(&self, uuid: &str) -> Option<WaitingWrites> {
+        // The lock is released before the disk's own lock is acquired.
+        let open = self.state.lock().find_open(uuid)?;
+        open.space.waiting()
+    }
+
+    /// The waiting writes of all disks, by the names of the disks.
+    pub fn all_waiting(&self) -> Vec<WaitingWrites> {
+        let open: Vec<Arc<OpenDisk>> = self.state.lock().open.values().filter_map(Weak::upgrade).collect();
+        let mut all: Vec<WaitingWrites> = open.iter().filter_map(|open| open.space.waiting()).collect();
+        all.sort_by(|one, two| one.disk.cmp(&two.disk));
+        all
+    }
+
+    /// Records the new name of a disk, for clients that have it open.
+    pub fn renamed(&self, uuid: &str, name: &str) {
+        let open = self.state.lock().find_open(uuid);
+        if let Some(open) = open {
+            open.space.rename(name);
+        }
+    }
+
+    /// Changes the settings of a disk.
+    pub fn change(&self, uuid: &str, change: &SettingsChange) -> Result<()> {
+        self.update(|record| change.apply(record.disks.entry(uuid.to_owned()).or_default()))
+    }
+
+    /// Changes the limits of a label.
+    pub fn change_label(&self, label: &str, change: &LimitsChange) -> Result<()> {
+        let (key, value) = parse_label(label)?;
+        self.update(|record| change.apply(record.labels.entry(label_text((&key, &value))).or_default()))
+    }
+
+    /// The labels that disks have or that have limits, with the number of disks.
+    pub fn labels(&self) -> BTreeMap<String, u64> {
+        let state = self.state.lock();
+        let mut all: BTreeMap<String, u64> = state.record.labels.keys().map(|label| (label.clone(), 0)).collect();
+        for label in state.record.disks.values().flat_map(|settings| settings.labels.iter()) {
+            *all.entry(label_text(label)).or_default() += 1;
+        }
+        all
+    }
+
+    /// Gives the settings of a disk to its clones, except the reservation.
+    pub fn inherit(&self, from: &str, clones: &[String]) -> Result<()> {
+        let mut settings = self.of(from);
+        settings.limits.reservation = None;
+        if settings == DiskSettings::default() {
+            return Ok(());
+        }
+        self.update(|record| {
+            record.disks.extend(clones.iter().map(|uuid| (uuid.clone(), settings.clone())));
+            Ok(())
+        })
+    }
+
+    /// Takes over the settings of a disk that is migrated from another datastore together with its clients.
+    pub fn adopt(&self, uuid: &str, from: &Settings) -> Result<()> {
+        let settings = from.of(uuid);
+        let open = from.state.lock().find_open(uuid);
+        if let Some(open) = open {
+            self.state.lock().open.insert(uuid.to_owned(), Arc::downgrade(&open));
+        }
+        if settings == self.of(uuid) {
+            return Ok(());
+        }
+        self.update(|record| {
+            record.disks.insert(uuid.to_owned(), settings);
+            Ok(())
+        })
+    }
+
+    /// Gives the settings of a disk to the UUID that the disk has from now on. A failure is only logged, because the
+    /// disk has its new UUID already.
+    pub fn rekey(&self, from: &str, to: &str) {
+        if from == to || !self.state.lock().record.disks.contains_key(from) {
+            return;
+        }
+        let moved = self.update(|record| {
+            if let Some(settings) = record.disks.remove(from) {
+                record.disks.insert(to.to_owned(), settings);
+            }
+            Ok(())
+        });
+        if let Err(error) = moved {
+            tracing::warn!(%error, uuid = to, "a migrated disk has the default settings");
+        }
+    }
+
+    /// Removes the settings of a disk that does not exist any more. A failure is only logged: without its disk, an
+    /// entry has no effect, and the next change removes it.
+    pub fn forget(&self, uuid: &str) {
+        if !self.state.lock().record.disks.contains_key(uuid) {
+            return;
+        }
+        let removed = self.update(|record| {
+            record.disks.remove(uuid);
+            Ok(())
+        });
+        if let Err(error) = removed {
+            self.state.lock().record.disks.remove(uuid);
+            tracing::info!(%error, uuid, "the settings of a deleted disk stay in the record until its next change");
+        }
+    }
+
+    /// Changes the record, and then the policies and limits of open disks.
+    fn update(&self, change: impl FnOnce(&mut SettingsRecord) -> Result<()>) -> Result<()> {
+        let _changes = self.changes.lock();
+        let mut record = {
+            let state = self.state.lock();
+            if let Some(why) = &state.unreadable {
+                let text = format!(
+                    "the settings of disks cannot be changed: {why}; 'lamina check --repair' puts that record aside, \
+                     and all disks then have the default settings"
+                );
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+            state.record.clone()
+        };
+        change(&mut record)?;
+        record.disks.retain(|_, settings| *settings != DiskSettings::default());
+        record.labels.retain(|_, limits| !limits.is_none());
+        self.write(&record)?;
+        put_in_force(&self.quotas, &record);
+        let mut state = self.state.lock();
+        state.record = record;
+        for (uuid, open) in &state.open {
+            if let Some(open) = open.upgrade() {
+                let of = state.record.disks.get(uuid).cloned().unwrap_or_default();
+                open.space.set_policy(of.on_full);
+                open.zeroes.store(of.detect_zeroes.to_number(), Ordering::Relaxed);
+                self.quotas.set_gate(uuid, &open.gate);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the record durably. On a full file system, the space that the datastore reserves for its owner is used.
+    fn write(&self, record: &SettingsRecord) -> Result<()> {
+        let bytes = KIND.encode(record)?;
+        let put =
+            || sealed::put(&*self.directory, FILE, &bytes).during(|| "recording the settings of disks".to_owned());
+        let spare = Spare::of(Arc::clone(&self.directory));
+        match put() {
+            Err(error) if error.kind() == ErrorKind::NoSpace && spare.give_up() => {
+                let again = put();
+                spare.keep();
+                again
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Reports a record that cannot be read; with `repair`, renames the file, so that settings can be changed again.
+    pub fn check(&self, repair: bool, report: &mut CheckReport) -> Result<()> {
+        let _changes = self.changes.lock();
+        let Some(why) = self.state.lock().unreadable.clone() else { return Ok(()) };
+        let mut repaired = None;
+        if repair {
+            let renamed = self.directory.rename(FILE, DAMAGED).and_then(|()| self.directory.sync());
+            renamed.during(|| "putting the damaged settings of disks aside".to_owned())?;
+            self.state.lock().unreadable = None;
+            repaired = Some(format!("the record is '{DAMAGED}' now, and all disks have the default settings"));
+        }
+        report.findings.push(Finding { problem: why, repaired });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

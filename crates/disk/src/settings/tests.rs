@@ -1,0 +1,172 @@
+//! The record of settings: what is stored, and what a record means that cannot be read.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{File, IoMode};
+use std::time::Duration;
+
+const ONE: &str = "0f0e0d0c-0b0a-4908-8706-050403020101";
+const TWO: &str = "1f1e1d1c-1b1a-4918-9716-151413121111";
+
+fn directory() -> Arc<dyn Directory> {
+    SimulatedDisk::new(1, SimulatedOptions::default()).directory()
+}
+
+fn waits(seconds: u64) -> SettingsChange {
+    SettingsChange { on_full: Some(OnFull::Wait(Some(Duration::from_secs(seconds)))), ..SettingsChange::default() }
+}
+
+fn stored_files(directory: &Arc<dyn Directory>) -> Vec<String> {
+    directory.list().unwrap().into_iter().filter(|name| name.starts_with(FILE)).collect()
+}
+
+#[test]
+fn settings_are_stored_when_they_are_changed_and_removed_with_the_disk() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    assert_eq!(settings.of(ONE), DiskSettings::default());
+    settings.inherit(ONE, &[TWO.into()]).unwrap();
+    settings.forget(ONE);
+    assert_eq!(stored_files(&directory), Vec::<String>::new(), "nothing has other settings than the defaults");
+
+    let open = settings.open_disk(ONE, "one");
+    settings.change(ONE, &waits(60)).unwrap();
+    assert_eq!(open.space.policy(), OnFull::Wait(Some(Duration::from_secs(60))), "open disks get the new policy");
+    settings.change(ONE, &SettingsChange::default()).unwrap();
+    settings.inherit(ONE, &[TWO.into()]).unwrap();
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!([again.of(ONE), again.of(TWO)], [settings.of(ONE), settings.of(ONE)]);
+    assert_eq!(again.open_disk(TWO, "two").space.policy(), open.space.policy());
+
+    settings.forget(ONE);
+    settings.change(TWO, &SettingsChange { on_full: Some(OnFull::Error), ..SettingsChange::default() }).unwrap();
+    let bytes = KIND.read(&*directory, FILE).unwrap().unwrap();
+    assert_eq!(decode(&bytes).unwrap(), SettingsRecord::default());
+}
+
+#[test]
+fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
+    let (here, there) = (Settings::open(directory()), Settings::open(directory()));
+    here.change(ONE, &waits(60)).unwrap();
+    let open = here.open_disk(ONE, "one");
+    there.adopt(ONE, &here).unwrap();
+    here.forget(ONE);
+    open.space.begin(512, &Error::new(ErrorKind::NoSpace, "full"));
+    assert_eq!(there.all_waiting().len(), 1);
+    there.change(ONE, &waits(7)).unwrap();
+    assert_eq!(open.space.policy(), OnFull::Wait(Some(Duration::from_secs(7))));
+}
+
+#[test]
+fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
+    for damage in [&b"lamina settings 2 crc32c=00000000\n{}\n"[..], b"lamina settings 1 crc32c=00000000\n{}\n", b"x"] {
+        let directory = directory();
+        sealed::put(&*directory, FILE, damage).unwrap();
+        let settings = Settings::open(Arc::clone(&directory));
+        assert_eq!(settings.of(ONE), DiskSettings::default());
+        let refused = settings.change(ONE, &waits(60)).unwrap_err();
+        assert!(refused.to_string().contains("check --repair"), "{refused}");
+        settings.forget(ONE);
+        assert_eq!(KIND.read(&*directory, FILE).unwrap().unwrap(), damage);
+
+        let mut report = CheckReport::default();
+        settings.check(false, &mut report).unwrap();
+        assert!(report.findings[0].repaired.is_none());
+        settings.check(true, &mut report).unwrap();
+        assert!(report.findings[1].repaired.is_some());
+        let kept: Arc<dyn File> = directory.open(DAMAGED, IoMode::Buffered).unwrap();
+        assert_eq!(kept.len().unwrap(), damage.len() as u64);
+        settings.change(ONE, &waits(60)).unwrap();
+        let mut report = CheckReport::default();
+        settings.check(false, &mut report).unwrap();
+        assert_eq!(report.findings, []);
+        assert_eq!(Settings::open(directory).of(ONE), settings.of(ONE));
+    }
+}
+
+#[test]
+fn one_damaged_byte_of_the_record_is_mended() {
+    let directory = directory();
+    Settings::open(Arc::clone(&directory)).change(ONE, &waits(60)).unwrap();
+    let mut bytes = KIND.read(&*directory, FILE).unwrap().unwrap();
+    let last = bytes.len() - 20;
+    bytes[last] ^= 0x55;
+    sealed::put(&*directory, FILE, &bytes).unwrap();
+    assert_eq!(Settings::open(directory).of(ONE).on_full, waits(60).on_full.unwrap());
+}
+
+#[test]
+fn records_with_names_instead_of_uuids_are_refused() {
+    let record =
+        SettingsRecord { disks: [("web".to_owned(), DiskSettings::default())].into(), labels: BTreeMap::new() };
+    assert_eq!(decode(&KIND.encode(&record).unwrap()).unwrap_err().kind(), ErrorKind::Corrupt);
+}
+
+fn labelled(labels: &[(&str, &str)]) -> SettingsChange {
+    let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+    SettingsChange { labels, ..SettingsChange::default() }
+}
+
+#[test]
+fn labels_are_set_replaced_removed_and_checked() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    settings.change(ONE, &labelled(&[("tenant", "a"), ("tier", "gold")])).unwrap();
+    settings.change(TWO, &labelled(&[("tenant", "a")])).unwrap();
+    settings.change(ONE, &labelled(&[("tier", "silver")])).unwrap();
+    assert_eq!(settings.labels(), [("tenant=a".to_owned(), 2), ("tier=silver".to_owned(), 1)].into());
+    let one = settings.of(ONE).labels;
+    for (wanted, has) in [("tenant", true), ("tenant=a", true), ("tenant=b", false), ("a", false), ("tier=gold", false)]
+    {
+        assert_eq!(has_label(&one, wanted), has, "{wanted}");
+    }
+    let remove = SettingsChange { remove_labels: vec!["tier".into(), "none".into()], ..SettingsChange::default() };
+    settings.change(ONE, &remove).unwrap();
+    assert_eq!(Settings::open(directory).of(ONE).labels, [("tenant".to_owned(), "a".to_owned())].into());
+    for (key, value) in [("", "a"), ("a", ""), ("a=b", "c"), ("a b", "c"), ("a", "b/c")] {
+        let error = settings.change(ONE, &labelled(&[(key, value)])).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{key:?} {value:?}");
+    }
+    for text in ["tenant", "=a", "tenant=", "a b=c"] {
+        assert_eq!(parse_label(text).unwrap_err().kind(), ErrorKind::Invalid, "{text}");
+    }
+    let many: Vec<String> = (0..LABELS_MAX).map(|number| format!("key{number}")).collect();
+    let many: Vec<(&str, &str)> = many.iter().map(|key| (key.as_str(), "x")).collect();
+    assert_eq!(settings.change(ONE, &labelled(&many)).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn limits_are_stored_and_a_reservation_stays_below_its_quota() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let limits = |quota, reservation| LimitsChange { quota, reservation };
+    settings.change_label("tenant=a", &limits(Some(10), Some(5))).unwrap();
+    assert_eq!(settings.change_label("tenant=a", &limits(Some(4), None)).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(settings.change_label("tenant", &limits(Some(4), None)).unwrap_err().kind(), ErrorKind::Invalid);
+    let change = SettingsChange { limits: limits(Some(7), Some(7)), ..SettingsChange::default() };
+    settings.change(ONE, &change).unwrap();
+    settings.inherit(ONE, &[TWO.into()]).unwrap();
+    assert_eq!(settings.of(TWO).limits, Limits { quota: Some(7), reservation: None }, "the reservation is not shared");
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!(again.of(ONE).limits, Limits { quota: Some(7), reservation: Some(7) });
+    assert_eq!(again.labels(), [("tenant=a".to_owned(), 0)].into());
+    again.change_label("tenant=a", &limits(Some(0), Some(0))).unwrap();
+    assert_eq!(again.labels(), BTreeMap::new());
+}
+
+#[test]
+fn the_format_page_shows_the_record() {
+    let mut settings = DiskSettings::default();
+    let change = SettingsChange {
+        limits: LimitsChange { quota: Some(10 << 30), reservation: None },
+        ..labelled(&[("tenant", "a")])
+    };
+    waits(600).apply(&mut settings).unwrap();
+    change.apply(&mut settings).unwrap();
+    let labels = [("tenant=a".to_owned(), Limits { quota: Some(100 << 30), reservation: Some(20 << 30) })].into();
+    let record = SettingsRecord { disks: [(ONE.to_owned(), settings)].into(), labels };
+    let written = String::from_utf8(KIND.encode(&record).unwrap()).unwrap();
+    let page = include_str!("../../../../docs/format/settings.md");
+    assert!(page.contains(&written), "docs/format/settings.md should show:\n{written}");
+}

@@ -1,0 +1,228 @@
+//! Arguments of the commands about backups.
+
+use crate::cli::address::{StateAddress, absolute, parse_disk};
+use crate::cli::size::parse_size;
+use backup::{Keep, LEVEL_DEFAULT, LEVEL_MAX};
+use clap::Subcommand;
+use control::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Request};
+use disk::Point;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Scheme of a backup in one file.
+const FILE: &str = "file:";
+
+/// Where backups are: `-`, `file:PATH`, or the folder of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PlaceAddress {
+    /// Standard input or output.
+    Stream,
+    /// A file.
+    File(PathBuf),
+    /// A folder.
+    Folder(PathBuf),
+}
+
+impl FromStr for PlaceAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "-" {
+            return Ok(Self::Stream);
+        }
+        if let Some(path) = text.strip_prefix(FILE) {
+            return match path {
+                "" => Err("a path cannot be empty".into()),
+                path => Ok(Self::File(path.into())),
+            };
+        }
+        let scheme = text.split('/').next().and_then(|first| first.split_once(':'));
+        match scheme {
+            Some((scheme, _)) => Err(format!(
+                "'{scheme}:' is not known: give the folder of a repository, file:PATH for one file, or - for standard \
+                 input or output; a folder with a colon in its name is written './{text}'"
+            )),
+            None if text.is_empty() => Err("a path cannot be empty".into()),
+            None => Ok(Self::Folder(text.into())),
+        }
+    }
+}
+
+impl PlaceAddress {
+    /// The place with an absolute path, because the server has another working directory. The path of a stream is empty
+    /// until the program has a socket for it.
+    fn place(&self) -> Result<BackupPlace, String> {
+        Ok(match self {
+            Self::Stream => BackupPlace::Process(PathBuf::new()),
+            Self::File(path) => BackupPlace::File(absolute(path)?),
+            Self::Folder(path) => BackupPlace::Folder(absolute(path)?),
+        })
+    }
+}
+
+fn folder(path: &Path) -> Result<BackupPlace, String> {
+    path.to_str().map_or(Ok(PlaceAddress::Folder(path.into())), str::parse)?.place().and_then(|place| match place {
+        BackupPlace::Folder(_) => Ok(place),
+        _ => Err("only backups of a repository, which is a folder, can be deleted".into()),
+    })
+}
+
+/// Back up snapshots to a folder, a file or a pipe, and restore them.
+#[derive(Debug, Subcommand)]
+pub enum BackupCommand {
+    /// Back up a snapshot of a disk. An interrupted backup continues when the command is repeated.
+    Create {
+        /// DISK@SNAPSHOT; or DISK to take a snapshot of the current state, which is kept for the next backup.
+        #[arg(value_name = "SOURCE")]
+        source: StateAddress,
+        /// The folder of a repository, created if it is missing; file:PATH for one file; - for standard output.
+        #[arg(value_name = "TARGET")]
+        target: PlaceAddress,
+        /// Store all data, also if the repository has a backup on which this one can be based.
+        #[arg(long)]
+        full: bool,
+        /// In a file or stream: store only what has changed since this earlier snapshot of the disk.
+        #[arg(long, value_name = "SNAPSHOT", value_parser = parse_disk, conflicts_with = "full")]
+        from: Option<String>,
+        /// Level of the compression by zstd.
+        #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
+            value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
+        level: i32,
+        /// Limit of bytes read per second, such as 100M. 0 is no limit.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+        /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+    /// Make a key for encrypting backups. Without the key, they cannot be restored.
+    Key {
+        /// The new file.
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+    /// List the backups in a repository, or the one in a file.
+    List {
+        /// The folder of a repository, or file:PATH.
+        #[arg(value_name = "TARGET")]
+        target: PlaceAddress,
+    },
+    /// Read backups and verify every byte. The datastore is not needed.
+    Verify {
+        /// The folder of a repository, or file:PATH.
+        #[arg(value_name = "TARGET")]
+        target: PlaceAddress,
+        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT. Default: all.
+        #[arg(value_name = "BACKUP")]
+        backups: Vec<String>,
+        /// The key of encrypted backups.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+    /// Restore a backup as a disk. An interrupted restore continues when the command is repeated.
+    Restore {
+        /// The folder of a repository; file:PATH; - for standard input.
+        #[arg(value_name = "SOURCE")]
+        source: PlaceAddress,
+        /// Name of the restored disk.
+        #[arg(value_name = "DISK", value_parser = parse_disk)]
+        name: String,
+        /// The backup: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT. Default: the newest backup
+        /// of the disk that has the name of the restored one.
+        #[arg(long, value_name = "BACKUP")]
+        backup: Option<String>,
+        /// Update an existing disk, which must not have changed since the snapshot on which the backup is based.
+        #[arg(long, conflicts_with = "backup")]
+        update: bool,
+        /// Limit of bytes written per second, such as 100M. 0 is no limit.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+        /// The key of an encrypted backup.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+    /// Delete backups of a repository, on which no other backup is based.
+    Delete {
+        /// The folder of the repository.
+        #[arg(value_name = "REPOSITORY")]
+        repository: PathBuf,
+        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT.
+        #[arg(value_name = "BACKUP", required = true)]
+        backups: Vec<String>,
+    },
+    /// Delete the backups of a repository that rules do not keep. A backup on which a kept one is based is kept too.
+    Prune {
+        /// The folder of the repository.
+        #[arg(value_name = "REPOSITORY")]
+        repository: PathBuf,
+        /// The rules, for each disk: how many of the newest backups (last), and of how many hours, days, weeks, months
+        /// and years the newest backup (hourly, daily, weekly, monthly, yearly); such as daily=7,weekly=4.
+        #[arg(long, value_name = "RULES", required = true)]
+        keep: Keep,
+        /// Show what would be deleted, and delete nothing.
+        #[arg(long)]
+        dry_run: bool,
+    },
+}
+
+impl BackupCommand {
+    /// The request; an error if the arguments contradict each other.
+    pub fn request(&self) -> Result<Request, String> {
+        let key = |path: &Option<PathBuf>| path.as_deref().map(absolute).transpose();
+        let stored = |target: &PlaceAddress| match target {
+            PlaceAddress::Stream => Err("give the folder of a repository, or file:PATH".to_owned()),
+            target => target.place(),
+        };
+        Ok(Request::Backup(match self {
+            Self::Create { source, target, full, from, level, rate, key_file } => BackupRequest::Create(BackupCreate {
+                disk: source.disk.clone(),
+                snapshot: match &source.at {
+                    Point::Snapshot(name) => Some(name.clone()),
+                    Point::Head => None,
+                },
+                place: target.place()?,
+                full: *full,
+                from: from.clone(),
+                level: *level,
+                rate: *rate,
+                key: key(key_file)?,
+            }),
+            Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
+            Self::List { target } => BackupRequest::List { place: stored(target)? },
+            Self::Verify { target, backups, key_file } => {
+                BackupRequest::Verify { place: stored(target)?, backups: backups.clone(), key: key(key_file)? }
+            }
+            Self::Restore { source, name, backup, update, rate, key_file } => BackupRequest::Restore(BackupRestore {
+                place: source.place()?,
+                backup: backup.clone(),
+                name: name.clone(),
+                update: *update,
+                rate: *rate,
+                key: key(key_file)?,
+            }),
+            Self::Delete { repository, backups } => {
+                BackupRequest::Delete { place: folder(repository)?, backups: backups.clone() }
+            }
+            Self::Prune { repository, keep, dry_run } => {
+                BackupRequest::Prune { place: folder(repository)?, keep: keep.clone(), dry_run: *dry_run }
+            }
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn places_are_folders_files_or_streams() {
+        let place = |text: &str| text.parse::<PlaceAddress>();
+        assert_eq!(place("-").unwrap(), PlaceAddress::Stream);
+        assert_eq!(place("file:a/b:c").unwrap(), PlaceAddress::File("a/b:c".into()));
+        assert_eq!(place("/srv/a:b").unwrap(), PlaceAddress::Folder("/srv/a:b".into()));
+        assert_eq!(place("./a:b").unwrap(), PlaceAddress::Folder("./a:b".into()));
+        for text in ["", "file:", "s3:bucket", "a:b"] {
+            assert!(place(text).is_err(), "{text}");
+        }
+    }
+}

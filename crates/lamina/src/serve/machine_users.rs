@@ -1,0 +1,33 @@
+//! The disks that the users as which machines run may open.
+
+use export::access::UserAccess;
+use rustix::process::geteuid;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The rights of users, by the definitions of the machines of a datastore.
+#[derive(Debug)]
+pub struct MachineUsers {
+    machines: PathBuf,
+}
+
+impl MachineUsers {
+    /// For the machines of the datastore in a folder.
+    pub fn new(datastore: &Path) -> Self {
+        Self { machines: datastore.join(vm::machines::FOLDER) }
+    }
+}
+
+impl UserAccess for MachineUsers {
+    /// Root and the user of the server may open everything: both could read the files of the datastore.
+    fn only(&self, user: u32) -> Option<BTreeSet<String>> {
+        if user == 0 || user == geteuid().as_raw() {
+            return None;
+        }
+        let disks = vm::user::disks_of(&self.machines, user).unwrap_or_else(|error| {
+            tracing::error!(user, %error, "the disks that the user may open are not known, so it may open none");
+            BTreeSet::new()
+        });
+        Some(disks)
+    }
+}
