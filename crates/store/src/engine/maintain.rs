@@ -415,15 +415,14 @@ impl Engine {
         if Instant::now() < watch.punch_after {
             return Ok(());
         }
-        let (began, mut from) = (Instant::now(), watch.region);
+        let began = Instant::now();
         let punched = self.punch_free(&mut watch.region, least, keep, most);
         if punched.is_err() {
             watch.punch_after = Instant::now() + PUNCH_RETRY;
         }
         let mut given = punched?;
         let quiet = || self.log.clocks.activity() == watch.activity;
-        while (given > 0 || watch.region > from) && began.elapsed() < TICK && quiet() && self.running.goes_on() {
-            from = watch.region;
+        while given > 0 && began.elapsed() < TICK && quiet() && self.running.goes_on() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
         if given == 0 && watch.region == 0 {
@@ -455,10 +454,9 @@ impl Engine {
         for (least, most) in [(PUNCH_RUN, PUNCH_BLOCKS), (1, PUNCH_SINGLES)] {
             let mut region = 0;
             loop {
-                let from = region;
                 let now = self.punch_free(&mut region, least, 0, most)?;
                 given += now;
-                if now == 0 && region <= from {
+                if now == 0 {
                     break;
                 }
             }

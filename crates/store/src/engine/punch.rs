@@ -15,8 +15,7 @@ use backend::BLOCK_SIZE;
 
 impl Engine {
     /// Punches up to `most` blocks in free runs of at least `least` blocks, and leaves `keep` free blocks backed.
-    /// Returns the number of punched blocks. Searches in a few regions from `region` on, which is advanced, and 0 after
-    /// the last one.
+    /// Returns the number of punched blocks.
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let mut unpunched = self.reserves.lock_punching();
         self.punch_failed(&mut unpunched)?;

@@ -8,9 +8,6 @@ use crate::{Result, is_lost};
 /// The shortest run of unbacked blocks in existing regions that is reserved again, in blocks (1 MiB).
 const EXTENSION_RUN: u64 = 256;
 
-/// The most regions in which one search for blocks to return to the file system looks, because the metadata is locked.
-const SEARCHED_MAX: u32 = 16;
-
 impl Space {
     /// Number of backed blocks of a region; 0 if the region does not exist.
     pub fn backed_in(&self, region: u64) -> u64 {
@@ -111,30 +108,22 @@ impl Space {
     }
 
     /// Marks free backed runs of at least `least` blocks, up to `most` blocks in all, as used, so that they cannot be
-    /// allocated. The search begins at region `*region`, which is advanced. It ends after [`SEARCHED_MAX`] regions, and
-    /// before the second one whose bitmaps are not in memory, because the caller has read the table of the first one
-    /// only ([`Space::survey_reclaim`]). The caller clears the backed flags, punches the runs and releases them.
+    /// allocated. The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches
+    /// the runs and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let (mut runs, mut unread) = (Vec::new(), UnreadRegion::default());
-        let (mut taken, mut searched) = (0, 0);
+        let mut taken = 0;
         while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
-            if candidate.estimate() < least {
-                *region += 1;
-                continue;
-            }
-            if searched == SEARCHED_MAX || searched > 0 && candidate.bitmaps.is_none() {
-                break;
-            }
-            searched += 1;
-            let loaded = match self.load_whole(pages, number, &mut unread) {
-                Ok(loaded) => loaded,
-                // The runs found before are enough for now. The next search begins at this region and returns the
-                // error.
-                Err(_) if !runs.is_empty() => break,
-                Err(error) => return Err(error),
-            };
+            let loaded = candidate.estimate() >= least
+                && match self.load_whole(pages, number, &mut unread) {
+                    Ok(loaded) => loaded,
+                    // The runs found before are enough for now. The next search begins at this region and returns the
+                    // error.
+                    Err(_) if !runs.is_empty() => break,
+                    Err(error) => return Err(error),
+                };
             if !loaded {
                 *region += 1;
                 continue;

@@ -449,29 +449,6 @@ fn a_search_excludes_at_most_one_region_that_the_medium_cannot_read() {
     assert!(space.allocate(&mut pages, 64).unwrap().is_some());
 }
 
-#[test]
-fn a_search_for_blocks_to_return_reads_the_table_of_one_region() {
-    let files = page_files();
-    let mut pages = Pages::new(files.clone(), CACHE);
-    let mut space = Space::open(SpaceKind::Data, 0, 0, &mut pages).unwrap();
-    for number in 0..4 {
-        let run = Run { start: number * REGION_BLOCKS, blocks: REGION_BLOCKS / 2 };
-        space.set_backed(&mut pages, run, true).unwrap();
-    }
-    space.store_summaries(&mut pages).unwrap();
-    reopened(&files, &mut pages, CACHE);
-    let mut space = Space::open(SpaceKind::Data, 4, 0, &mut pages).unwrap();
-    let mut region = 0;
-    for number in 0..4 {
-        let before = pages.statistics().misses;
-        let runs = space.take_reclaimable(&mut pages, &mut region, 16, 1 << 20).unwrap();
-        let taken: u64 = runs.iter().map(|run| run.blocks).sum();
-        assert_eq!((runs[0].start, taken), (number * REGION_BLOCKS, REGION_BLOCKS / 2));
-        assert_eq!(region, number + 1);
-        assert!(pages.statistics().misses - before < 2 * REGION_PAGES);
-    }
-}
-
 /// A space in which all blocks were used. Then every fourth block of the first region is freed, and after that 1024
 /// adjacent blocks of the second region, one after another.
 fn fragmented() -> World {
