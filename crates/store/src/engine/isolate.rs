@@ -9,13 +9,10 @@
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
 //! it may come back. Nothing is removed by a close because of failed reads: a failed close can be repeated.
-//!
-//! The medium may take seconds to fail a read, so the map is read without locks. What is removed is decided afterwards,
-//! under the write-back gate and the lock of the buffer, from the pages and errors of these reads.
 
-use super::metadata::{Effects, Fetch, Meta};
+use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
-use crate::buffer::{Content, DirtyPiece};
+use crate::buffer::Content;
 use crate::space::TABLE_ENTRIES;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -52,8 +49,6 @@ struct Isolated {
 #[derive(Default)]
 pub struct Isolation {
     any: AtomicBool,
-    /// How often acknowledged writes were removed. Changed under the write-back gate.
-    removals: AtomicU64,
     disks: Mutex<BTreeMap<u64, Isolated>>,
     /// When reads of metadata that a change needs began to fail, and when they failed last.
     failing: Mutex<Option<(Instant, Instant)>>,
@@ -218,24 +213,18 @@ impl Engine {
         self.meta.lock().losses()
     }
 
-    /// Called after moving buffered blocks into the map failed with `error`. Releases `locks`, among them the
-    /// write-back gate. Then reads the pages that `fetch` has missed, and returns it for the next attempt; or isolates
-    /// what is lost and pauses. The caller then tries again. Fails with `error` if it has another cause.
-    pub(super) fn isolate_or_fail(&self, error: Error, mut fetch: Fetch, locks: impl Sized) -> Result<Option<Fetch>> {
-        let removals = self.isolation.removals.load(Ordering::Acquire);
+    /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
+    /// and pauses; the caller then tries again. Fails with `error` if it has another cause.
+    pub(super) fn isolate_or_fail(&self, error: Error, locks: impl Sized) -> Result<()> {
+        let pause = self.isolate(&error).ok_or(error)?;
         drop(locks);
-        if self.meta.load_missing(&mut fetch)? {
-            return Ok(Some(fetch));
-        }
-        let pause = self.isolate(&error, removals).ok_or(error)?;
         crate::sync::thread::sleep(pause);
-        Ok(None)
+        Ok(())
     }
 
     /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
-    /// again; `None` if the failure has another cause. `removals` is the number at the time of the failure: if it has
-    /// grown, another thread has removed the cause.
-    fn isolate(&self, error: &Error, removals: u64) -> Option<Duration> {
+    /// again, without locks during the pause; `None` if the failure has another cause.
+    pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {
             return None;
         }
@@ -257,61 +246,30 @@ impl Engine {
         if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
             return Some(Duration::ZERO);
         }
-        let mut changed = false;
+        let mut any = false;
         for head in self.buffers.heads() {
-            let pieces = {
-                let mut buffer = head.lock();
-                if buffer.layers.is_empty() {
-                    continue;
-                }
-                buffer.layers.oldest().0.take(0, u64::MAX)
-            };
-            for piece in pieces {
-                let end = piece.logical + piece.entry.blocks;
-                let unmap = matches!(piece.entry.content, Content::Unmapped);
-                let found = self.meta.look(|meta| Ok(meta.unreadable(head.id, piece.logical..end, unmap)));
-                for (range, _) in found.unwrap_or_default() {
-                    changed |= !self.remove_lost(&head, &piece, range.start..range.end.min(end));
-                }
-            }
-        }
-        if self.isolation.removals.load(Ordering::Acquire) > removals {
-            tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
-            return Some(Duration::ZERO);
-        }
-        changed.then_some(PAUSE)
-    }
-
-    /// Removes a part of a buffered write, if the map is still lost there. False if the map has changed between the
-    /// read without locks and the decision. The part is below one lost page, so few pages have to stay in memory in
-    /// between.
-    fn remove_lost(&self, head: &Head, piece: &DirtyPiece, part: Range<u64>) -> bool {
-        let unmap = matches!(piece.entry.content, Content::Unmapped);
-        let look =
-            |meta: &mut Meta| -> Result<Vec<(Range<u64>, Error)>> { Ok(meta.unreadable(head.id, part.clone(), unmap)) };
-        let mut fetch = Fetch::default();
-        if self.meta.look_holding(&mut fetch, look).is_err() {
-            return false;
-        }
-        let _gate = self.writeback.lock();
-        let mut buffer = head.lock();
-        let looked = fetch.look(&mut self.meta.lock(), look);
-        let Ok(Ok(unreadable)) = looked else { return false };
-        for (range, why) in unreadable {
+            let mut buffer = head.lock();
             if buffer.layers.is_empty() {
-                break;
-            }
-            let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
-            let (layer, _) = buffer.layers.oldest();
-            if layer.still(&lost, piece.entry.stamp).is_none() {
-                // A write or discard has replaced this part meanwhile.
                 continue;
             }
-            let gone = layer.remove(lost.start, lost.end - lost.start, piece.entry.stamp);
-            self.give_back(gone);
-            self.isolation.add(head.id, range, lost, &why);
-            self.isolation.removals.fetch_add(1, Ordering::AcqRel);
+            let (layer, _) = buffer.layers.oldest();
+            for piece in layer.take(0, u64::MAX) {
+                let range = piece.logical..piece.logical + piece.entry.blocks;
+                let unmap = matches!(piece.entry.content, Content::Unmapped);
+                let unreadable = self.meta.lock().unreadable(head.id, range, unmap);
+                for (range, why) in unreadable {
+                    let (layer, _) = buffer.layers.oldest();
+                    let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
+                    let gone = layer.remove(lost.start, lost.end - lost.start, piece.entry.stamp);
+                    self.give_back(gone);
+                    self.isolation.add(head.id, range, lost, &why);
+                    any = true;
+                }
+            }
         }
-        true
+        if any {
+            tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
+        }
+        any.then_some(Duration::ZERO)
     }
 }

@@ -6,14 +6,12 @@
 //!
 //! A change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
 //! missing pages, and they are read without the lock. Both are repeated until no page is missing
-//! ([`Metadata::bring_in`]). If the metadata changes in between, or the survey was skipped, the change may still miss
-//! pages. The lookups with which write-back, flushes, direct writes and discards begin find that out
-//! ([`Fetch::require`]): the caller releases its locks, reads the pages and starts again, with the pages held in
-//! memory. Other changes read them under the lock; [`crate::pages::PageStatistics::locked`] counts these reads.
+//! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. Those are read under
+//! the lock; [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};
-use crate::{Error, ErrorKind, Result, is_lost};
+use crate::{Error, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
@@ -42,8 +40,6 @@ pub(crate) struct Fetch {
     held: Vec<Arc<Block>>,
     /// Lost pages that the lookup has missed, with the errors of their reads.
     lost: FxHashMap<PageKey, Error>,
-    /// The pages that [`Fetch::require`] has missed.
-    missing: Vec<PageKey>,
 }
 
 impl Fetch {
@@ -54,60 +50,27 @@ impl Fetch {
         meta: &mut Meta,
         look: impl FnOnce(&mut Meta) -> Result<T>,
     ) -> std::result::Result<Result<T>, Vec<PageKey>> {
-        if self.looks >= LOOKS_MAX {
+        self.looks += 1;
+        if self.looks > LOOKS_MAX {
             return Ok(look(meta));
         }
         meta.pages.defer(std::mem::take(&mut self.lost));
         let outcome = look(meta);
         let absent;
         (absent, self.lost) = meta.pages.undefer();
-        if absent.is_empty() {
-            return Ok(outcome);
-        }
-        self.looks += 1;
-        Err(absent)
-    }
-
-    /// Adds the pages and errors of an earlier attempt of the same change.
-    pub fn keep(&mut self, earlier: Option<Self>) {
-        let Some(earlier) = earlier else { return };
-        self.looks += earlier.looks;
-        self.lost.extend(earlier.lost);
-        self.hold(earlier.held);
-    }
-
-    fn hold(&mut self, pages: impl IntoIterator<Item = Arc<Block>>) {
-        self.held.extend(pages);
-        let surplus = self.held.len().saturating_sub(HELD_MAX);
-        self.held.drain(..surplus);
-    }
-
-    /// Runs the lookups of a change that has changed nothing yet. If pages are missing, fails with `Busy`: the caller
-    /// undoes what it has prepared, releases all locks, and calls [`Metadata::load_missing`].
-    pub fn require<T>(&mut self, meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
-        match self.look(meta, look) {
-            Ok(outcome) => outcome,
-            Err(absent) => {
-                self.missing = absent;
-                Err(Error::new(ErrorKind::Busy, "metadata that a change needs is not in memory"))
-            }
-        }
+        if absent.is_empty() { Ok(outcome) } else { Err(absent) }
     }
 }
 
 impl Metadata {
     /// Runs a lookup under the lock, repeatedly until all its pages are in memory.
-    pub(crate) fn look<T>(&self, look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
-        self.look_holding(&mut Fetch::default(), look)
-    }
-
-    /// As [`Metadata::look`]. The pages stay in memory until `fetch` is dropped.
-    pub(crate) fn look_holding<T>(&self, fetch: &mut Fetch, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+    pub(crate) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+        let mut fetch = Fetch::default();
         loop {
             let looked = fetch.look(&mut self.lock(), &mut look);
             match looked {
                 Ok(outcome) => return outcome,
-                Err(absent) => match self.load_pages(absent, fetch) {
+                Err(absent) => match self.load_pages(absent, &mut fetch) {
                     // The next call of `look` gets this error when it accesses the page, and may continue without it.
                     Err(error) if is_lost(&error) => {}
                     other => other?,
@@ -133,23 +96,7 @@ impl Metadata {
                 break;
             }
         }
-        // The change reads a lost page again, because the next read may succeed.
-        fetch.lost.clear();
         fetch
-    }
-
-    /// Called after a change has failed, without locks: reads the pages that [`Fetch::require`] has missed. False if it
-    /// has missed none, so that the change has failed for another reason. If pages are lost, the next attempt fails
-    /// with the error of their reads.
-    pub(crate) fn load_missing(&self, fetch: &mut Fetch) -> Result<bool> {
-        let missing = std::mem::take(&mut fetch.missing);
-        if missing.is_empty() {
-            return Ok(false);
-        }
-        match self.load_pages(missing, fetch) {
-            Err(error) if is_lost(&error) => Ok(true),
-            loaded => loaded.map(|()| true),
-        }
     }
 
     /// Starts to read pages of the files into the page cache, without waiting.
@@ -200,7 +147,11 @@ impl Metadata {
                 }
             }
         }
-        fetch.hold(others.into_iter().filter_map(|load| load.wait()));
+        for load in others {
+            fetch.held.extend(load.wait());
+        }
+        let surplus = fetch.held.len().saturating_sub(HELD_MAX);
+        fetch.held.drain(..surplus);
         result
     }
 }

@@ -1,20 +1,20 @@
-//! Requests of a disk do not wait for reads of metadata that another disk or a scrub needs.
+//! Requests of a disk do not wait for reads of metadata that a scrub needs.
 
-use super::unreadable::{flush_disk, grown, leaves, try_write};
+use super::unreadable::{grown, leaves, try_write};
 use super::*;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::simulated::Request;
 use std::time::Duration;
 
-/// A store in which a leaf of disk 1 has a wrong bit; disk 2 has a block. Also returns a block below the leaf.
-fn damaged() -> (SimulatedDisk, Arc<Engine>, u64) {
+/// A store in which a leaf of disk 1 has a wrong bit; disk 2 has a block.
+fn damaged() -> (SimulatedDisk, Arc<Engine>) {
     let disk = grown();
-    let (block, leaf) = leaves(&disk)[2];
+    let (_, leaf) = leaves(&disk)[2];
     disk.flip_bit("map", leaf * BLOCK_SIZE as u64 + 100, 1).unwrap();
     let engine = open(&disk).unwrap();
     try_write(&engine, 2, 0, 1).unwrap();
     engine.settle(&engine.head(2)).unwrap();
-    (disk, engine, block)
+    (disk, engine)
 }
 
 /// From now on, each read of the medium lasts until disk 2 was written and written back. Returns the number of reads.
@@ -40,20 +40,8 @@ fn serve_during_reads(disk: &SimulatedDisk, engine: &Arc<Engine>) -> Arc<AtomicU
 }
 
 #[test]
-fn other_disks_are_served_while_the_medium_is_read_for_a_lost_write() {
-    let (disk, engine, block) = damaged();
-    write(&engine, block, 9);
-    let reads = serve_during_reads(&disk, &engine);
-    let told = flush_disk(&engine, 1).unwrap_err();
-    disk.set_pace(Arc::new(|_| {}));
-    assert!(told.to_string().contains("are lost"), "{told}");
-    assert!(reads.load(Ordering::SeqCst) >= 2, "{reads:?}");
-    flush_disk(&engine, 1).unwrap();
-}
-
-#[test]
 fn other_disks_are_served_while_a_scrub_reads_a_damaged_page() {
-    let (disk, engine, _) = damaged();
+    let (disk, engine) = damaged();
     let scrubber = engine.scrubber();
     let mut at = ScrubPosition { part: ScrubPart::Pages(PageFile::Map), next: 0 };
     let mut damage = Vec::new();

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const WRITTEN: u64 = 1200;
 
 /// A closed store with disk 1, which has a map of several leaves, and disk 2.
-pub(super) fn grown() -> SimulatedDisk {
+fn grown() -> SimulatedDisk {
     let (disk, engine) = made();
     assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
     for block in 0..WRITTEN {
@@ -28,7 +28,7 @@ pub(super) fn grown() -> SimulatedDisk {
 }
 
 /// The leaves of disk 1: the first logical block of each, and its page.
-pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
+fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     let map = disk.directory().open("map", IoMode::Buffered).unwrap();
     let mut page = Buffer::zeroed(1);
     let mut found = Vec::new();
@@ -44,11 +44,11 @@ pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     found
 }
 
-pub(super) fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
+fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
     engine.flush_head(&engine.head(disk), engine.acknowledged())
 }
 
-pub(super) fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
+fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
     engine.write_blocks(&engine.head(disk), logical, slice(byte, 1))
 }
 

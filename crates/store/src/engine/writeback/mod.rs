@@ -176,40 +176,33 @@ impl Engine {
     }
 
     fn write_back_next(&self) -> Result<bool> {
-        let mut kept = None;
-        'again: loop {
-            self.check_running()?;
-            self.pace()?;
-            let mut fetch = self.bring_in_next();
-            fetch.keep(kept.take());
-            let appends = self.admit_append()?;
-            let mut lane = self.writeback.lock();
-            for head in self.heads_in_turn() {
-                let batch = match self.write_back(&mut lane, &head, &mut fetch) {
-                    Ok(Batch::Empty) => continue,
-                    Ok(batch) => batch,
-                    Err(error) => match self.isolate_or_fail(error, fetch, (lane, appends)) {
-                        Ok(Some(fetch)) => {
-                            kept = Some(fetch);
-                            continue 'again;
-                        }
-                        isolated => {
-                            // The disk is recorded after a failure too, so that the next attempt serves another one.
-                            self.writeback.served.store(head.id, Ordering::Relaxed);
-                            return isolated.map(|_| true);
-                        }
-                    },
-                };
-                self.writeback.served.store(head.id, Ordering::Relaxed);
-                MutexGuard::unlock_fair(lane);
-                drop(appends);
-                if let Batch::Refused(cost) = batch {
-                    self.make_room(cost)?;
-                }
-                return Ok(true);
+        self.check_running()?;
+        self.pace()?;
+        let _fetch = self.bring_in_next();
+        let appends = self.admit_append()?;
+        let mut lane = self.writeback.lock();
+        for head in self.heads_in_turn() {
+            let batch = self.write_back(&mut lane, &head);
+            if matches!(batch, Ok(Batch::Empty)) {
+                continue;
             }
-            return Ok(false);
+            // The disk is recorded after a failure too, so that the next attempt serves another one.
+            self.writeback.served.store(head.id, Ordering::Relaxed);
+            let batch = match batch {
+                Err(error) => {
+                    self.isolate_or_fail(error, (lane, appends))?;
+                    return Ok(true);
+                }
+                Ok(batch) => batch,
+            };
+            MutexGuard::unlock_fair(lane);
+            drop(appends);
+            if let Batch::Refused(cost) = batch {
+                self.make_room(cost)?;
+            }
+            return Ok(true);
         }
+        Ok(false)
     }
 
     /// All disks with a buffer, beginning with the one that has waited longest.
@@ -223,17 +216,15 @@ impl Engine {
 
     /// Writes back everything that is buffered for a disk at the call.
     pub fn settle(&self, head: &Head) -> Result<()> {
-        let mut kept = None;
         loop {
             self.check_running()?;
             self.pace()?;
-            let mut fetch = self.bring_in_batch(head);
-            fetch.keep(kept.take());
+            let _fetch = self.bring_in_batch(head);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let batch = match self.write_back(&mut lane, head, &mut fetch) {
+            let batch = match self.write_back(&mut lane, head) {
                 Err(error) => {
-                    kept = self.isolate_or_fail(error, fetch, (lane, appends))?;
+                    self.isolate_or_fail(error, (lane, appends))?;
                     continue;
                 }
                 Ok(batch) => batch,
@@ -287,8 +278,8 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk. After an error, `fetch` may have the reason: see [`Fetch::require`].
-    fn write_back(&self, lane: &mut Lane, head: &Head, fetch: &mut Fetch) -> Result<Batch> {
+    /// One batch of one disk.
+    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<Batch> {
         let _under_way = self.begin_batch();
         let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
@@ -298,8 +289,8 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut plan = Plan::default();
             let planned = self
-                .plan_batch(&mut meta, head, &pieces, waited, &mut plan, fetch)
-                .and_then(|()| fetch.require(&mut meta, |meta| meta.cost_of_homes(head.id, plan.homes())));
+                .plan_batch(&mut meta, head, &pieces, waited, &mut plan)
+                .and_then(|()| meta.cost_of_homes(head.id, plan.homes()));
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());
             }
@@ -318,7 +309,7 @@ impl Engine {
             if lacks && waited {
                 // An operation that holds the block became pending after the wait. As journalled payload, the data
                 // follows that operation in the journal, and needs no new block.
-                let refused = self.log_batch(head, &pieces, fetch)?;
+                let refused = self.log_batch(head, &pieces)?;
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
                 return Ok(refused.map_or(Batch::Done, Batch::Refused));
@@ -348,7 +339,7 @@ impl Engine {
         if let Some(error) = short {
             return Err(error);
         }
-        let refused = self.finish_others(head, others, fetch)?;
+        let refused = self.finish_others(head, others)?;
         let mut buffer = head.lock();
         buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
         let (layer, closed) = buffer.layers.oldest();
