@@ -11,6 +11,7 @@
 
 use crate::info::WaitingWrites;
 use backend::clock;
+use error::text::{TIME_UNITS, parse_time, time};
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -27,8 +28,8 @@ const LIMIT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const ERROR: u64 = 0;
 const UNLIMITED: u64 = u64::MAX;
 
-/// The units of a time, largest first, in seconds.
-const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
+/// The units of a limited wait: seconds, minutes, hours and days.
+const UNITS: &[(&str, u64)] = TIME_UNITS.split_at(4).0;
 
 /// What happens to writes that need space while there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,12 +65,7 @@ impl fmt::Display for OnFull {
         match self {
             Self::Error => out.write_str("error"),
             Self::Wait(None) => out.write_str("wait"),
-            Self::Wait(Some(limit)) => {
-                let seconds = limit.as_secs();
-                let whole = UNITS.into_iter().find(|(_, unit)| seconds.is_multiple_of(*unit));
-                let (name, unit) = whole.unwrap_or(('s', 1));
-                write!(out, "wait={}{name}", seconds / unit)
-            }
+            Self::Wait(Some(limit)) => write!(out, "wait={}", time(limit.as_secs(), UNITS)),
         }
     }
 }
@@ -83,13 +79,11 @@ impl FromStr for OnFull {
             "wait" => return Ok(Self::Wait(None)),
             _ => {}
         }
-        let time = text.strip_prefix("wait=").and_then(|time| {
-            let unit = UNITS.into_iter().find_map(|(name, unit)| Some((time.strip_suffix(name)?, unit)));
-            let (digits, unit) = unit.unwrap_or((time, 1));
-            let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
-            digits.parse::<u64>().ok().filter(|_| is_number)?.checked_mul(unit)
+        let seconds = text.strip_prefix("wait=").and_then(|limit| {
+            // Without a unit, the number is in seconds.
+            parse_time(limit, UNITS).or_else(|| parse_time(limit, &[("", 1)]))
         });
-        match time {
+        match seconds {
             Some(seconds) if (1..=LIMIT_MAX.as_secs()).contains(&seconds) => {
                 Ok(Self::Wait(Some(Duration::from_secs(seconds))))
             }

@@ -1,4 +1,4 @@
-//! Text in messages: sizes, and invisible characters.
+//! Text in messages and settings: sizes, times, and invisible characters.
 
 /// Characters that are invisible or change how others are shown, in ascending order: those with the property
 /// `Default_Ignorable_Code_Point` of Unicode 16, which include the bidirectional controls; the separators of lines and
@@ -41,6 +41,23 @@ pub fn size(bytes: u64) -> String {
         (_, 0) => format!("{bytes} bytes"),
         _ => format!("{} {}", bytes >> (10 * power), UNITS[power as usize - 1]),
     }
+}
+
+/// Units of times with their lengths in seconds, smallest first.
+pub const TIME_UNITS: [(&str, u64); 5] = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400), ("w", 7 * 86_400)];
+
+/// A time in the largest of some units of which it is a multiple: `36h`, `2w`.
+pub fn time(seconds: u64, units: &[(&str, u64)]) -> String {
+    let largest = units.iter().rev().find(|(_, length)| seconds.is_multiple_of(*length) && seconds >= *length);
+    largest.map_or_else(|| format!("{seconds}s"), |(name, length)| format!("{}{name}", seconds / length))
+}
+
+/// Parses a number with one of some units, in seconds. `None` if the text is anything else, or if the time is too long.
+pub fn parse_time(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let (_, length) = units.iter().find(|(name, _)| *name == unit)?;
+    number.parse::<u64>().ok()?.checked_mul(*length)
 }
 
 #[cfg(test)]

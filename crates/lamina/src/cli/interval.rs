@@ -1,7 +1,6 @@
 //! Intervals on the command line: `90s`, `30m`, `12h`, `7d`, `2w`.
 
-/// The units with their lengths in seconds.
-const UNITS: [(&str, u64); 5] = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400), ("w", 7 * 86_400)];
+use error::text::{TIME_UNITS, parse_time, time};
 
 /// An interval in seconds, or `never`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,18 +13,13 @@ pub fn parse_interval(text: &str) -> Result<Interval, String> {
     }
     let wrong =
         || format!("'{text}' is no interval: write a number with s, m, h, d or w, such as 12h or 7d, or 'never'");
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let (_, seconds) = UNITS.into_iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
-    let number: u64 = number.parse().map_err(|_| wrong())?;
-    let all = number.checked_mul(seconds).filter(|all| *all > 0).ok_or_else(wrong)?;
+    let all = parse_time(text, &TIME_UNITS).filter(|all| *all > 0).ok_or_else(wrong)?;
     Ok(Interval(Some(all)))
 }
 
 /// An interval in its largest whole unit.
 pub fn interval(seconds: u64) -> String {
-    let largest = UNITS.into_iter().rev().find(|(_, length)| seconds.is_multiple_of(*length) && seconds >= *length);
-    largest.map_or_else(|| format!("{seconds}s"), |(name, length)| format!("{}{name}", seconds / length))
+    time(seconds, &TIME_UNITS)
 }
 
 #[cfg(test)]
