@@ -4,7 +4,6 @@ use crate::validate::check_range;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::sync::Arc;
 
 /// The most bytes of one write in `write_zeros`.
 const ZEROS_LENGTH: u64 = 256 << 10;
@@ -176,12 +175,6 @@ pub trait LocalFile: Send + Sync {
     /// flush, clean pages may hold data that was never written.
     fn forget_cached(&self) -> io::Result<()> {
         Ok(())
-    }
-
-    /// The same file, opened for reading past the page cache. The page cache reads whole folios, of up to 2 MiB on
-    /// Linux: one unreadable sector makes buffered reads of all other blocks of its folio fail.
-    fn past_cache(&self) -> io::Result<Arc<dyn File>> {
-        Err(io::ErrorKind::Unsupported.into())
     }
 
     /// Allocates space for a range, growing the file if it ends before the range: later writes there cannot fail with

@@ -10,11 +10,9 @@ use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
 use kept::has_space;
 use parking_lot::RwLock;
-use rustix::fs::{Mode, OFlags};
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 /// The most slices in one system call (`IOV_MAX` of Linux and the BSDs).
@@ -312,11 +310,6 @@ impl LocalFile for OpenFile {
         forget_cached_call(&self.file)
     }
 
-    fn past_cache(&self) -> io::Result<Arc<dyn File>> {
-        let file = past_cache_call(&self.file)?;
-        Ok(Arc::new(Self::new(file, IoMode::Direct)))
-    }
-
     fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
         if length == 0 {
             return Ok(());
@@ -379,19 +372,6 @@ impl LocalFile for OpenFile {
         let stat = rustix::fs::fstat(&self.file)?;
         Ok(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512))
     }
-}
-
-/// Opens the file by its descriptor, because its name may lead to another file meanwhile.
-#[cfg(target_os = "linux")]
-fn past_cache_call(file: &std::fs::File) -> io::Result<std::fs::File> {
-    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    Ok(retry(|| rustix::fs::open(&path, flags, Mode::empty()))?.into())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn past_cache_call(_file: &std::fs::File) -> io::Result<std::fs::File> {
-    Err(io::ErrorKind::Unsupported.into())
 }
 
 #[cfg(target_os = "linux")]

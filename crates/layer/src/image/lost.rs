@@ -4,8 +4,9 @@
 //! 2. A part of a file that could not be read once is not read again: each attempt may take a storage device many
 //!    seconds, and tables are read once for each grain that they map.
 
+use super::Place;
 use crate::{Error, ErrorKind, Extent, Layer, Result, Usage};
-use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalPart};
+use backend::{Access, BLOCK_SIZE, Buffer, File, IoMode, LocalPart};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
@@ -69,15 +70,18 @@ impl Layer for Lost {
 /// A read-only file that records which blocks of 4 KiB could not be read.
 pub(super) struct Remembering {
     inner: Arc<dyn File>,
-    /// The same file past the page cache, which reads more than a block at once.
+    place: Place,
+    /// The same file, opened past the page cache; `None` if the file system does not permit this. Linux caches files in
+    /// folios of up to 2 MiB: one unreadable sector makes buffered reads of all other blocks of its folio fail.
     past_cache: OnceLock<Option<Arc<dyn File>>>,
     /// Start and end of each run of unreadable blocks.
     unreadable: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Remembering {
-    pub(super) fn over(inner: Arc<dyn File>) -> Arc<dyn File> {
-        Arc::new(Self { inner, past_cache: OnceLock::new(), unreadable: Mutex::default() })
+    pub(super) fn over(inner: Arc<dyn File>, place: &Place) -> Arc<dyn File> {
+        let place = place.clone();
+        Arc::new(Self { inner, place, past_cache: OnceLock::new(), unreadable: Mutex::default() })
     }
 
     fn is_known(&self, range: &Range<u64>) -> bool {
@@ -87,10 +91,7 @@ impl Remembering {
 
     /// Reads a part of one block.
     fn read_part(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let past_cache = self.past_cache.get_or_init(|| {
-            let local = self.inner.local().filter(|local| local.mode == IoMode::Buffered)?;
-            local.file.past_cache().ok()
-        });
+        let past_cache = self.past_cache.get_or_init(|| self.place.open(IoMode::Direct, Access::Read).ok());
         let Some(file) = past_cache else { return self.inner.read_at(buffer, offset) };
         let mut block = Buffer::zeroed(1);
         file.read_at(&mut block, offset / BLOCK * BLOCK)?;
@@ -164,11 +165,12 @@ mod tests {
     #[test]
     fn readable_blocks_are_read_around_unreadable_ones_and_these_are_tried_once() {
         let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let place = Place::plain(disk.directory(), "image");
         let file = disk.directory().create("image", IoMode::Buffered).unwrap();
         let content: Vec<u8> = (0..16 * BLOCK_SIZE).map(|at| (at / 512) as u8 | 1).collect();
         file.write_at(&[&content], 0, false).unwrap();
         disk.fail_reads("image", 5 * BLOCK..7 * BLOCK).unwrap();
-        let file = Remembering::over(file);
+        let file = Remembering::over(file, &place);
         let mut all = vec![0; content.len()];
         assert!(file.read_at(&mut all, 0).is_err());
         for block in 0..16 {

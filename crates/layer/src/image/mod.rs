@@ -115,8 +115,8 @@ impl Default for OpenOptions {
 
 impl OpenOptions {
     /// A file of an image, as it is used.
-    fn prepared(&self, file: Arc<dyn File>) -> Arc<dyn File> {
-        if self.salvage { Remembering::over(file) } else { file }
+    fn prepared(&self, file: Arc<dyn File>, place: &Place) -> Arc<dyn File> {
+        if self.salvage { Remembering::over(file, place) } else { file }
     }
 }
 
@@ -231,7 +231,7 @@ impl Image {
             }
             other => other.mode(options.mode, 0, None),
         };
-        let file = options.prepared(place.open(mode, access(options.writable))?);
+        let file = options.prepared(place.open(mode, access(options.writable))?, &place);
         let opened = open_extent(format, &place, file, ExtentOptions::alone(options))?;
         let only_flat = opened.flat.is_some();
         let flats = opened.flat.into_iter().collect();
@@ -246,7 +246,7 @@ impl Image {
         let label = place.label();
         let lock = lock_for(&place, options)?;
         let file = place.open(Format::HostedSparse.mode(options.mode, 0, None), access(options.writable))?;
-        let file = options.prepared(file);
+        let file = options.prepared(file, &place);
         let embedded = storage::load_embedded(&*file).map_err(|error| error.context(format!("'{label}'")))?;
         let Some((range, descriptor)) = embedded else {
             if options.format.is_some() {
@@ -572,7 +572,7 @@ fn open_resolved(
     let length = extent.line.length();
     let offset = extent.line.offset.saturating_mul(crate::SECTOR);
     let mode = extent.format.mode(options.mode, offset, Some(length));
-    let file = options.prepared(extent.place.open(mode, access(writable))?);
+    let file = options.prepared(extent.place.open(mode, access(writable))?, &extent.place);
     let mut capacity = length;
     if options.salvage {
         // A truncated file is read as far as it reaches.
