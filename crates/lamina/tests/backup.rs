@@ -25,12 +25,7 @@ fn fill(store: &Store, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u
 }
 
 fn content(store: &Store, export: &str) -> Vec<u8> {
-    let mut client = Client::connect(&store.socket(), export).unwrap();
-    let mut content = Vec::with_capacity(client.size as usize);
-    for offset in (0..client.size).step_by(PIECE as usize) {
-        content.extend(client.read(offset, PIECE.min(client.size - offset) as u32).unwrap());
-    }
-    content
+    Client::connect(&store.socket(), export).unwrap().read_all().unwrap()
 }
 
 /// A folder beside the datastores.

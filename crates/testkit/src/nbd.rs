@@ -184,6 +184,16 @@ impl Client {
         self.call(Command::Read { offset, length })
     }
 
+    /// The content of the whole export.
+    pub fn read_all(&mut self) -> Result<Vec<u8>, Failure> {
+        const PIECE: u64 = 1 << 20;
+        let mut content = Vec::with_capacity(self.size as usize);
+        for offset in (0..self.size).step_by(PIECE as usize) {
+            content.extend(self.read(offset, PIECE.min(self.size - offset) as u32)?);
+        }
+        Ok(content)
+    }
+
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), Failure> {
         self.call(Command::Write { offset, data, fua: false }).map(drop)
     }
