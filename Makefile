@@ -28,7 +28,7 @@ lint: deny fuzz-check ## Check the format, clippy, fuzz targets and dependencies
 	cargo clippy --workspace --all-targets -- -D warnings
 
 # Known vulnerabilities are not checked: their database is fetched from GitHub, and a build must not depend on a
-# download. `cargo deny check` without arguments checks them too; it needs a network.
+# download. `cargo deny check` without arguments checks vulnerabilities too, and needs a network.
 deny: ## Check licences, sources and versions of the dependencies
 	@scripts/setup deny
 	@$(TARGET)/tools/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
@@ -50,14 +50,14 @@ fuzz: setup ## Run every fuzz target for FUZZ_SECONDS (60)
 	@scripts/setup fuzz
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## Explore the model ever deeper, and simulate power cuts and schedules, until stopped; prints a failing seed
+soak: ## Explore the model ever deeper; simulate power cuts and schedules; until stopped. Prints a failing seed
 	@scripts/soak $(SOAK)
 
 KILLS ?= 1000
 kills: ## Kill a server with SIGKILL under load, KILLS times (1000); LAMINA_SEED for another seed
 	LAMINA_KILLS=$(KILLS) cargo test --release -p lamina --test kill_load -- --nocapture
 
-mutants: ## Switch on one deliberate fault at a time, to find those that the tests miss; MUTANTS="--only NAME" for a part
+mutants: ## Switch on deliberate faults one at a time, to find faults that tests miss; MUTANTS="--only NAME" for a part
 	cargo run -p lamina-mutants -- $(MUTANTS)
 
 install: build ## Install program, man pages, completions and unit into DESTDIR/PREFIX
