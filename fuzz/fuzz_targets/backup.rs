@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     match input.u8() % 3 {
         0 => {
             let verified = verify_stream(input.0, ("the stream", 0), None, &NoProgress);
-            // The error is that of a missing key.
+            // The pack is encrypted, and the error states that the key is missing.
             if let Ok(verified) = verified {
                 assert!(verified.bytes <= input.0.len() as u64);
             }

@@ -16,7 +16,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, OnceLock};
 
-/// Bytes of replies after which the session counts as endless.
+/// Number of bytes of replies after which the session counts as endless.
 const REPLIES_MAX: usize = 256 << 20;
 
 struct Disks(Arc<Datastore>);

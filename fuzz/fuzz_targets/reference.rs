@@ -1,4 +1,5 @@
-//! A file name in an image, resolved in a real folder with links: it never leads outside the permitted folders.
+//! A file name in an image, resolved in a real folder with links: the resolved path is never outside the permitted
+//! folders.
 
 #![no_main]
 

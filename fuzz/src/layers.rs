@@ -3,8 +3,8 @@
 //! 1. Every call returns a result or an error, in bounded time and memory.
 //! 2. Opening for reading changes nothing.
 //! 3. The extents of the map are adjacent, within the requested range, and refer to bytes that the files have.
-//! 4. If the image is sound, or if the format refuses to write unsound images, a write changes only its own range, now
-//!    and after closing and opening again; and the image stays sound.
+//! 4. If the image is sound (its check finds no error), or if the format refuses to write unsound images, a write
+//!    changes only its own range, now and after closing and opening again; and the image stays sound.
 
 use crate::Input;
 use crate::files::{SECTOR, Sectors};
