@@ -1,5 +1,5 @@
-//! A line of the control protocol in either direction: it is decoded or refused; a decoded message survives encoding
-//! and decoding unchanged.
+//! A line of the control protocol in either direction: it is decoded or refused; a decoded message is the same after
+//! encoding and decoding.
 
 #![no_main]
 
