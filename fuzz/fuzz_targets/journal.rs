@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     let _ = journal.continuation(at, incarnation).expect("the simulated disk has no faults");
-    // A batch appended there must be found there.
+    // A batch that is appended at this position must be found at this position.
     if at.position < 1 << 61 && at.sequence < 1 << 61 && incarnation < u64::MAX {
         journal.resume(at, incarnation + 1);
         journal.release(at);

@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     let before = disk.operations();
     let Ok(header) = Header::read(&*file) else { return };
     let _ = (header.backing(), header.data_file(), header.marked_corrupt());
-    // The image itself serves as the data file: the reader treats both alike.
+    // The image file also serves as the data file: the reader reads a data file in the same way.
     let data = (header.external_data() || with_data).then(|| Arc::clone(&file));
     if let Ok(layer) = Qcow2::open(file, data, "image") {
         look(&layer, &mut input);

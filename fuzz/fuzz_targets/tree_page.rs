@@ -155,7 +155,8 @@ fuzz_target!(|data: &[u8]| {
                             assert_eq!(mapped, range.end - range.start);
                         }
                     }
-                    // The tree is half changed and must not be used after an error, as the documentation says.
+                    // After an error the tree is half changed and must not be used, as the documentation of the tree
+                    // says.
                     Err(_) => return,
                 }
             }

@@ -106,7 +106,7 @@ fuzz_target!(|data: &[u8]| {
     for (number, (name, file)) in files.iter().enumerate() {
         let hit = if flags & 2 == 0 { name == RECORD } else { number == victim % files.len() };
         match hit {
-            // The only base is the undamaged file.
+            // The input damages a base: the list of bases has only this undamaged file.
             true => drop(
                 Sectors::read(&mut Input(&[&[1], input.0].concat()), std::slice::from_ref(file))
                     .write(&directory, name),

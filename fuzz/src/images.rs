@@ -206,7 +206,7 @@ pub fn qcow2() -> Vec<Sectors> {
     ]
 }
 
-/// An image from a seed file, after its byte of options.
+/// The image in a seed file, which begins after the byte of options of the seed.
 fn kept(seed: &[u8]) -> Sectors {
     Sectors::read(&mut Input(seed.get(1..).unwrap_or_default()), &[])
 }

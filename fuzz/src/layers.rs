@@ -57,7 +57,7 @@ pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format
     if let Ok(layer) = (format.open)(Arc::clone(&file), false) {
         look(&layer, input);
         sound = (format.sound)(&layer);
-        assert!(layer.write(0, &[&[0; SECTOR]]).is_err(), "written, and opened for reading");
+        assert!(layer.write(0, &[&[0; SECTOR]]).is_err(), "an image opened for reading was written");
         let _ = layer.close();
     }
     assert_eq!(disk.operations(), before, "opening for reading changed the image");

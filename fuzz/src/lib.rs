@@ -59,20 +59,20 @@ pub fn seal_batches(ring: &mut [u8]) {
     }
 }
 
-/// A file of the image: its name, its length, and its nonzero parts.
+/// A file of the stored datastore: its name, its length, and its nonzero parts.
 type ImageFile = (&'static str, u64, Vec<(u64, Vec<u8>)>);
 
-/// A small datastore in the present format, as made by `crates/store/tests/golden.rs`.
+/// A small datastore in format version 1, as made by `crates/store/tests/golden.rs`.
 pub struct Image(Vec<ImageFile>);
 
 impl Image {
-    /// Closed cleanly.
+    /// The datastore after it was closed cleanly.
     pub fn closed() -> &'static Self {
         static IMAGE: OnceLock<Image> = OnceLock::new();
         IMAGE.get_or_init(|| Self::parse(include_str!("../../crates/store/tests/golden/v1-closed.image")))
     }
 
-    /// After a crash: the journal has to be replayed.
+    /// The datastore after a crash: the journal has to be replayed.
     pub fn crashed() -> &'static Self {
         static IMAGE: OnceLock<Image> = OnceLock::new();
         IMAGE.get_or_init(|| Self::parse(include_str!("../../crates/store/tests/golden/v1-crashed.image")))
