@@ -126,7 +126,7 @@ fuzz_target!(|data: &[u8]| {
             let _ = converse(&sessions, Stream { left: input.0.to_vec(), at: 0 }, "f".into());
         }
         2 => {
-            // Lines of text, as messages after the first word.
+            // Each line of the input is sent as the text of a message, after a valid first message.
             let datastore = datastore();
             let sessions = Sessions::new(Arc::clone(&datastore), Arc::new(NoAttachments));
             let mut left = Vec::new();
