@@ -26,7 +26,7 @@ pub enum Content {
     Data(SharedSlice, Checksums),
     /// Discarded.
     Unmapped,
-    /// Reads as zeros. Blocks that are mapped stay allocated, the others are allocated.
+    /// The range reads as zeros. Mapped blocks stay allocated, and unmapped blocks are allocated.
     Zero,
 }
 
@@ -222,7 +222,8 @@ impl Layer {
         gone
     }
 
-    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
+    /// Blocks that may be newly allocated when the entries are moved into the map: the number with a claim, and the
+    /// number without a claim.
     fn taking(&self) -> (u64, u64) {
         let (mut claimed, mut others) = (0, 0);
         for entry in self.entries.values().filter(|entry| !matches!(entry.content, Content::Unmapped)) {
@@ -278,7 +279,8 @@ impl Layers {
         self.layers.len() == 1
     }
 
-    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
+    /// Blocks that may be newly allocated when the entries are moved into the map: the number with a claim, and the
+    /// number without a claim.
     pub fn taking(&self) -> (u64, u64) {
         let sums = self.layers.iter().map(Layer::taking);
         sums.fold((0, 0), |sum, layer| (sum.0 + layer.0, sum.1 + layer.1))

@@ -345,7 +345,8 @@ impl Catalog {
         self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("object {id} does not exist any more")))
     }
 
-    /// The object with an id, unless it was deleted: the tree of a deleted object loses a part after the other.
+    /// The object with an id, unless the object was deleted, because the tree of a deleted object is dropped part by
+    /// part.
     pub fn whole(&self, id: u64) -> Result<&Object> {
         let object = self.get(id)?;
         if object.state == ObjectState::Trash {

@@ -265,7 +265,7 @@ impl Engine {
     }
 
     /// Lowers the blocks reserved for a thick disk to this number, if more are reserved. Concurrent writes may have
-    /// used some.
+    /// used some of the reserved blocks.
     pub fn set_aside_at_most(&self, id: u64, most: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {

@@ -95,7 +95,7 @@ impl Engine {
     pub fn flush_to(&self, ticket: u64) -> Result<()> {
         let mut freed = false;
         // Other clients may fill the buffers as fast as this loop empties them. The flush would then never end, so
-        // after these rounds the buffers accept little until it has.
+        // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
         let mut outrun = None;
         loop {

@@ -112,8 +112,8 @@ impl Isolation {
 
 impl Meta {
     /// The parts of a range that cannot be changed, because the map of the disk, or the table entries of its nodes and
-    /// blocks, are lost; and why. A part may end behind the range, where the lost node does: later writes there are
-    /// refused at once, and not acknowledged and lost.
+    /// blocks, are lost; and why. A part may extend past the end of the range, up to the end of the lost node: later
+    /// writes to the part are then refused at once, instead of being acknowledged and lost.
     fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool) -> Vec<(Range<u64>, Error)> {
         let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return Vec::new() };
         let (mut effects, mut mappings, mut out) = (Effects::default(), Vec::new(), Vec::new());

@@ -83,8 +83,8 @@ impl Watch {
     }
 }
 
-/// The first failure of the optional steps of a round. A step that fails prevents no other step, and not the commit by
-/// time: a failure that lasts would prevent it in every round.
+/// The first failure of the optional steps of a round. A failed step prevents neither another step nor the commit by
+/// time: otherwise a lasting failure would prevent the commit in every round.
 struct Steps(Result<()>);
 
 impl Steps {
@@ -320,8 +320,8 @@ impl Engine {
     }
 
     /// Reads the tables of unreadable regions and the trees of deleted objects again, so that a failure of the medium
-    /// that has ended does not keep their blocks unused. Returns how many of them still cannot be read, with the runs
-    /// whose entries the next round reads again.
+    /// that has ended does not keep their blocks unused. Returns the number of regions and objects that still cannot be
+    /// read, plus the number of runs with entries that the next round reads again.
     pub(super) fn load_unreadable(&self) -> usize {
         let (left, data, map) = {
             let meta = self.meta.lock();

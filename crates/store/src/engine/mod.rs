@@ -5,8 +5,8 @@
 //! A write is put into the [`crate::buffer`] of its disk and acknowledged. From there its data takes one of two paths:
 //!
 //! * **Write-back** (`writeback`): blocks that only the head maps are overwritten in place, after the journal has
-//!   durably announced them (so that recovery does not trust their checksums). All other data goes to newly allocated,
-//!   adjacent blocks. Then the map changes in memory, and the change joins the pending changes.
+//!   durably announced them (so that recovery does not rely on their checksums). All other data goes to newly
+//!   allocated, adjacent blocks. Then the map changes in memory, and the change joins the pending changes.
 //! * **Flush** (`flush`): if little is still buffered, it is appended to the journal with its payload, after all
 //!   pending changes, in one durable append that all waiting flushes share. The payload is written to the data files
 //!   later.

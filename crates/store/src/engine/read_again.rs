@@ -20,14 +20,15 @@ const SHARE: u32 = 8;
 pub(super) struct ReadAgain {
     next: Instant,
     pause: Duration,
-    /// No attempt is made before.
+    /// No attempt is made before this time.
     rest: Instant,
-    /// The number of losses when it was last compared.
+    /// The number of losses at the last call of [`ReadAgain::is_due`].
     losses: u64,
 }
 
 impl ReadAgain {
-    /// The first attempt follows soon, because something may have been unreadable when the store was opened.
+    /// The first attempt is due after the shortest pause, because something may have been unreadable when the store was
+    /// opened.
     pub fn new() -> Self {
         let now = Instant::now();
         Self { next: now + FIRST, pause: FIRST, rest: now, losses: 0 }

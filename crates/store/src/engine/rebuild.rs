@@ -199,7 +199,8 @@ impl Engine {
         std::mem::take(&mut self.found_first.lock())
     }
 
-    /// After a check that did not fail has reported the findings of openings: no later check reports them again.
+    /// Called after a check that did not fail has reported the findings of openings, so that no later check reports
+    /// them again.
     pub(super) fn forget_found_first(&self) -> Result<()> {
         if self.running.is_stopped() {
             return Ok(());

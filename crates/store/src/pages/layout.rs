@@ -36,9 +36,9 @@ pub enum PageFile {
 }
 
 impl PageFile {
-    /// Number of kinds.
+    /// Number of files.
     pub const COUNT: usize = 6;
-    /// All kinds, in the order of their numbers.
+    /// All files, in the order of their numbers.
     pub const ALL: [PageFile; Self::COUNT] =
         [Self::Map, Self::MapTable, Self::MapSummary, Self::DataTable, Self::DataSummary, Self::Catalog];
 

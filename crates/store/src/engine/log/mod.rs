@@ -402,7 +402,8 @@ impl Committer {
         self.batches
     }
 
-    /// Removes the last batch from this count, because it only records settled overwrites.
+    /// Removes the last batch from the number of batches that prevent a clean close, because the batch only records
+    /// settled overwrites.
     pub fn discount_last(&mut self) {
         self.batches -= 1;
     }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// Blocks that were freed and cannot be reused yet.
 #[derive(Default)]
 pub struct Freed {
-    /// Shared with the reads that may refer to blocks mapped now. A new epoch begins when the freeing of blocks becomes
-    /// durable.
+    /// The current epoch: reads that may refer to blocks mapped now hold a reference to it. A new epoch begins when the
+    /// freeing of blocks becomes durable.
     epoch: Arc<()>,
     /// Blocks that were freed durably. They wait for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,

@@ -13,7 +13,7 @@
 //! crash had left it suspect. A table has at most 16 places for each 7 blocks. Admission limits the table pages of the
 //! announced blocks to 15/32 of the metadata cache (`log/admission.rs`), so with default options at most 7.8 million
 //! blocks are in doubt: 528 MiB if all of them were announced one by one, 272 MiB if all have permits. A flush of the
-//! data files settles announcements, so usually much fewer blocks are in doubt.
+//! data files settles announcements, so usually far fewer blocks are in doubt.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -92,7 +92,7 @@ impl Doubts {
     }
 
     /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks with
-    /// overwrites or permits that this settles.
+    /// overwrites or permits that the flush settles.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
         self.overwritten.retain(|block, announced| {

@@ -83,7 +83,7 @@ pub fn place(state: BlockState) -> Placement {
 /// The blocks and nodes that pending operations concern.
 ///
 /// The first hold of a data block is a flag in its table entry, which the caller stores: [`Holds::hold_block`] and
-/// [`Holds::release_block`] tell its new value. Only blocks that several operations hold at once take memory here.
+/// [`Holds::release_block`] return its new value. Only blocks that several operations hold at once take memory here.
 #[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.
@@ -198,7 +198,7 @@ impl InFlight {
         self.runs.is_empty()
     }
 
-    /// Claims a run. No block of it may be claimed.
+    /// Claims a run. No block of the run may be claimed already.
     pub fn claim(&mut self, run: Run) {
         debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());
         self.runs.insert(run.start, run.blocks);

@@ -22,7 +22,7 @@ use crate::engine::{Engine, Head};
 use crate::{ErrorKind, Result};
 use backend::BLOCK_SIZE;
 
-/// Free blocks on which an operation relies until this is dropped.
+/// Free blocks on which an operation relies until this value is dropped.
 pub(crate) struct Claim<'a> {
     engine: &'a Engine,
     pub(crate) blocks: u64,

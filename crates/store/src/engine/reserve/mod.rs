@@ -35,7 +35,7 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
     outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
 }
 
-/// Runs that are to be punched again.
+/// Runs that maintenance tries to punch again.
 #[derive(Default)]
 pub struct Unpunched {
     /// Runs that could not be punched.

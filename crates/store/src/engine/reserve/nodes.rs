@@ -49,7 +49,7 @@ const UNDER_WAY_MAX: u32 = 1000;
 /// How long a write sleeps before it checks again whether work under way has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Map changes of an operation that bypasses the buffer. They count until this is dropped.
+/// Map changes of an operation that bypasses the buffer. The changes count until this value is dropped.
 pub(crate) struct Changes<'a> {
     engine: &'a Engine,
     changes: u64,

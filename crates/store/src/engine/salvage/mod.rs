@@ -57,7 +57,7 @@ pub enum SalvagedPiece {
     Lost,
 }
 
-/// How far the content of a block can be trusted.
+/// How reliable the content of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The content is what was written.

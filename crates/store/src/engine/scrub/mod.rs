@@ -1,8 +1,8 @@
 //! Scrub: reads every metadata page and every data block in the order of their places, beside requests, and restores
 //! what is damaged if a good copy exists ([0038](../../../../../docs/adr/0038-scrub.md)).
 //!
-//! The caller drives the scrub by steps of about a megabyte, and stores the position between them. So it limits the
-//! rate, and continues an interrupted scrub later.
+//! The caller drives the scrub by steps of about a megabyte, and stores the position between them. So the caller limits
+//! the rate, and continues an interrupted scrub later.
 //!
 //! What must hold:
 //!
