@@ -23,7 +23,7 @@
 //! 3. Entries of the data base keep their order and their bytes. Comments and header keys that lamina does not use are
 //!    dropped when the text is written again, as VMware does.
 //! 4. The result of [`Descriptor::to_bytes`] parses to the same descriptor, and QEMU, which searches for strings where
-//!    other readers parse lines, reads the same.
+//!    other readers parse lines, reads the same values.
 //! 5. A descriptor file is replaced whole or not at all ([`storage`]).
 
 mod database;

@@ -62,7 +62,7 @@ impl EntryRun {
     }
 }
 
-/// A run in eight bytes; comparing them as numbers compares their first entries.
+/// A run as a number of eight bytes. The order of these numbers is the order of the first entries of the runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Packed(u64);
 

@@ -207,7 +207,7 @@ impl SeSparse {
         }
         let waiting = waiting.min(set);
         let mapped = (set - waiting) * GRAIN;
-        let failed = || format!("asking how much space {} takes", self.name);
+        let failed = || format!("querying how much space {} takes", self.name);
         let allocated = self.file.allocated().during(failed)?;
         let of_grains = allocated.saturating_sub(self.metadata_space().during(failed)?);
         let dead = ((held - set + waiting) * GRAIN).min(of_grains.saturating_sub(mapped));
