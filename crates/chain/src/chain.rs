@@ -57,7 +57,7 @@ pub struct Chain {
     /// such a change is lost, no acknowledged write is lost.
     pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
-    /// Whether the chain was closed except for layers that lacked the space for it.
+    /// Whether the chain was closed except for layers that lacked the space to be closed.
     closing: AtomicBool,
     /// The reason for which the chain was stopped or its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,
