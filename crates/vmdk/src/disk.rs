@@ -544,7 +544,7 @@ impl Disk {
     }
 }
 
-/// Images claimed by an operation, until this is dropped.
+/// Images claimed by an operation, until this value is dropped.
 pub(crate) struct Claim<'a>(&'a Disk);
 
 impl Drop for Claim<'_> {

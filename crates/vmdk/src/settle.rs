@@ -6,8 +6,8 @@
 //! 1. descriptors are corrected: the CID of an image that has replaced another one, and the hints of the images above;
 //! 2. after a merge that was not committed: down, the image above the target records the target's new CID as its parent
 //!    CID, because its visible content is unchanged; up, the old CID is restored in the target, for the same reason. If
-//!    the corrected descriptor is inside an extent, the record gets its new text first, because a power cut may tear
-//!    the descriptor while it is overwritten;
+//!    the corrected descriptor is inside an extent, the record gets the new text of the descriptor first, because a
+//!    power cut may tear the descriptor while it is overwritten;
 //! 3. files that are not needed any more, or were never completed, are removed; if a full file system has no space for
 //!    the corrections, files are removed first;
 //! 4. the record is committed without a pending operation, and VMware's list is written.

@@ -85,9 +85,9 @@ struct Prepared<'a> {
     _operation: Operation<'a>,
 }
 
-/// Takes a snapshot of each disk, all at one point in time: no disk includes a write that began after the point on
-/// another. `between` is called while all writes wait, before the writes of any disk continue in its new delta. If
-/// `between` fails, its error is returned, and no snapshot is taken.
+/// Takes a snapshot of each disk, all at one point in time: the snapshot of a disk includes no write that began after
+/// that point in time on another disk. `between` is called while all writes wait, before the writes of any disk
+/// continue in its new delta. If `between` fails, its error is returned, and no snapshot is taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
     // The same order in every group prevents deadlocks between groups.
