@@ -42,7 +42,7 @@ const UNUSED_POLL: Duration = Duration::from_micros(200);
 /// A device. The references to this value count the requests that use the device.
 struct Held {
     device: Arc<dyn Device>,
-    /// Whether this is a temporary replacement of the disk's own device ([`Switch::suspend`]).
+    /// Whether the device is a temporary replacement of the disk's own device ([`Switch::suspend`]).
     stands_in: bool,
 }
 
@@ -268,7 +268,7 @@ impl SwitchedDevice {
         Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told, open: None }
     }
 
-    /// The client, whose writes follow the settings of its disk. They stay those of the client when the device behind
+    /// The client, whose writes follow the settings of its disk. The client keeps these settings when the device behind
     /// the switch is exchanged.
     pub(crate) fn with_settings(mut self, open: Arc<OpenDisk>) -> Self {
         self.open = Some(open);

@@ -351,7 +351,8 @@ impl Migration<'_> {
             if let Err(error) = self.turn_name() {
                 tracing::error!(
                     disk = self.name,
-                    "the new copy of the disk could not be renamed; the next opening of the datastore does it: {error}"
+                    "the new copy of the disk could not be renamed; the next opening of the datastore renames it: \
+                     {error}"
                 );
             }
         }
@@ -422,7 +423,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "the old copy of the disk could not be removed; the next opening of the datastore does it: {error}"
+                "the old copy of the disk could not be removed; the next opening of the datastore removes it: {error}"
             );
         }
     }
@@ -439,7 +440,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "the unfinished copy of the disk was not removed; the next opening of the datastore does it: {error}"
+                "the unfinished copy of the disk was not removed; the next opening of the datastore removes it: {error}"
             );
         }
     }

@@ -203,9 +203,9 @@ impl Progress for Watched<'_> {
 /// How a scrub ended.
 enum End {
     Whole,
-    /// On request: it is not continued by itself.
+    /// The scrub ended on request, and is not continued by itself.
     Cancelled,
-    /// With the server: the next server continues it.
+    /// The scrub ended with its server, and the next server continues it.
     Suspended,
 }
 
