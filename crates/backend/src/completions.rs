@@ -85,7 +85,7 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// For at most `depth` operations in flight.
+    /// A queue for at most `depth` operations in flight.
     pub fn new(depth: u32) -> io::Result<Self> {
         let (woken, wake) = io::pipe()?;
         let state = DoneState { running: 0, completions: Vec::new(), sleeping: false };

@@ -139,7 +139,7 @@ pub struct Exposed {
     pub path: PathBuf,
     /// The permission bits of the file or folder.
     pub mode: u32,
-    /// The permission bits that it should have.
+    /// The permission bits that the file or folder should have.
     pub wanted: u32,
 }
 

@@ -471,8 +471,8 @@ impl Queue for UringQueue {
             _ => None,
         };
         let outcome = self.wait_until(deadline, timeout != Some(Duration::ZERO));
-        // If there are completions to return, an error of the ring is not reported now. The next call meets it again
-        // and reports it.
+        // If there are completions to return, an error of the ring is not reported now. The next call gets the error
+        // again and reports it.
         let outcome = if self.finished.is_empty() { outcome } else { Ok(()) };
         completions.append(&mut self.finished);
         outcome
