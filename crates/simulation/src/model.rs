@@ -26,7 +26,7 @@ pub struct Disk {
     pub capacity: u64,
     /// Provisioning type.
     pub provisioning: Provisioning,
-    /// The `disk@snapshot` from which it was cloned, if it is a linked clone.
+    /// The `disk@snapshot` from which the disk was cloned, if the disk is a linked clone.
     pub origin: Option<(String, String)>,
     /// The snapshot on which the head is based.
     pub parent: Option<String>,
