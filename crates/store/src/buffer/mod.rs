@@ -22,9 +22,9 @@ use std::ops::Range;
 /// A kind of change to a range of blocks.
 #[derive(Clone, Debug)]
 pub enum Content {
-    /// New data.
+    /// The blocks get new data.
     Data(SharedSlice, Checksums),
-    /// Discarded.
+    /// The blocks are discarded.
     Unmapped,
     /// The range reads as zeros. Mapped blocks stay allocated, and unmapped blocks are allocated.
     Zero,
@@ -135,7 +135,7 @@ impl Layer {
         self.entries.is_empty()
     }
 
-    /// Number of entries.
+    /// Number of entries of the layer.
     pub fn len(&self) -> usize {
         self.entries.len()
     }

@@ -120,8 +120,8 @@ pub struct Buffers {
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
     limit: u64,
-    /// The lower limit while writers outrun a flush: fill the buffers as fast as write-back empties them. It is so low
-    /// that a flush can append all buffered data at once.
+    /// The lower limit while writers outrun a flush, that is, fill the buffers as fast as write-back empties them. The
+    /// limit is so low that a flush can append all buffered data at once.
     few: u64,
     /// Number of flushes that writers have outrun.
     outrun: AtomicU64,

@@ -14,19 +14,19 @@ use std::time::Duration;
 const CHANGE_BYTES_MAX: u64 = 8 << 20;
 /// Pages that a changed record dirties: the page of the record, and the page with the count of its root.
 pub(super) const PAGES_PER_RECORD: u64 = 2;
-/// The longest record.
+/// The longest record of the catalog, in bytes.
 pub(super) const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
 
 /// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
-    /// Bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
     /// Provisioning type.
     pub provisioning: Provisioning,
-    /// Identity.
+    /// UUID of the disk.
     pub uuid: [u8; 16],
     /// True while the content is being written: the next opening deletes a disk that is still incomplete.
     pub incomplete: bool,
@@ -39,7 +39,7 @@ pub struct NewSnapshot {
     pub disk: u64,
     /// Name, unique within the disk.
     pub name: String,
-    /// Identity.
+    /// UUID of the snapshot.
     pub uuid: [u8; 16],
     /// True for a snapshot that only an operation under way needs: the next opening deletes it.
     pub incomplete: bool,
@@ -48,9 +48,9 @@ pub struct NewSnapshot {
 /// The identity and creation time that a copy takes over from its original.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
-    /// Identity.
+    /// UUID of the copy.
     pub uuid: [u8; 16],
-    /// Seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created: u64,
 }
 

@@ -439,7 +439,8 @@ impl Engine {
     /// for the end of reads.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
-        // After a failure, some blocks would stay held or freed until the datastore is opened again.
+        // If the blocks cannot be released, some of them would stay held or freed until the datastore is opened again,
+        // so the store stops.
         if meta.committed(taken).map_err(|error| self.stop(error))? {
             self.request(|work| work.reclaim = true);
         }

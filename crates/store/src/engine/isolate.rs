@@ -34,7 +34,7 @@ const APART: Duration = Duration::from_secs(10);
 /// The isolated ranges of one disk.
 #[derive(Default)]
 struct Isolated {
-    /// Ranges of blocks.
+    /// The isolated ranges of blocks.
     ranges: Vec<Range<u64>>,
     /// How many ranges were ever added.
     added: u64,

@@ -2,7 +2,7 @@
 //!
 //! 1. The first attempt is made a second after a loss, so that a short failure of the medium keeps regions out of use
 //!    for a short time only. The pause doubles after each attempt that leaves something unread, up to a minute.
-//! 2. A new loss begins with the first pause again, because it may belong to another failure than an older one that
+//! 2. A new loss begins with the first pause again, because it may belong to another failure than an older loss that
 //!    lasts.
 //! 3. A failing medium may take seconds for each read. Attempts use at most one part in [`SHARE`] of the time.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// The pause before the first attempt.
 const FIRST: Duration = Duration::from_secs(1);
-/// The longest pause.
+/// The longest pause between two attempts.
 const LAST: Duration = Duration::from_secs(60);
 /// The share of the time for attempts.
 const SHARE: u32 = 8;

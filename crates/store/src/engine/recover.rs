@@ -100,7 +100,7 @@ pub(super) struct Parts<'a> {
 /// Parameters of a new store.
 #[derive(Clone, Copy, Debug)]
 pub struct InitParameters {
-    /// Identity.
+    /// UUID of the datastore.
     pub uuid: [u8; 16],
     /// Size of the journal ring in bytes.
     pub journal_size: u64,

@@ -74,7 +74,7 @@ impl BatchKind {
 pub struct Place {
     /// Byte position, which only grows.
     pub position: u64,
-    /// Sequence number.
+    /// Sequence number of the batch.
     pub sequence: u64,
 }
 
@@ -88,7 +88,7 @@ pub struct Batch {
     pub kind: BatchKind,
     /// The incarnation under which the batch was written.
     pub incarnation: u64,
-    /// The body.
+    /// The body of the batch.
     pub body: Vec<u8>,
 }
 

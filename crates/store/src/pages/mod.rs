@@ -88,7 +88,7 @@ pub struct PageStatistics {
     pub hits: u64,
     /// Pages read from the medium.
     pub misses: u64,
-    /// Of these, pages read while the caller held the lock of the cache.
+    /// The part of `misses` that was read while the caller held the lock of the cache.
     pub locked: u64,
     /// Clean pages evicted.
     pub evictions: u64,
@@ -165,12 +165,12 @@ impl Pages {
         &self.files[file as usize]
     }
 
-    /// Counters.
+    /// Counters of the cache.
     pub fn statistics(&self) -> PageStatistics {
         self.statistics
     }
 
-    /// Pages in memory.
+    /// Number of pages in memory.
     pub fn cached(&self) -> usize {
         self.slots.len()
     }

@@ -188,7 +188,7 @@ impl Space {
         region
     }
 
-    /// Counts, in blocks.
+    /// Counts of the space, in blocks.
     pub fn counts(&self) -> SpaceCounts {
         self.counts
     }

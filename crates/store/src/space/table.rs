@@ -9,7 +9,7 @@ use crate::pages::HEADER_SIZE;
 use backend::{BLOCK_SIZE, Block};
 
 const ENTRY_SIZE: usize = 8;
-/// Entries per page.
+/// Entries of a table page.
 pub const TABLE_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / ENTRY_SIZE) as u64;
 const _: () = assert!(TABLE_ENTRIES == 508);
 

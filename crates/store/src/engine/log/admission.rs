@@ -36,7 +36,7 @@ const PACE_PERCENT: u64 = 60;
 /// The longest time by which a writer is slowed down after a batch: at a full budget.
 const PACE_MAX: Duration = Duration::from_millis(20);
 
-/// What a change needs.
+/// The journal bytes and the metadata pages that a change needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes of the ring.

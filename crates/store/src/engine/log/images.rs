@@ -65,7 +65,7 @@ pub fn capacity(length_of_file: u64) -> u64 {
 /// The head of the file.
 pub struct Head {
     salt: u64,
-    /// Number of the checkpoint.
+    /// Number of the checkpoint that wrote the images.
     pub number: u64,
     count: u64,
     keys_checksum: u32,

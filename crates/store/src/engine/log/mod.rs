@@ -337,8 +337,8 @@ impl CommitLog {
     /// Begins a flush of the data files: ends all permits, and computes which announced overwrites the flush settles.
     /// No write that bypasses the buffer may be under way.
     pub fn begin_sync<'a>(&'a self, one: MutexGuard<'a, ()>) -> Syncing<'a> {
-        // One critical section: a permit given between the two statements would stay valid although its announcement
-        // counts as settled.
+        // The permits end and the journal head is read in one critical section: a permit given in between would stay
+        // valid although its announcement counts as settled.
         let mut permits = self.permits.lock();
         permits.clear();
         // The head is read before `announced`, so an announcement that the load of `announced` misses is after the

@@ -1,5 +1,5 @@
 //! Freed blocks that cannot be reused yet: their freeing must become durable, and then all reads that were planned
-//! before must end.
+//! before that moment must end.
 
 use crate::space::Run;
 use std::collections::VecDeque;

@@ -64,7 +64,7 @@ impl View {
         }
     }
 
-    /// The catalog.
+    /// The catalog of the view.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }

@@ -83,7 +83,8 @@ pub fn place(state: BlockState) -> Placement {
 /// The blocks and nodes that pending operations concern.
 ///
 /// The first hold of a data block is a flag in its table entry, which the caller stores: [`Holds::hold_block`] and
-/// [`Holds::release_block`] return its new value. Only blocks that several operations hold at once take memory here.
+/// [`Holds::release_block`] return its new value. Only blocks that several operations hold at once take memory in this
+/// struct.
 #[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.

@@ -52,7 +52,7 @@ impl Engine {
         let mut largest = EXTENSION_MAX;
         let mut searched = false;
         while self.headroom_now() < claims {
-            // One grant for each reservation, because a thick disk may need any number of them.
+            // One grant for each reservation, because a thick disk may need any number of reservations.
             let _grant = self.admit(EXTENSION_COST)?;
             let losses = self.losses();
             match self.extend_once(claims, &mut largest) {

@@ -130,7 +130,7 @@ impl Reserves {
         self.claims.fetch_sub(blocks, Ordering::SeqCst);
     }
 
-    /// Blocks claimed.
+    /// Number of claimed blocks.
     pub fn claims(&self) -> u64 {
         self.claims.load(Ordering::SeqCst)
     }
@@ -161,7 +161,7 @@ impl Reserves {
         self.changes.fetch_sub(changes, Ordering::SeqCst);
     }
 
-    /// The counted changes.
+    /// Number of counted map changes.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }

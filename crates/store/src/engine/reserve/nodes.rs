@@ -96,7 +96,7 @@ fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
 impl Engine {
     /// The trees that counted changes may affect.
     fn forest(&self, meta: &Meta) -> Forest {
-        // One more, for a disk that is changed before it has a buffer.
+        // One more tree, for a disk that is changed before it has a buffer.
         let trees = self.buffers.count() + 1;
         Forest { trees, levels: meta.levels(), layers: 1 + self.buffers.sealing(), used: meta.map.counts().used }
     }

@@ -93,7 +93,7 @@ impl ScrubPart {
 /// The place at which a scrub continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScrubPosition {
-    /// The part.
+    /// The part that the scrub reads next.
     pub part: ScrubPart,
     /// The first page of the part that is not read yet; for the data, the page of the table that describes the blocks.
     pub next: u64,
@@ -123,9 +123,9 @@ pub enum DamagedPlace {
 /// Damage that a scrub has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
-    /// The place.
+    /// The damaged place.
     pub place: DamagedPlace,
-    /// What is wrong.
+    /// What is wrong with the place.
     pub problem: String,
     /// From what the place was restored; `None` if no good copy exists.
     pub repaired: Option<String>,

@@ -39,7 +39,7 @@ const PERMITS_AT_ONCE: usize = 512;
 
 /// The result of an attempt.
 enum Outcome {
-    /// Written.
+    /// The write is done.
     Done,
     /// The write has to enter the buffer instead.
     Buffer,

@@ -60,7 +60,7 @@ pub struct Batch {
     /// The overwrites are announced, and the writes are under way.
     pub going: bool,
     pub homes: Vec<BlockWrite>,
-    /// Discards.
+    /// Logical blocks that the batch discards.
     pub others: Vec<usize>,
 }
 
