@@ -80,7 +80,7 @@ pub enum CreateType {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
-    /// A delta object.
+    /// A delta object of a vSAN store.
     VsanSparse,
     /// Any other, by its name: device mappings, and unknown kinds.
     Other(String),
@@ -127,7 +127,7 @@ pub struct Descriptor {
     pub version: u32,
     /// The encoding of names in the text.
     pub encoding: Encoding,
-    /// The CID.
+    /// The CID of the image.
     pub content: ContentId,
     /// The parent's CID when this image was made; `None` without a parent.
     pub parent_content: Option<ContentId>,

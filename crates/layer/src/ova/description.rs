@@ -22,7 +22,7 @@ pub struct Disk {
     pub parent: Option<String>,
 }
 
-/// Processors and memory.
+/// Processors and memory of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hardware {
     /// Number of processors.

@@ -19,7 +19,7 @@ pub(super) enum Cluster {
     Zero,
     /// Data at an offset of the file.
     Data {
-        /// The offset.
+        /// The offset of the data in the file.
         offset: u64,
     },
     /// Divided into 32 subclusters, each of which is data, zeros or absent.
@@ -33,7 +33,7 @@ pub(super) enum Cluster {
     },
     /// Compressed data at any offset.
     Compressed {
-        /// The offset.
+        /// The offset of the data in the file.
         offset: u64,
         /// The most bytes that the data can have.
         size: u64,

@@ -61,7 +61,7 @@ struct Shard {
 
 type Exclusive<'a> = parking_lot::RwLockWriteGuard<'a, Tables>;
 
-/// The cache.
+/// The cache of the tables of one image.
 pub(crate) struct RunCache {
     shards: Box<[Shard]>,
     shard_bytes_max: usize,

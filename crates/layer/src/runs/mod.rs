@@ -96,7 +96,7 @@ pub(crate) struct EntryPiece {
     pub(crate) what: Option<(u8, u64)>,
 }
 
-/// A table.
+/// A table in memory, as runs.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct RunList {
     runs: Vec<Packed>,

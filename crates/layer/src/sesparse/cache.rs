@@ -23,7 +23,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Number of kinds.
+    /// Number of kinds of pages.
     pub(super) const ALL: usize = 4;
 }
 
@@ -76,7 +76,7 @@ impl PageBytes {
         &self.0
     }
 
-    /// Word `index`, below 512.
+    /// Word `index` of the page; `index` is below 512.
     #[inline]
     pub(super) fn word(&self, index: usize) -> u64 {
         Words(&self.0).get(index * 8)

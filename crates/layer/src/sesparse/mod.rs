@@ -75,7 +75,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// How to treat an image whose journal was not replayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyJournal {
-    /// Refuse to open it.
+    /// Refuse to open the image.
     #[default]
     Refuse,
     /// Replay the proven transactions: in memory if opened for reading, into the file if opened for writing.

@@ -115,7 +115,8 @@ impl SeSparse {
             }
         }
         let shared = self.state.lock().shared_tables.clone();
-        // Only with a wrong slot: a crash, too, leaves tables that no slot names yet.
+        // A table without a slot is damage only if a slot is wrong, because a crash, too, leaves tables that no slot
+        // names yet.
         let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
         lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
         let zeros = match evidence.bad_slots.is_empty() && lost.is_empty() {

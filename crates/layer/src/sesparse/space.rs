@@ -66,7 +66,7 @@ pub(super) enum Choice {
     Full,
 }
 
-/// Free grains.
+/// The free grains of an image.
 #[derive(Debug)]
 pub(super) struct Space {
     /// The number of grains of each run by its start; disjoint, never adjacent.

@@ -72,7 +72,7 @@ pub(super) struct Map {
 }
 
 impl Map {
-    /// Reads the root.
+    /// Reads the root of the map.
     pub(super) fn open(file: &AlignedFile, header: &Header, options: &OpenOptions) -> Result<Self> {
         let image = &options.image;
         let layout = Layout::new(header.capacity)?;

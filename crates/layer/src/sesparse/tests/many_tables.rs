@@ -126,8 +126,9 @@ fn a_wrong_owner_among_many_tables_frees_no_grain_that_an_entry_names() {
         let disk = killed(given_up.iter().copied());
         let places = Places::of(&disk);
         let disk = copy(&disk);
-        // One wrong byte in each of four owners: the low byte changes to that of another table in use; the high byte
-        // does; a byte changes to that of a table not in use; the number of the entry changes.
+        // One wrong byte in each of four owners: the low byte of the table's number changes to that of another table in
+        // use; the high byte changes to that of another table in use; a byte changes to that of a table not in use; the
+        // number of the entry changes.
         let wrong = [(3, 1, 0), (1038, 0x100, 0), (2060, 0xff, 0), (2098, 0, 9)];
         for (slot, table, entry) in wrong {
             let (owner, grain) = places.first(slot);
