@@ -43,7 +43,7 @@ pub const DISKS_MAX: usize = 512;
 pub struct VmsdDisk {
     /// The descriptor of the image with the disk's state, as a name or a path.
     pub file: String,
-    /// The device: `scsi0:0`.
+    /// The device of the disk in the machine, such as `scsi0:0`.
     pub node: String,
 }
 
