@@ -197,7 +197,7 @@ impl SpaceWait {
         Arc::new(Self { disk: Mutex::new(disk.to_owned()), policy, waiting: Mutex::new(None), notices })
     }
 
-    /// The policy.
+    /// The policy of the disk.
     pub fn policy(&self) -> OnFull {
         OnFull::from_number(self.policy.load(Ordering::Relaxed))
     }

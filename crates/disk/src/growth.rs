@@ -119,7 +119,7 @@ impl Series {
     }
 }
 
-/// The record.
+/// The record of the samples.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct GrowthRecord {

@@ -361,7 +361,7 @@ pub type EachExtent<'a> = &'a mut dyn FnMut(ChangedExtent) -> Result<()>;
 /// Status of a datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Identity.
+    /// UUID of the datastore.
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,

@@ -60,7 +60,7 @@ pub struct WouldFree {
 /// The space of a disk's head or of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpaceUse {
-    /// The capacity.
+    /// The capacity of the disk or snapshot.
     pub provisioned: u64,
     /// The size of the mapped blocks or grains.
     pub mapped: u64,
@@ -108,7 +108,7 @@ pub struct TotalSpace {
 pub struct SnapshotSpace {
     /// Name of the snapshot.
     pub name: String,
-    /// The space.
+    /// The space of the snapshot.
     #[serde(flatten)]
     pub space: SpaceUse,
 }

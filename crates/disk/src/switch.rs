@@ -240,7 +240,8 @@ struct Told {
     by_fua: AtomicU64,
 }
 
-/// The guard of a planned read or of a flush: the device that created it, and the guard of that device.
+/// The guard of a planned read or of a flush: the device that planned the read or began the flush, and the guard of
+/// that device.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,

@@ -29,9 +29,9 @@ pub(crate) const RANGES_MAX: usize = 1024;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotIdentity {
-    /// Identity.
+    /// UUID of the snapshot.
     pub uuid: String,
-    /// Name.
+    /// Name of the snapshot.
     pub name: String,
     /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
