@@ -238,7 +238,7 @@ impl dyn File + '_ {
         }
     }
 
-    /// As [`LocalFile::zero_range`]; without a local part the range is punched, which there keeps its space.
+    /// As [`LocalFile::zero_range`]; without a local part the range is punched, and on such a medium keeps its space.
     pub fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.local() {
             Some(local) => local.file.zero_range(offset, length),

@@ -17,7 +17,8 @@ impl Thread {
     }
 
     /// Requests a slice of processor time from the scheduler. It takes no privilege, because each thread keeps its
-    /// share of processor time (Linux 6.12 and later, `sched_setattr(2)`); elsewhere it does nothing.
+    /// share of processor time (Linux 6.12 and later, `sched_setattr(2)`); on other systems and versions the call does
+    /// nothing.
     pub fn set_slice(self, slice: Slice) {
         #[cfg(target_os = "linux")]
         ask(self.id, slice.nanoseconds());
