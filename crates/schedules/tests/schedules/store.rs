@@ -48,7 +48,7 @@ pub struct Statistics {
     pub cuts: AtomicU64,
     /// Openings that a power cut has ended.
     pub cut_openings: AtomicU64,
-    /// Checkpoints.
+    /// Checkpoints that were made.
     pub checkpoints: AtomicU64,
 }
 
