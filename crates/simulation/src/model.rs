@@ -15,7 +15,7 @@ pub struct Snapshot {
     pub capacity: u64,
     /// The snapshot on which this one is based.
     pub parent: Option<String>,
-    /// Content.
+    /// Content of the snapshot.
     pub image: Arc<Image>,
 }
 
