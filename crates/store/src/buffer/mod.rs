@@ -1,8 +1,9 @@
 //! The write buffer: what was written to a disk and is not in its map yet.
 //!
-//! Writes, discards and zeroes enter the buffer and are then acknowledged. Write-back writes them to the data files in
-//! order of address; a flush appends them to the journal. A snapshot closes the newest layer: this layer and the layers
-//! below belong to the snapshot. Later writes enter a new layer above, so taking a snapshot moves no data.
+//! Writes, discards and zeroes enter the buffer and are then acknowledged. Write-back writes the buffered entries to
+//! the data files in order of address; a flush appends them to the journal. A snapshot closes the newest layer: this
+//! layer and the layers below belong to the snapshot. Later writes enter a new layer above, so taking a snapshot moves
+//! no data.
 //!
 //! What must hold:
 //!

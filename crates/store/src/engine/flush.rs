@@ -9,8 +9,9 @@
 //! * announcements of in-place overwrites. They name only blocks with a durable mapping: other blocks are held and
 //!   never overwritten in place, see [`super::placement`]. The only pending change that can concern an announced block
 //!   frees it, and then the announcement has no effect;
-//! * the record of a new unsealed snapshot. All pending changes of its disk were made before it and belong to the
-//!   snapshot. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in the order.
+//! * the record of a new unsealed snapshot. All changes of the snapshot's disk that are pending then were made before
+//!   the snapshot and belong to it. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in
+//!   the order.
 
 use super::log::Committer;
 use super::log::Cost;

@@ -8,7 +8,8 @@
 //!
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
-//! it may come back. Nothing is removed by a close because of failed reads: a failed close can be repeated.
+//! the medium may become readable again. Nothing is removed by a close because of failed reads: a failed close can be
+//! repeated.
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};

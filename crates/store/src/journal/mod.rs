@@ -47,7 +47,8 @@ pub enum BatchKind {
     Pages,
     /// The end of a checkpoint: all its pages are in the journal (version 1). Body: a checkpoint record.
     Checkpoint,
-    /// Not a batch: it states that everything before it was durable when it was written. It has no body.
+    /// Not a batch: a trailer states that everything before it was durable when the trailer was written. A trailer has
+    /// no body.
     Trailer,
 }
 

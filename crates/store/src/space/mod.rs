@@ -319,7 +319,7 @@ impl Space {
         self.mark(run, true);
     }
 
-    /// Adds the first reference to each block of a run. Fails if a block has one.
+    /// Adds the first reference to each block of a run. Fails if a block already has a reference.
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
             // Replay meets blocks in regions that did not exist at the last checkpoint.

@@ -133,8 +133,8 @@ fn place(number: u64) -> (u64, usize) {
     (number / COUNTED_PER_PAGE as u64, (number % COUNTED_PER_PAGE as u64) as usize)
 }
 
-/// The references that nodes and blocks have after trees were dropped, for those that had several references and to
-/// which the dropped trees refer. All others have the references that the tables count.
+/// The references that nodes and blocks have after trees were dropped. Contains only nodes and blocks that had several
+/// references and to which the dropped trees refer.
 #[derive(Default)]
 pub struct Left {
     nodes: CountPages,

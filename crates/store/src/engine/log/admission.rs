@@ -191,7 +191,7 @@ impl Admission {
         self.used.load(Ordering::Acquire) + self.pending.load(Ordering::Acquire)
     }
 
-    /// Pages that recovery would change if no checkpoint followed.
+    /// The number of pages that recovery would change if the store ended now, without another checkpoint.
     fn pages_changed(&self) -> u64 {
         self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire)
     }

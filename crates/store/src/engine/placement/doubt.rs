@@ -31,8 +31,8 @@ pub struct Doubts {
 /// Announced overwrites of a block that are not settled.
 #[derive(Clone, Copy)]
 struct Overwritten {
-    /// Journal position of the first of these overwrites. Once it is settled, payload that was journalled before it is
-    /// out of date, even if later overwrites are not settled.
+    /// Journal position of the first of these overwrites. Once the first overwrite is settled, payload that was
+    /// journalled before it is out of date, even if later overwrites are not settled.
     first: u64,
     /// Journal position of the last of these overwrites.
     last: u64,
@@ -47,7 +47,7 @@ pub struct Settled {
     pub block: u64,
     /// An announced overwrite of the block is durable in the data file: payload that was journalled before the
     /// announcement must not be written over it. False if there was only a permit: then the journal has a checksum of
-    /// the block if it was written.
+    /// the block if the block was written.
     pub overwritten: bool,
     /// No other record keeps the block in doubt.
     pub certain: bool,

@@ -35,7 +35,7 @@ pub(crate) const KEPT: u64 = 256;
 /// Free nodes that even writes of thick disks do not use on a full file system. The data blocks of such writes are
 /// reserved already.
 const KEPT_BY_THICK: u64 = KEPT / 2;
-/// Map nodes reserved at a time: one part in 16 of the used ones, within these limits.
+/// Map nodes reserved at a time: a sixteenth of the number of used nodes, within these limits.
 const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
 /// Free map nodes that maintenance keeps while clients write.
 const NODES_AHEAD: u64 = 1024;
