@@ -47,8 +47,8 @@ pub(crate) use parse::starts_like_one;
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
-/// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; one of
-/// 4096 extents takes a quarter of this limit.
+/// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; a
+/// descriptor of 4096 extents takes a quarter of this limit.
 pub const TEXT_MAX: usize = 1 << 20;
 /// The longest line, in bytes.
 pub const LINE_MAX: usize = 8192;

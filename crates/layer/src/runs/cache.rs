@@ -165,7 +165,8 @@ impl RunCache {
         answer
     }
 
-    /// Captures all changed tables, to be written. They stay cached until [`RunCache::release`]. One capture at a time.
+    /// Captures all changed tables, to be written. They stay cached until [`RunCache::release`]. Only one capture may
+    /// exist at a time.
     pub(crate) fn capture(&self) -> Vec<Captured> {
         let mut captured = Vec::with_capacity(self.changed());
         for shard in &self.shards {

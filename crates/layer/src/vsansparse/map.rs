@@ -249,7 +249,7 @@ impl Map {
         self.pages.change(index, || self.load(file, index), change)
     }
 
-    /// Captures all changed root blocks. One capture at a time.
+    /// Captures all changed root blocks. Only one capture may exist at a time.
     pub(super) fn capture_root(&self) -> Vec<CapturedRoot> {
         let blocks = (0..).zip(self.root.iter()).filter_map(|(index, block)| Some((index, block.get()?)));
         let changed = blocks.filter(|(_, block)| block.changed.swap(false, Ordering::Relaxed));
