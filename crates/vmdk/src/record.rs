@@ -174,7 +174,7 @@ pub struct SnapshotRecord {
     pub node: u32,
     /// When the snapshot was taken: microseconds since 1970.
     pub created: u64,
-    /// Capacity at that time, in bytes.
+    /// Capacity of the disk at the time of the snapshot, in bytes.
     pub capacity: u64,
     /// The description of the snapshot.
     #[serde(default, skip_serializing_if = "String::is_empty")]

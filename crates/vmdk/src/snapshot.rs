@@ -41,7 +41,7 @@ pub struct NewSnapshot {
     pub folder: Option<PathBuf>,
     /// The format of the new head; `None` for the disk's usual one.
     pub delta: Option<DeltaFormat>,
-    /// The UID of the snapshot; `None` for the next one. `Busy` if the next UID is another one.
+    /// The UID of the snapshot; `None` for the next free UID. `Busy` if the next free UID differs from this UID.
     pub uid: Option<u32>,
     /// When the snapshot was taken, in seconds since 1970, for a copy of another snapshot; `None` for the present time.
     pub created: Option<u64>,
