@@ -172,7 +172,7 @@ pub struct DiskInfo {
     pub snapshots: u64,
     /// Blocks of 4 KiB that the head of a native disk maps; `None` if counting was not requested.
     pub blocks_allocated: Option<u64>,
-    /// The number of these blocks that will be zeroed on their first write.
+    /// How many of the blocks that the head maps will be zeroed on their first write.
     pub blocks_to_be_zeroed: Option<u64>,
     /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
     pub exclusive: Option<u64>,

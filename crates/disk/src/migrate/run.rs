@@ -11,7 +11,7 @@
 //! 2. The migration has exclusive use of the disk: operations that change its snapshots or its size are refused.
 //!    Clients may connect and disconnect.
 //! 3. While the name is moved to the other copy, no client can open a disk by its name (`rename_lock`). Requests of
-//!    clients that have it open continue.
+//!    clients that have the disk open continue.
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
