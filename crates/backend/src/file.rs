@@ -64,8 +64,8 @@ pub trait File: Send + Sync {
         Ok(false)
     }
 
-    /// Writes the slices one after another at `offset`. With `durable`, they survive power loss once this returns
-    /// (`RWF_DSYNC`); earlier writes may still be lost.
+    /// Writes the slices one after another at `offset`. With `durable`, the written bytes survive power loss once this
+    /// call returns (`RWF_DSYNC`); earlier writes may still be lost.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). A
