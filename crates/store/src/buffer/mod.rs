@@ -88,10 +88,10 @@ pub struct DirtyEntry {
     pub content: Content,
     /// Number of the write that made the entry. Parts of an entry keep the number.
     pub stamp: u64,
-    /// Free blocks were claimed for the entry.
+    /// Whether free blocks were claimed for the entry.
     pub claimed: bool,
-    /// Free map nodes were reserved for the entry. If false, the entry needs none, because it overwrites written blocks
-    /// of its disk.
+    /// Whether free map nodes were reserved for the entry. If not, the entry needs none, because it overwrites written
+    /// blocks of its disk.
     pub covered: bool,
 }
 

@@ -72,7 +72,7 @@ pub struct Object {
     pub state: ObjectState,
     /// Of a snapshot: the type of its disk.
     pub provisioning: Provisioning,
-    /// The content is not complete yet: a full clone or an eager zeroed disk that is still being written.
+    /// Whether the content is not complete yet: a full clone or an eager zeroed disk that is still being written.
     pub incomplete: bool,
     /// Root of the object's tree.
     pub root: Option<NodeId>,

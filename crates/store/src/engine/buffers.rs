@@ -29,7 +29,7 @@ pub struct Head {
 #[derive(Default)]
 pub struct Buffer {
     pub layers: Layers,
-    /// Set when the disk was deleted or reverted while it is open.
+    /// Whether the disk was deleted or reverted while it was open.
     pub gone: bool,
     /// Where write-back continues: an elevator over logical addresses.
     pub cursor: u64,

@@ -39,9 +39,9 @@ const TRASH_ROUNDS: usize = 256;
 /// What a check examines and changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
-    /// Read every data block and verify its checksum.
+    /// Whether to read every data block and verify its checksum.
     pub data: bool,
-    /// Repair what can be repaired.
+    /// Whether to repair what can be repaired.
     pub repair: bool,
 }
 

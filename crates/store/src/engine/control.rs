@@ -35,7 +35,7 @@ pub struct NewDisk {
 /// Parameters of a new snapshot.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
-    /// The disk.
+    /// The disk of which the snapshot is taken.
     pub disk: u64,
     /// Name, unique within the disk.
     pub name: String,
@@ -59,7 +59,7 @@ pub struct DiskIdentity {
 pub enum ReceiveCommit {
     /// The disk gets this name, and becomes independent of its origin.
     Disk {
-        /// The disk.
+        /// The received disk, by its id.
         id: u64,
         /// The disk's new name.
         name: String,

@@ -209,7 +209,7 @@ impl Engine {
         Ok(())
     }
 
-    /// As [`Meta::losses`].
+    /// As [`Meta::losses`], under the metadata lock.
     pub(super) fn losses(&self) -> u64 {
         self.meta.lock().losses()
     }

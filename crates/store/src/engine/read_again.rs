@@ -4,7 +4,7 @@
 //!    for a short time only. The pause doubles after each attempt that leaves something unread, up to a minute.
 //! 2. A new loss begins with the first pause again, because it may belong to another failure than an older loss that
 //!    lasts.
-//! 3. A failing medium may take seconds for each read. Attempts use at most one part in [`SHARE`] of the time.
+//! 3. A failing medium may take seconds for each read. Attempts use at most the time divided by [`SHARE`].
 
 use crate::sync::time::Instant;
 use std::time::Duration;

@@ -55,7 +55,7 @@ struct Slot {
     page: Arc<Block>,
     uses: Uses,
     dirty: bool,
-    /// The last checkpoint does not refer to the place of the page.
+    /// Whether the last checkpoint does not refer to the place of the page.
     unknown: bool,
 }
 

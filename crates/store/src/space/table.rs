@@ -25,12 +25,13 @@ pub struct BlockEntry {
     /// For a data block, the number of leaf entries that map it. For a node, the number of parent entries and roots
     /// that refer to it.
     pub references: u32,
-    /// The file system has allocated space for the block.
+    /// Whether the file system has allocated space for the block.
     pub backed: bool,
-    /// An overwrite was under way when the machine stopped: its result is unknown.
+    /// Whether an overwrite of the block was under way when the machine stopped: then the result of the overwrite is
+    /// unknown.
     pub suspect: bool,
-    /// A pending operation concerns the block (`engine/placement`). The flag is ignored when a page is read, because
-    /// checkpoints may store it.
+    /// Whether a pending operation concerns the block (`engine/placement`). The flag is ignored when a page is read,
+    /// because checkpoints may store it.
     pub held: bool,
 }
 

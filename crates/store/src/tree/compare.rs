@@ -23,7 +23,7 @@ pub struct DiffExtent {
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// The second tree maps written data there; otherwise the range reads as zeros in it.
+    /// Whether the second tree maps written data there; if not, the range reads as zeros in that tree.
     pub in_b: bool,
 }
 

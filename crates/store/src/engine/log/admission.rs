@@ -25,9 +25,9 @@ use std::time::Duration;
 /// Dirty pages that are allowed even if the cache is smaller (16 MiB). No single operation changes as many pages, so
 /// each can be admitted.
 pub const PAGES_FLOOR: u64 = 4096;
-/// One part in this many of the ring is reserved for small changes that cannot wait.
+/// The size of the ring, divided by this number, is reserved for small changes that cannot wait.
 const RESERVE_SHARE: u64 = 16;
-/// One part in this many of the pages is reserved for small changes that cannot wait.
+/// The number of pages that may change, divided by this number, is reserved for small changes that cannot wait.
 const MARGIN_SHARE: u64 = 16;
 /// A checkpoint is requested when this part of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;

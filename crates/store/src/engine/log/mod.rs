@@ -63,7 +63,7 @@ pub struct CommitLog {
     settled: AtomicU64,
     /// The journal durably contains the record that announced overwrites before this position are settled.
     told: AtomicU64,
-    /// A batch was appended since the last trailer, and a new trailer was requested from maintenance.
+    /// Whether a batch was appended since the last trailer, and a new trailer was requested from maintenance.
     untrailed: AtomicBool,
 }
 

@@ -43,13 +43,13 @@ struct Overwritten {
 /// What a flush of the data files settled for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Settled {
-    /// The block.
+    /// The block whose doubt a flush has settled.
     pub block: u64,
-    /// An announced overwrite of the block is durable in the data file: payload that was journalled before the
-    /// announcement must not be written over it. False if there was only a permit: then the journal has a checksum of
-    /// the block if the block was written.
+    /// Whether an announced overwrite of the block is durable in the data file. Then payload that was journalled before
+    /// the announcement must not be written over it. False if there was only a permit: then the journal has a checksum
+    /// of the block if the block was written.
     pub overwritten: bool,
-    /// No other record keeps the block in doubt.
+    /// Whether no other record keeps the block in doubt.
     pub certain: bool,
 }
 

@@ -19,7 +19,7 @@ use backend::BLOCK_SIZE;
 const EXTENSION_MIN: u64 = 256;
 /// One reservation takes at most this many data blocks (4 MiB).
 pub(super) const EXTENSION_MAX: u64 = 1024;
-/// One part in this many of the used blocks is reserved ahead.
+/// The number of used blocks, divided by this number, is reserved ahead.
 const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;

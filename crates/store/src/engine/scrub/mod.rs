@@ -111,7 +111,7 @@ pub enum DamagedPlace {
     Superblock,
     /// A page of a file of metadata.
     Page {
-        /// The file.
+        /// The file of the page.
         file: PageFile,
         /// The number of the page.
         number: u64,

@@ -96,7 +96,7 @@ pub struct ModelEntry {
     pub references: u8,
     pub sum: Content,
     pub suspect: bool,
-    /// The block has no space in the file system.
+    /// Whether the block has no space in the file system.
     pub unbacked: bool,
 }
 
