@@ -41,7 +41,7 @@ pub enum ExtentKind {
     VsanSparse,
     /// A raw device mapping on VMFS.
     VmfsRdm,
-    /// A device.
+    /// A device of the host, without a file system.
     VmfsRaw,
 }
 

@@ -69,7 +69,7 @@ pub struct Header {
     pub directory_offset: u64,
     /// Sectors before the first grain.
     pub overhead: u64,
-    /// Set while a writer has the file open.
+    /// Whether a writer has the file open, or did not close it.
     pub unclean: bool,
     /// Compression: 0 none, 1 deflate.
     pub compression: u16,

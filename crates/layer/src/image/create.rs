@@ -60,7 +60,7 @@ pub enum ImageKind {
 }
 
 impl ImageKind {
-    /// Every kind.
+    /// Every kind of image.
     pub const ALL: [Self; 11] = [
         Self::Thin,
         Self::ZeroedThick,

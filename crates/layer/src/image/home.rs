@@ -26,7 +26,7 @@ pub(super) struct StoredDescriptor {
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,
     renewed: AtomicBool,
-    /// The last write failed, so the file may have the descriptor of that write.
+    /// Whether the last write failed, so that the file may have the descriptor of that write.
     uncertain: AtomicBool,
 }
 

@@ -29,7 +29,7 @@ const CLOCK_STEPS_MAX: usize = 64;
 pub(crate) struct Captured {
     /// The table's index.
     pub(crate) index: u32,
-    /// The table.
+    /// The content of the table.
     pub(crate) list: Arc<RunList>,
     /// The parts of the table that changed since its last capture, as a bit mask of the format.
     pub(crate) parts: u64,

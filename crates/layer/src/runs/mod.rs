@@ -27,7 +27,7 @@ const FIRST_SHIFT: u32 = COUNT_SHIFT + 12;
 /// Consecutive entries of the same kind, at consecutive locations or all without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryRun {
-    /// The first entry.
+    /// The first entry of the run.
     pub(crate) first: u32,
     /// The number of entries.
     pub(crate) count: u32,
@@ -88,7 +88,7 @@ impl Packed {
 /// Consecutive entries of a table: a run, a part of a run, or absent entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryPiece {
-    /// The first entry.
+    /// The first entry of the piece.
     pub(crate) first: u32,
     /// The number of entries.
     pub(crate) count: u32,

@@ -67,7 +67,7 @@ pub(super) struct Map {
     limit: AtomicU64,
     /// Held while the state of a page changes in the root.
     births: Mutex<()>,
-    /// During replay, a torn copy is accepted as the effect of an interrupted checkpoint.
+    /// Whether the log is being replayed. Then a torn copy is accepted as the effect of an interrupted checkpoint.
     replaying: AtomicBool,
 }
 
