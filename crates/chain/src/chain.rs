@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// How a chain is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Refuse every change, also when the top layer is open for writing.
+    /// Whether to refuse every change, also when the top layer is open for writing.
     pub read_only: bool,
     /// The most levels, up to [`LEVELS_MAX`].
     pub levels_max: usize,

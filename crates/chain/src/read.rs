@@ -39,14 +39,14 @@ pub enum Place {
     Memory(SharedSlice),
     /// The part is in a file. `offset` is a multiple of a sector, not always of a block.
     Media {
-        /// The file.
+        /// The file that contains the part.
         file: Arc<dyn File>,
         /// Byte offset in the file.
         offset: u64,
     },
     /// The part is in a layer that has to decode it; read by [`Part::read`].
     Encoded {
-        /// The layer.
+        /// The layer that decodes the part.
         layer: Arc<dyn Layer>,
         /// Byte offset in the layer.
         start: u64,
