@@ -253,7 +253,7 @@ pub struct FileRecord {
 pub enum ParentNow {
     /// No parent: the descriptor becomes that of a base, with the adapter, and the UUID of the disk if it is known.
     None {
-        /// The adapter type.
+        /// The adapter type in the new descriptor.
         adapter: String,
         /// The UUID of the disk.
         uuid: Option<String>,
@@ -386,7 +386,7 @@ pub struct Record {
     pub vmsd: bool,
     /// The image in which guest writes are made.
     pub head: u32,
-    /// The images.
+    /// The images of the disk.
     pub nodes: Vec<Node>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotRecord>,
