@@ -129,14 +129,14 @@ pub enum WaitEnd {
 pub enum WaitNotice {
     /// The first write of a disk waits for space.
     Begins {
-        /// The disk.
+        /// The name of the disk.
         disk: String,
         /// The error of the write.
         reason: String,
     },
     /// No write of a disk waits any more.
     Ends {
-        /// The disk.
+        /// The name of the disk.
         disk: String,
         /// Number of writes that were carried out.
         written: u64,

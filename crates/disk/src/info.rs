@@ -154,7 +154,7 @@ pub struct ImageDetails {
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskInfo {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
     /// Stable identity, in the usual text form.
     pub uuid: String,
@@ -203,9 +203,9 @@ pub struct DiskInfo {
 /// Writes of a disk that wait for space.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingWrites {
-    /// The disk.
+    /// Name of the disk.
     pub disk: String,
-    /// Number of writes.
+    /// Number of writes that wait for space.
     pub writes: u64,
     /// Total length of these writes in bytes.
     pub bytes: u64,

@@ -73,7 +73,7 @@ pub(crate) struct Record {
     pub sender: String,
     /// When the reception began, in seconds since 1970.
     pub begun: u64,
-    /// The disks.
+    /// The disks that are received.
     pub disks: Vec<Arriving>,
     /// The definition of a virtual machine that is received with the disks.
     pub attachment: Option<String>,
