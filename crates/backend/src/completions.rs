@@ -57,7 +57,7 @@ struct DoneState {
     /// Operations not finished yet.
     running: usize,
     completions: Vec<Completion>,
-    /// The queue's thread is in poll(2) or about to enter it.
+    /// Whether the queue's thread is in poll(2) or about to enter it.
     sleeping: bool,
 }
 

@@ -74,7 +74,7 @@ struct StepsState {
     thread: bool,
     /// The number of [`HeldSpace`] values: while there is one, no step is made.
     held: usize,
-    /// The [`KeptSpace`] was dropped.
+    /// Whether the [`KeptSpace`] was dropped.
     ended: bool,
 }
 
