@@ -34,9 +34,10 @@ pub struct Disk {
     pub image: Arc<Image>,
     /// Snapshots by name.
     pub snapshots: BTreeMap<String, Snapshot>,
-    /// The disk was a linked clone, and may still share blocks with other disks.
+    /// Whether the disk was a linked clone, and may still share blocks with other disks.
     pub detached: bool,
-    /// The disk, or the disk from which it was cloned, was thick: blocks may be allocated without having been written.
+    /// Whether the disk, or the disk from which it was cloned, was thick: then blocks may be allocated without having
+    /// been written.
     pub reserved: bool,
 }
 
