@@ -71,10 +71,10 @@ impl ObjectSpace {
 #[derive(Default)]
 struct Deleted {
     roots: Vec<NodeId>,
-    /// What dropping them will free.
+    /// What dropping these trees will free.
     freed: Freed,
-    /// The references that are left once they are dropped. `None` if these need too much memory: then the trees are
-    /// walked again for each set.
+    /// The references that are left once these trees are dropped. `None` if these need too much memory: then the trees
+    /// are walked again for each set.
     left: Option<Left>,
 }
 

@@ -85,7 +85,7 @@ pub struct Batch {
     pub place: Place,
     /// The place of the next batch.
     pub next: Place,
-    /// The kind of its body.
+    /// The kind of the batch's body.
     pub kind: BatchKind,
     /// The incarnation under which the batch was written.
     pub incarnation: u64,

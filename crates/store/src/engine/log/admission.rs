@@ -29,7 +29,7 @@ pub const PAGES_FLOOR: u64 = 4096;
 const RESERVE_SHARE: u64 = 16;
 /// The number of pages that may change, divided by this number, is reserved for small changes that cannot wait.
 const MARGIN_SHARE: u64 = 16;
-/// A checkpoint is requested when this part of the ring is used.
+/// A checkpoint is requested when this percentage of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;
 /// Writers are slowed down when a budget is filled beyond this percentage.
 const PACE_PERCENT: u64 = 60;
