@@ -82,7 +82,7 @@ pub enum CreateType {
     SeSparse,
     /// A delta object of a vSAN store.
     VsanSparse,
-    /// Any other, by its name: device mappings, and unknown kinds.
+    /// Any other kind of disk, by its name: device mappings, and unknown kinds.
     Other(String),
 }
 

@@ -49,7 +49,7 @@ impl Table {
         self.entries.len()
     }
 
-    /// The sectors of its copies.
+    /// The sectors of the table's copies.
     pub(super) fn places(&self) -> Places {
         self.places
     }
