@@ -59,7 +59,7 @@ pub struct ImportOptions {
     pub way: ImportMode,
     /// Format of the new disk, if the images are copied.
     pub target: MigrateOptions,
-    /// Folders, besides their own, that contain files to which the images may refer.
+    /// Folders that contain files to which the images may refer, besides the folders of the images.
     pub permitted: Vec<PathBuf>,
     /// Whether to accept a parent that was changed since its child was made.
     pub force_parent: bool,
