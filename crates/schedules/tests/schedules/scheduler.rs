@@ -9,11 +9,11 @@ use testkit::Random;
 enum Manner {
     /// Any runnable thread.
     Uniform,
-    /// Usually the thread of the previous step; with a probability of one to this number, any runnable thread. So a
-    /// thread runs many steps before another runs.
+    /// Usually the thread of the previous step, and in one of n steps, on average, any runnable thread; n is this
+    /// number. So a thread runs many steps before another runs.
     Sticky(u64),
-    /// The thread with the highest priority. With a probability of one to this number, the current thread gets the
-    /// lowest priority (probabilistic concurrency testing: few switches, each at a random step).
+    /// The thread with the highest priority. In one of n steps, on average, the current thread gets the lowest
+    /// priority; n is this number (probabilistic concurrency testing: few switches, each at a random step).
     Priorities(u64),
 }
 
