@@ -142,7 +142,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Tight => 20,
         Profile::Errors => 20,
         Profile::Full => 12,
-        // These regimes generate their own power cuts.
+        // The operations of these regimes contain their own power cuts.
         _ => 0,
     };
     if random.below(1000) < special {
