@@ -60,9 +60,9 @@ const SEARCH_TIME: Duration = Duration::from_secs(2);
 /// The purpose of an opening.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Opening {
-    /// For ordinary use. The opening is refused if damage affects more than the content of the damaged page itself.
+    /// An opening for ordinary use. It is refused if damage affects more than the content of the damaged page itself.
     Ordinary,
-    /// For a check with repair.
+    /// An opening for a check with repair.
     Repair,
 }
 

@@ -125,7 +125,8 @@ mod tests {
     use crate::engine::EngineOptions;
     use crate::space::TABLE_ENTRIES;
 
-    /// For the default size of the metadata cache, of which admission gives 15/32 to pages that recovery changes.
+    /// The figure holds for the default size of the metadata cache, of which admission gives 15/32 to pages that
+    /// recovery changes.
     #[test]
     fn the_manual_states_the_most_memory_of_a_recovery() {
         let pages = EngineOptions::default().metadata_cache as u64 / backend::BLOCK_SIZE as u64 * 15 / 32;

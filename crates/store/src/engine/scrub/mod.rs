@@ -146,7 +146,7 @@ pub struct ScrubStep {
     pub damage: Vec<Damage>,
 }
 
-/// Reads a store for a scrub. For one thread.
+/// Reads a store for a scrub. Used by one thread only.
 pub struct Scrubber<'a> {
     engine: &'a Engine,
     /// The files that were opened past the page cache, by name.

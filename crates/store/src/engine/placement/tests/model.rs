@@ -275,7 +275,8 @@ fn explore(scenario: &Scenario, fault: Fault, most: usize) -> Outcome {
     Outcome { states: seen.len(), depth, violation: None }
 }
 
-/// The limits of states of the searches: one limit, or, if `LAMINA_MODEL_STATES` is 0, limits that double.
+/// The limits on the number of states of the searches: one limit, or, if `LAMINA_MODEL_STATES` is 0, limits that
+/// double.
 fn limits() -> impl Iterator<Item = usize> {
     let asked = std::env::var("LAMINA_MODEL_STATES").ok();
     let asked = asked.map_or(STATES, |text| text.parse().expect("LAMINA_MODEL_STATES is a number of states"));
