@@ -58,9 +58,9 @@ fn slack(fresh: u64) -> u64 {
 /// Where an allocation is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice {
-    /// In this run.
+    /// The allocation is possible in this run.
     Run(GrainRun),
-    /// At the end, after the file has grown.
+    /// The allocation is possible at the end, after the file has grown.
     Growth,
     /// No grain is free at present: all are allocated or retired.
     Full,
