@@ -51,11 +51,11 @@ pub struct GrowthRate {
 pub struct Growth {
     /// Time of the last sample, in seconds since 1970.
     pub until: u64,
-    /// In the last hour; `None` if there are too few samples, as for the other windows.
+    /// The rate in the last hour; `None` if there are too few samples, as for the other windows.
     pub hour: Option<GrowthRate>,
-    /// In the last 24 hours.
+    /// The rate in the last 24 hours.
     pub day: Option<GrowthRate>,
-    /// In the last 7 days.
+    /// The rate in the last 7 days.
     pub week: Option<GrowthRate>,
 }
 
