@@ -141,7 +141,7 @@ pub struct Image {
     /// Whether all extents are flat.
     only_flat: bool,
     parent: Option<ParentReference>,
-    /// What is lost, for the user.
+    /// What of the image is lost, as text for the user.
     notes: Vec<String>,
     _lock: Option<Box<dyn Lock>>,
 }

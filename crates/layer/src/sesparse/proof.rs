@@ -1,5 +1,5 @@
 //! Repair by redundancy: a grain in use is recorded in three places, its table entry, its owner in the backmap, and its
-//! bit in the bitmap. If one of the three is wrong and the two others agree, the wrong one is repaired:
+//! bit in the bitmap. If one of these places is wrong and the two others agree, the wrong place is repaired:
 //!
 //! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names a
 //!   grain that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry,

@@ -84,7 +84,7 @@ pub(super) struct Space {
     /// Whether runs were dropped since the search began.
     forgot: bool,
     streams: [Stream; STREAMS],
-    /// Grows with each allocation of a stream.
+    /// A counter that grows with each allocation of a stream.
     clock: u64,
 }
 

@@ -91,7 +91,7 @@ fn inspect(identity: Identity, bytes: &[u8]) -> Found {
     }
 }
 
-/// The choice of the current copy among the two.
+/// The choice of the current copy among the two copies of a block.
 pub(super) struct Current<'a> {
     /// The index of the copy; `None` if neither is valid.
     pub(super) copy: Option<usize>,
