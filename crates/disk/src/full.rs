@@ -174,7 +174,7 @@ pub struct SpaceWait {
     notices: Arc<Notices>,
 }
 
-/// Writes that wait, since the first of them began to wait.
+/// The writes that wait for space, counted from the time at which the first of them began to wait.
 struct Waiting {
     writes: u64,
     bytes: u64,
