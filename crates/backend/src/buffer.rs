@@ -26,7 +26,7 @@ struct Aligned([u8; BLOCK_SIZE]);
 /// Consecutive blocks of memory, accessed as bytes.
 pub struct Buffer {
     memory: Memory,
-    /// Blocks in use.
+    /// Number of blocks in use.
     length: usize,
 }
 

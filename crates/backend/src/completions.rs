@@ -57,7 +57,7 @@ struct DoneState {
     /// Operations not finished yet.
     running: usize,
     completions: Vec<Completion>,
-    /// The queue's thread is in poll(2) or about to enter it.
+    /// Whether the queue's thread is in poll(2) or about to enter it.
     sleeping: bool,
 }
 
@@ -85,7 +85,7 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// For at most `depth` operations in flight.
+    /// A queue for at most `depth` operations in flight.
     pub fn new(depth: u32) -> io::Result<Self> {
         let (woken, wake) = io::pipe()?;
         let state = DoneState { running: 0, completions: Vec::new(), sleeping: false };

@@ -64,8 +64,8 @@ pub trait File: Send + Sync {
         Ok(false)
     }
 
-    /// Writes the slices one after another at `offset`. With `durable`, they survive power loss once this returns
-    /// (`RWF_DSYNC`); earlier writes may still be lost.
+    /// Writes the slices one after another at `offset`. With `durable`, the written bytes survive power loss once this
+    /// call returns (`RWF_DSYNC`); earlier writes may still be lost.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). A
@@ -238,7 +238,7 @@ impl dyn File + '_ {
         }
     }
 
-    /// As [`LocalFile::zero_range`]; without a local part the range is punched, which there keeps its space.
+    /// As [`LocalFile::zero_range`]; without a local part the range is punched, and on such a medium keeps its space.
     pub fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.local() {
             Some(local) => local.file.zero_range(offset, length),
@@ -259,7 +259,8 @@ impl dyn File + '_ {
         Ok(())
     }
 
-    /// As [`LocalFile::next_allocated`]; without a local part everything up to the end of the file.
+    /// As [`LocalFile::next_allocated`]; without a local part, the result is everything from `offset` to the end of the
+    /// file.
     pub fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         if let Some(local) = self.local() {
             return local.file.next_allocated(offset);
@@ -268,7 +269,8 @@ impl dyn File + '_ {
         Ok((offset < length).then_some(offset..length))
     }
 
-    /// As [`LocalFile::placements`]; without a local part everything up to the end of the file, as written.
+    /// As [`LocalFile::placements`]; without a local part, the result is one placement, marked as written, up to the
+    /// end of the file.
     pub fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         if let Some(local) = self.local() {
             return local.file.placements(offset);
@@ -276,7 +278,7 @@ impl dyn File + '_ {
         self.next_allocated(offset).map(Placement::of_run)
     }
 
-    /// As [`LocalFile::allocated`]; without a local part the length of the file.
+    /// As [`LocalFile::allocated`]; without a local part, the result is the length of the file.
     pub fn allocated(&self) -> io::Result<u64> {
         match self.local() {
             Some(local) => local.file.allocated(),

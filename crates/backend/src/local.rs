@@ -168,7 +168,7 @@ impl LocalDirectory {
 
     fn create_file(&self, name: &str, mode: IoMode) -> io::Result<std::fs::File> {
         let file = self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
-            // With EXCL, this is the only error that is returned after the file was created.
+            // With EXCL, `Unsupported` is the only error that is returned after the file was created.
             if error.kind() == io::ErrorKind::Unsupported {
                 let _ = self.remove(name);
             }

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The overlay.
+/// An overlay over a folder.
 pub struct Overlay {
     below: Arc<dyn Directory>,
     names: Arc<Mutex<Names>>,

@@ -7,8 +7,8 @@
 //! 1. Only a file that the call itself has created gets another owner. A file that existed may be a link to a file
 //!    elsewhere, made by the owner of the folder. The owner of the folder can put another folder at its path at any
 //!    time, so root opens the folder once, and uses this handle to determine the owner and to create the file. A new
-//!    folder could be replaced before root has opened it, so root does not give it away: the thread creates the folder
-//!    with the owner's user id.
+//!    folder could be replaced before root has opened it, so root does not change the owner of a new folder: the thread
+//!    creates the folder with the owner's user id.
 //! 2. A process that is not root changes no owner, and neither does root in its own folders.
 //! 3. If the file system or a user namespace refuses the change, the file belongs to root, and [`misowned`] finds it.
 //! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]). [`give_back`]

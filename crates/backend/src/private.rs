@@ -25,7 +25,7 @@ const OTHERS: u32 = 0o077;
 const LISTING: u32 = 0o066;
 
 /// Held while the umask of the process is changed, so that two threads restore it in the right order, and while a
-/// program is started, so that it gets only its own files.
+/// program is started, so that the program inherits only the open files that are meant for it.
 static UMASK: Mutex<()> = Mutex::new(());
 
 /// Creates a folder.
@@ -139,7 +139,7 @@ pub struct Exposed {
     pub path: PathBuf,
     /// The permission bits of the file or folder.
     pub mode: u32,
-    /// The permission bits that it should have.
+    /// The permission bits that the file or folder should have.
     pub wanted: u32,
 }
 

@@ -98,7 +98,7 @@ impl SearchedFolder {
             let inner = match rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
                 // The folder was removed or replaced meanwhile.
                 Err(Errno::NOENT | Errno::LOOP | Errno::NOTDIR) => continue,
-                // Only its owner can list it.
+                // Only the owner of the folder can list it.
                 Err(Errno::ACCESS) if stat.st_uid != rustix::process::geteuid().as_raw() => continue,
                 inner => inner?,
             };

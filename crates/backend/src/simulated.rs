@@ -97,7 +97,7 @@ pub enum Fault {
 const FAULTS: usize = 5;
 
 impl Fault {
-    /// All kinds.
+    /// All kinds of faults.
     pub const ALL: [Self; FAULTS] = [Self::Read, Self::Write, Self::Sync, Self::Reserve, Self::Punch];
 }
 

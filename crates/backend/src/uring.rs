@@ -190,7 +190,7 @@ impl UringQueue {
     /// Collects what the kernel has completed; restarts operations that are not done yet.
     fn reap(&mut self) {
         loop {
-            // One event at a time, because restarting an operation needs the ring.
+            // Events are taken one at a time, because restarting an operation needs the ring.
             let Some(event) = self.ring.completion().next() else { return };
             let index = event.user_data() as usize;
             let Some(operation) = self.operations.get_mut(index).and_then(Option::as_mut) else {
@@ -471,8 +471,8 @@ impl Queue for UringQueue {
             _ => None,
         };
         let outcome = self.wait_until(deadline, timeout != Some(Duration::ZERO));
-        // If there are completions to return, an error of the ring is not reported now. The next call meets it again
-        // and reports it.
+        // If there are completions to return, an error of the ring is not reported now. The next call gets the error
+        // again and reports it.
         let outcome = if self.finished.is_empty() { outcome } else { Ok(()) };
         completions.append(&mut self.finished);
         outcome

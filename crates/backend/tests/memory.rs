@@ -50,8 +50,8 @@ fn memory_of_freed_buffers_returns_to_the_system() {
 fn memory_of_a_large_request_is_allocated_while_its_bytes_arrive() {
     let _alone = alone();
     let before = resident();
-    // Payloads of large requests; 8193 blocks are the largest one at an offset within a block. One block of each has
-    // arrived.
+    // Payloads of large requests: 8193 blocks are the largest payload, which begins within a block. One block of each
+    // payload has arrived.
     let mut announced: Vec<Buffer> = [8193, 8192, 4000, 256].repeat(4).into_iter().map(Buffer::recycled).collect();
     announced.iter_mut().for_each(|buffer| buffer[..BLOCK_SIZE].fill(7));
     assert!(resident() < before + (16 << 20), "{} after {before}", resident());

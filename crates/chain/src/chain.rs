@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// How a chain is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Refuse every change, also when the top layer is open for writing.
+    /// Whether to refuse every change, also when the top layer is open for writing.
     pub read_only: bool,
     /// The most levels, up to [`LEVELS_MAX`].
     pub levels_max: usize,
@@ -57,7 +57,7 @@ pub struct Chain {
     /// such a change is lost, no acknowledged write is lost.
     pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
-    /// Whether the chain was closed except for layers that lacked the space for it.
+    /// Whether the chain was closed except for layers that lacked the space to be closed.
     closing: AtomicBool,
     /// The reason for which the chain was stopped or its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,

@@ -86,8 +86,8 @@ impl Changes {
         Token { first, few, more: counts.collect() }
     }
 
-    /// True if no change of `range`, a part of the token's range, has begun since. The caller holds the lock under
-    /// which the result is inserted.
+    /// True if no change of `range`, a part of the token's range, has begun since the token was taken. The caller holds
+    /// the lock under which the result is inserted.
     pub fn unchanged(&self, token: &Token, range: &Range<u64>) -> bool {
         stripes(range).all(|stripe| {
             let index = (stripe.saturating_sub(token.first) % STRIPES) as usize;

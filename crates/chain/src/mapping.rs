@@ -83,7 +83,7 @@ impl Mapping {
     }
 }
 
-/// Appends a range, joined with the last one if it continues that.
+/// Appends a range, joined with the last range if the new range continues it.
 pub(crate) fn push(out: &mut Vec<Mapping>, next: Mapping) {
     match out.last_mut() {
         Some(last) if last.continues(&next) => last.length += next.length,

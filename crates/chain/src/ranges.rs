@@ -20,14 +20,14 @@ struct RangesState {
     waiting: usize,
 }
 
-/// The locked ranges.
+/// The locked ranges of a chain.
 #[derive(Default)]
 pub struct Ranges {
     state: Mutex<RangesState>,
     freed: Condvar,
 }
 
-/// The lock of one range, released when this is dropped.
+/// The lock of one range, released when this value is dropped.
 pub struct Held<'a> {
     ranges: &'a Ranges,
     number: u64,

@@ -35,18 +35,18 @@ const EXTENTS_OF_HOLDER: usize = 64;
 pub enum Place {
     /// Stored nowhere: the part reads as zeros.
     Zero,
-    /// In memory.
+    /// The part is in memory.
     Memory(SharedSlice),
-    /// In a file. `offset` is a multiple of a sector, not always of a block.
+    /// The part is in a file. `offset` is a multiple of a sector, not always of a block.
     Media {
-        /// The file.
+        /// The file that contains the part.
         file: Arc<dyn File>,
         /// Byte offset in the file.
         offset: u64,
     },
-    /// In a layer that has to decode it; read by [`Part::read`].
+    /// The part is in a layer that has to decode it; read by [`Part::read`].
     Encoded {
-        /// The layer.
+        /// The layer that decodes the part.
         layer: Arc<dyn Layer>,
         /// Byte offset in the layer.
         start: u64,

@@ -1,8 +1,8 @@
 //! Snapshots: a new top level at one point in time, while requests continue.
 //!
 //! The owner of the chain first creates the new, empty delta, and durably records the delta as the top. Only then does
-//! it call [`Chain::push`]. After a crash between the two, the chain has an empty top, which does not change its
-//! content. So no step has to be undone.
+//! it call [`Chain::push`]. After a crash between these steps, the chain has an empty top, which does not change the
+//! chain's content. So no step has to be undone.
 //!
 //! ```text
 //!   writers:   ... inside the old gate ............ inside the new gate ...

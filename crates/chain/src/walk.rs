@@ -26,7 +26,7 @@ struct WalkPiece {
 
 /// The result of a walk.
 pub(crate) struct Found {
-    /// In order of address. Covers the demand; outside it there may be gaps.
+    /// The mappings, in order of address. They cover the demand; outside the demand there may be gaps.
     pub mappings: Vec<Mapping>,
     /// The number of levels that were queried.
     pub levels: usize,

@@ -193,7 +193,7 @@ impl Chain {
                 Ok(true) => self.tell(levels, job, &range, change),
                 _ => self.tell_of_a_part(job, &range),
             };
-            // If the change itself failed, its error is returned instead.
+            // If the change itself failed, the error of the change is returned instead.
             if result.is_ok() {
                 told?;
             }

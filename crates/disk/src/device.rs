@@ -33,7 +33,7 @@ pub enum Segment {
 
 /// A part of a file that contains the bytes of a segment.
 pub struct Media {
-    /// The file.
+    /// The file that contains the bytes.
     pub file: Arc<dyn File>,
     /// Byte offset in the file: a multiple of 4 KiB if the file is opened with O_DIRECT, otherwise of 512 bytes.
     pub offset: u64,

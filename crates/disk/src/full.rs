@@ -129,14 +129,14 @@ pub enum WaitEnd {
 pub enum WaitNotice {
     /// The first write of a disk waits for space.
     Begins {
-        /// The disk.
+        /// The name of the disk.
         disk: String,
         /// The error of the write.
         reason: String,
     },
     /// No write of a disk waits any more.
     Ends {
-        /// The disk.
+        /// The name of the disk.
         disk: String,
         /// Number of writes that were carried out.
         written: u64,
@@ -174,7 +174,7 @@ pub struct SpaceWait {
     notices: Arc<Notices>,
 }
 
-/// Writes that wait, since the first of them began to wait.
+/// The writes that wait for space, counted from the time at which the first of them began to wait.
 struct Waiting {
     writes: u64,
     bytes: u64,
@@ -197,7 +197,7 @@ impl SpaceWait {
         Arc::new(Self { disk: Mutex::new(disk.to_owned()), policy, waiting: Mutex::new(None), notices })
     }
 
-    /// The policy.
+    /// The policy of the disk.
     pub fn policy(&self) -> OnFull {
         OnFull::from_number(self.policy.load(Ordering::Relaxed))
     }

@@ -8,8 +8,8 @@
 //! 1. Only differences of counters have a meaning. A counter continues after a restart, but does not include growth
 //!    from the time in which no process took samples.
 //! 2. A rate is given for a window only if the samples cover at least half of it.
-//! 3. Samples are statistics: a record that cannot be read is replaced, and a lost one harms no disk. So it is written
-//!    without a flush.
+//! 3. Samples are statistics: a record that cannot be read is replaced, and a lost record harms no disk. So the record
+//!    is written without a flush.
 //! 4. The time is always an argument, so that tests control it.
 
 use crate::sealed::{self, Kind};
@@ -38,9 +38,9 @@ const OF_DISK: Thinning = [(HOUR, 10 * MINUTE), (DAY, HOUR), (31 * DAY, DAY)];
 /// Growth in a window that ends with the last sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrowthRate {
-    /// Bytes by which it has grown; negative if it has shrunk.
+    /// Bytes by which the datastore or disk has grown; negative if it has shrunk.
     pub bytes: i64,
-    /// The time in which it has grown by these bytes, in seconds: at least half of the window.
+    /// The time in which the datastore or disk has grown by these bytes, in seconds: at least half of the window.
     pub seconds: u64,
     /// The time until the datastore is full at this rate, in seconds; `None` if the datastore does not grow.
     pub full_in: Option<u64>,
@@ -51,11 +51,11 @@ pub struct GrowthRate {
 pub struct Growth {
     /// Time of the last sample, in seconds since 1970.
     pub until: u64,
-    /// In the last hour; `None` if there are too few samples, as for the others.
+    /// The rate in the last hour; `None` if there are too few samples, as for the other windows.
     pub hour: Option<GrowthRate>,
-    /// In the last 24 hours.
+    /// The rate in the last 24 hours.
     pub day: Option<GrowthRate>,
-    /// In the last 7 days.
+    /// The rate in the last 7 days.
     pub week: Option<GrowthRate>,
 }
 
@@ -90,7 +90,8 @@ impl Series {
         self.0.push((now, bytes));
     }
 
-    /// The growth in the last `window` seconds before the last sample. `left` bytes can be added until it is full.
+    /// The growth in the last `window` seconds before the last sample. `left` bytes can be added until the datastore or
+    /// disk is full.
     fn rate(&self, window: u64, left: u64) -> Option<GrowthRate> {
         let (end, bytes) = self.last()?;
         let (start, before) = self.0.iter().copied().find(|(time, _)| time.saturating_add(window) >= end)?;
@@ -118,7 +119,7 @@ impl Series {
     }
 }
 
-/// The record.
+/// The record of the samples.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct GrowthRecord {

@@ -154,7 +154,7 @@ pub struct ImageDetails {
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskInfo {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
     /// Stable identity, in the usual text form.
     pub uuid: String,
@@ -172,7 +172,7 @@ pub struct DiskInfo {
     pub snapshots: u64,
     /// Blocks of 4 KiB that the head of a native disk maps; `None` if counting was not requested.
     pub blocks_allocated: Option<u64>,
-    /// The number of these blocks that will be zeroed on their first write.
+    /// How many of the blocks that the head maps will be zeroed on their first write.
     pub blocks_to_be_zeroed: Option<u64>,
     /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
     pub exclusive: Option<u64>,
@@ -203,9 +203,9 @@ pub struct DiskInfo {
 /// Writes of a disk that wait for space.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingWrites {
-    /// The disk.
+    /// Name of the disk.
     pub disk: String,
-    /// Number of writes.
+    /// Number of writes that wait for space.
     pub writes: u64,
     /// Total length of these writes in bytes.
     pub bytes: u64,
@@ -361,7 +361,7 @@ pub type EachExtent<'a> = &'a mut dyn FnMut(ChangedExtent) -> Result<()>;
 /// Status of a datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Identity.
+    /// UUID of the datastore.
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,

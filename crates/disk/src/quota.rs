@@ -425,7 +425,7 @@ impl Quotas {
                 counted => counted?,
             };
             let _charges = self.charges.lock();
-            // It is unknown whether the count includes bytes that were charged during it. They are added, so that the
+            // The count may or may not include bytes that were charged while it ran. These bytes are added, so that the
             // use is never too low.
             let meanwhile = of.charged.load(Ordering::Relaxed) - before;
             if meanwhile > 0 {

@@ -154,7 +154,7 @@ pub fn has_label(labels: &Labels, wanted: &str) -> bool {
     }
 }
 
-/// The record.
+/// The record of settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SettingsRecord {

@@ -60,7 +60,7 @@ pub struct WouldFree {
 /// The space of a disk's head or of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpaceUse {
-    /// The capacity.
+    /// The capacity of the disk or snapshot.
     pub provisioned: u64,
     /// The size of the mapped blocks or grains.
     pub mapped: u64,
@@ -108,7 +108,7 @@ pub struct TotalSpace {
 pub struct SnapshotSpace {
     /// Name of the snapshot.
     pub name: String,
-    /// The space.
+    /// The space of the snapshot.
     #[serde(flatten)]
     pub space: SpaceUse,
 }
@@ -123,7 +123,8 @@ pub struct DiskSpace {
     pub space: SpaceUse,
     /// Bytes that deleting all snapshots of the disk would free, without metadata; `None` if the figure is not known.
     pub used_by_snapshots: Option<u64>,
-    /// Bytes that deleting the disk with its snapshots would free. For a native disk without metadata.
+    /// Bytes that deleting the disk with its snapshots would free. The figure for a native disk does not include
+    /// metadata.
     pub reclaimable: u64,
     /// How fast the disk grows, and when it has no unmapped blocks left; `None` if there are too few samples.
     #[serde(default)]

@@ -42,7 +42,7 @@ const UNUSED_POLL: Duration = Duration::from_micros(200);
 /// A device. The references to this value count the requests that use the device.
 struct Held {
     device: Arc<dyn Device>,
-    /// Whether this is a temporary replacement of the disk's own device ([`Switch::suspend`]).
+    /// Whether the device is a temporary replacement of the disk's own device ([`Switch::suspend`]).
     stands_in: bool,
 }
 
@@ -240,7 +240,8 @@ struct Told {
     by_fua: AtomicU64,
 }
 
-/// The guard of a planned read or of a flush: the device that created it, and the guard of that device.
+/// The guard of a planned read or of a flush: the device that planned the read or began the flush, and the guard of
+/// that device.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
@@ -268,7 +269,7 @@ impl SwitchedDevice {
         Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told, open: None }
     }
 
-    /// The client, whose writes follow the settings of its disk. They stay those of the client when the device behind
+    /// The client, whose writes follow the settings of its disk. The client keeps these settings when the device behind
     /// the switch is exchanged.
     pub(crate) fn with_settings(mut self, open: Arc<OpenDisk>) -> Self {
         self.open = Some(open);

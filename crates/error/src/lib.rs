@@ -38,7 +38,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// All kinds.
+    /// All kinds of errors.
     pub const ALL: [Self; 12] = [
         Self::NotFound,
         Self::Exists,

@@ -103,7 +103,7 @@ pub struct Extent {
     pub start: u64,
     /// Length in bytes.
     pub length: u64,
-    /// The content.
+    /// The content of the range.
     pub content: Content,
 }
 

@@ -72,7 +72,7 @@ pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>>
 
 /// How the tests handle a format.
 pub(crate) trait Subject {
-    /// The layer.
+    /// The type of the format's layers.
     type Layer: Layer;
     /// Creates an image.
     fn create(&self, file: Arc<dyn File>) -> Result<()>;

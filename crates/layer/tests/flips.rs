@@ -31,7 +31,7 @@ struct World {
     model: BTreeMap<u64, u32>,
     /// Whether absent grains are read from a parent.
     parent: bool,
-    /// Whether the image was left without closing it.
+    /// Whether the image was not closed.
     killed: bool,
 }
 

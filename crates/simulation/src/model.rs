@@ -15,7 +15,7 @@ pub struct Snapshot {
     pub capacity: u64,
     /// The snapshot on which this one is based.
     pub parent: Option<String>,
-    /// Content.
+    /// Content of the snapshot.
     pub image: Arc<Image>,
 }
 
@@ -26,7 +26,7 @@ pub struct Disk {
     pub capacity: u64,
     /// Provisioning type.
     pub provisioning: Provisioning,
-    /// The `disk@snapshot` from which it was cloned, if it is a linked clone.
+    /// The `disk@snapshot` from which the disk was cloned, if the disk is a linked clone.
     pub origin: Option<(String, String)>,
     /// The snapshot on which the head is based.
     pub parent: Option<String>,
@@ -34,9 +34,10 @@ pub struct Disk {
     pub image: Arc<Image>,
     /// Snapshots by name.
     pub snapshots: BTreeMap<String, Snapshot>,
-    /// The disk was a linked clone, and may still share blocks with other disks.
+    /// Whether the disk was a linked clone, and may still share blocks with other disks.
     pub detached: bool,
-    /// The disk, or the disk from which it was cloned, was thick: blocks may be allocated without having been written.
+    /// Whether the disk, or the disk from which it was cloned, was thick: then blocks may be allocated without having
+    /// been written.
     pub reserved: bool,
 }
 

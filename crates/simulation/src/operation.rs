@@ -31,9 +31,9 @@ pub enum Operation {
     Scatter { disk: u64, places: u64, fill: u64 },
     /// Discard whole blocks, up to the whole disk.
     DiscardLarge { disk: u64, at: u64, length: u64 },
-    /// Write zeroes.
+    /// Write zeroes to a range.
     WriteZeroes { disk: u64, span: Span, allocate: bool, fua: bool },
-    /// Discard.
+    /// Discard a range.
     Discard { disk: u64, span: Span, fua: bool },
     /// Read from a disk or snapshot.
     Read { title: u64, span: Span },
@@ -51,7 +51,7 @@ pub enum Operation {
     Create { capacity: u64, kind: u64 },
     /// Change the capacity of a disk.
     Resize { disk: u64, capacity: u64, by_device: bool },
-    /// Rename.
+    /// Rename a disk.
     Rename { disk: u64 },
     /// Delete a disk.
     Delete { disk: u64, promote: bool },
@@ -142,7 +142,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Tight => 20,
         Profile::Errors => 20,
         Profile::Full => 12,
-        // These regimes generate their own power cuts.
+        // The operations of these regimes contain their own power cuts.
         _ => 0,
     };
     if random.below(1000) < special {

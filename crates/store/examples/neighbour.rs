@@ -1,6 +1,6 @@
-//! Measures how the load on one disk affects another. The metadata of a small disk is cached. The latencies of this
-//! disk are measured without other load, during reads of a second disk that miss metadata pages, and during a check.
-//! The last measurement is of 16 concurrent reads that all miss metadata pages.
+//! Measures how the load on one disk affects another disk. The metadata of a small disk is cached. The latencies of
+//! this disk are measured without other load, during reads of a second disk that miss metadata pages, and during a
+//! check. The last measurement is of 16 concurrent reads that all miss metadata pages.
 //! ```text
 //! cargo run --release -p lamina-store --example neighbour -- /path/of/an/empty/folder [GiB] [microseconds]
 //! ```

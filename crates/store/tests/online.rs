@@ -214,8 +214,8 @@ fn checks_during_writes_find_damage() {
         assert!(found[1].ends_with(&format!("disk 'cold' at offset {}", 2000 * BLOCK_SIZE)), "{found:?}");
         assert_eq!(problems(&check(&engine, false)), [expected.as_str()]);
 
-        // Flips a bit in a table page. The load changes free blocks on the same page, so a checkpoint may overwrite it
-        // before the check reads it: the flip is repeated.
+        // Flips a bit in a table page. The load changes free blocks on the same page, so a checkpoint may overwrite the
+        // page before the check reads it: the flip is repeated.
         let (inside, _) = place(&engine, cold, 3 * TABLE_ENTRIES);
         let key = PageKey::new(PageFile::DataTable, inside / TABLE_ENTRIES);
         let found = (0..50).any(|_| {

@@ -446,7 +446,7 @@ fn a_block_is_written_again_from_the_page_cache() {
     assert!(world.lost(&engine, "restored").is_empty());
 }
 
-/// Copies elsewhere: the content of a block by its checksum.
+/// Copies in another place, such as a replica: the content of a block by its checksum.
 struct Elsewhere(BTreeMap<u64, Vec<u8>>);
 
 impl Copies for Elsewhere {

@@ -2,8 +2,8 @@
 //!
 //! 1. The source's record names a clone before the clone exists. While the record names the clone, no image below it is
 //!    merged, shrunk or removed.
-//! 2. A clone refers to the source's images in their folders, as to any foreign images. By 1, these images do not
-//!    change.
+//! 2. A clone refers to the source's images in their folders, as to any foreign images. Because of rule 1, these images
+//!    do not change.
 //! 3. The deletion of a clone does not change the source's record. Before an image of the source is changed, its clones
 //!    are checked: a clone is removed from the source's record if its folder has no record, or the record of another
 //!    disk.
@@ -41,7 +41,7 @@ pub struct Origin {
 }
 
 impl Disk {
-    /// Makes a disk that begins with the content of a snapshot of this one, in a folder of its own.
+    /// Makes a disk that begins with the content of a snapshot of this disk, in a folder of its own.
     pub fn linked_clone(
         self: &Arc<Self>,
         snapshot: &str,

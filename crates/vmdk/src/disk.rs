@@ -30,10 +30,10 @@ pub struct Options {
     pub random: Entropy,
     /// Folders that images may refer to, besides their own.
     pub permitted: Vec<PathBuf>,
-    /// Accept a parent that was changed after its child was made.
+    /// Whether to accept a parent that was changed after its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as its transactions can be proven
-    /// complete.
+    /// Whether to replay the journal of a SEsparse image that was not closed properly, as far as its transactions can
+    /// be proven complete.
     pub replay_journal: bool,
     /// The format of the image given to [`Disk::adopt`]; if unset, the format is recognised by the first bytes, or by
     /// the name of a raw file.
@@ -120,7 +120,8 @@ impl Disk {
         }
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
-            // If a creation was interrupted before its record was durable, this is the only file that it left.
+            // If a creation was interrupted before its record was durable, the temporary file of the record is the only
+            // file that it left.
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
@@ -544,7 +545,7 @@ impl Disk {
     }
 }
 
-/// Images claimed by an operation, until this is dropped.
+/// Images claimed by an operation, until this value is dropped.
 pub(crate) struct Claim<'a>(&'a Disk);
 
 impl Drop for Claim<'_> {

@@ -38,7 +38,7 @@ pub struct FileInfo {
 /// Information about a disk.
 #[derive(Clone, Debug)]
 pub struct Info {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
     /// The UUID of the disk.
     pub uuid: String,

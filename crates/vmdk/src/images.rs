@@ -237,9 +237,9 @@ impl Disk {
 }
 
 /// If the head was written after a settlement had recorded the text `whole`, sets the CID in `whole` to that of the
-/// present descriptor `now`. The text is applied again if the operation could not be committed after the first time,
-/// and the head may be written in between. An image below the head is not written before the operation is finished, and
-/// its children record the CID of the text, so its CID is not changed.
+/// present descriptor `now`. The text is applied again if the operation could not be committed after the text was first
+/// applied, and the head may be written in between. An image below the head is not written before the operation is
+/// finished, and its children record the CID of the text, so its CID is not changed.
 pub(crate) fn keep_content(record: &Record, settlement: &Settlement, now: &Descriptor, whole: &mut Descriptor) {
     if settlement.node == record.head && settlement.content.is_none() && whole.content != now.content {
         whole.content = now.content;

@@ -180,8 +180,8 @@ impl Disk {
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
-        // Cached extents from the read-only opening stay valid until the work first moves a grain; the chain drops them
-        // before.
+        // Cached extents from the read-only opening stay valid until the work first moves a grain, and the chain drops
+        // them before that move.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
         let result = line.expect(node).and_then(|level| {

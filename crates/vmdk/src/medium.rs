@@ -59,7 +59,7 @@ pub(crate) enum Failing {
     /// The error may belong to writes of an earlier process, and the loss of these no longer matters. So the flush is
     /// tried again.
     Before,
-    /// The error is one of the device now.
+    /// The error shows that the device fails now.
     Now,
 }
 

@@ -14,8 +14,8 @@
 //!
 //! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). F is the lower
 //!    image, and C is its child. A merge down destroys the state of F's snapshot with the first write to F, so the
-//!    snapshot's name is removed before. A level that remains is merged by the next deletion or consolidation, and
-//!    [`Disk::redundant`] reports it. A merge up keeps the snapshot until the commit.
+//!    snapshot's name is removed before this write. A level that remains is merged by the next deletion or
+//!    consolidation, and [`Disk::redundant`] reports it. A merge up keeps the snapshot until the commit.
 //! 2. The image that is written is never open twice, and no other chain reads it.
 //! 3. An image with several children is merged into none of them: if its snapshot is deleted, only the name is removed,
 //!    and the image is kept until it has only one child.

@@ -6,8 +6,8 @@
 use crate::record::{Node, Record};
 
 impl Record {
-    /// Removes the snapshots of which a merge of `sources`, newest first, into `target` destroys the state: those of
-    /// all these images but the newest one.
+    /// Removes the snapshots of which a merge of `sources`, newest first, into `target` destroys the state: the
+    /// snapshots of `target` and of all sources except the newest.
     pub(crate) fn drop_overwritten(&mut self, sources: &[u32], target: u32) {
         let newest = sources.first();
         self.snapshots.retain(|snapshot| {
@@ -28,8 +28,9 @@ impl Record {
         sources.iter().filter_map(|source| self.take_node(*source)).collect()
     }
 
-    /// Merges an image into the one above it, which takes its place; its snapshots are removed. Returns the images that
-    /// are gone, including those that are not needed any more, such as a foreign base below the merged image.
+    /// Merges image `source` into `target`, the image above it, which takes the place of the source. The snapshots of
+    /// the source are removed. Returns the images that are gone, including those that are not needed any more, such as
+    /// a foreign base below the merged image.
     pub(crate) fn merge_up(&mut self, target: u32, source: u32) -> Vec<Node> {
         let Some(merged) = self.take_node(source) else { return Vec::new() };
         self.nodes.iter_mut().filter(|node| node.id == target).for_each(|node| node.parent = merged.parent);

@@ -1,8 +1,8 @@
 //! What deleting a disk, or snapshots of it, would free in the file system. Nothing is changed.
 //!
 //! 1. A deletion is carried out on a copy of the record, by the functions that also make the records which
-//!    [`Disk::delete_snapshot`] commits (`merged`), and in the directions that it would choose. This yields the images
-//!    that stay, and for each of them the images that are merged into it.
+//!    [`Disk::delete_snapshot`] commits (`merged`), and in the directions that this function would choose. This yields
+//!    the images that stay, and for each of them the images that are merged into it.
 //! 2. Removing a file frees exactly the bytes that the file system has allocated to it. The bytes that a merge adds are
 //!    an estimate: the space that the copied ranges need in the image that stays, without tables and without rounding
 //!    by the file system.

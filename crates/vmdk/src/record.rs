@@ -122,13 +122,13 @@ pub enum ImageOwnership {
     Foreign,
 }
 
-/// One image.
+/// An image of the disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
     /// The number of the image in this record.
     pub id: u32,
-    /// The image below it.
+    /// The number of the image below this image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u32>,
     /// Path of the image's folder; `None` for the folder of the record.
@@ -165,7 +165,7 @@ impl Node {
 pub struct SnapshotRecord {
     /// Name, unique within the disk.
     pub name: String,
-    /// The name in VMware's list at adoption, if it could not be used as the name here.
+    /// The name in VMware's list at adoption, if it could not be used as the name in this record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<String>,
     /// VMware's number for the snapshot (UID).
@@ -174,9 +174,9 @@ pub struct SnapshotRecord {
     pub node: u32,
     /// When the snapshot was taken: microseconds since 1970.
     pub created: u64,
-    /// Capacity at that time, in bytes.
+    /// Capacity of the disk at the time of the snapshot, in bytes.
     pub capacity: u64,
-    /// The description.
+    /// The description of the snapshot.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
 }
@@ -253,7 +253,7 @@ pub struct FileRecord {
 pub enum ParentNow {
     /// No parent: the descriptor becomes that of a base, with the adapter, and the UUID of the disk if it is known.
     None {
-        /// The adapter type.
+        /// The adapter type in the new descriptor.
         adapter: String,
         /// The UUID of the disk.
         uuid: Option<String>,
@@ -300,7 +300,7 @@ pub enum MergeSide {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Merging {
-    /// The direction.
+    /// The direction of the merge.
     pub side: MergeSide,
     /// The image that is written: the target.
     pub node: u32,
@@ -364,7 +364,7 @@ impl Pending {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
     /// The UUID of the disk.
     pub uuid: String,
@@ -386,13 +386,13 @@ pub struct Record {
     pub vmsd: bool,
     /// The image in which guest writes are made.
     pub head: u32,
-    /// The images.
+    /// The images of the disk.
     pub nodes: Vec<Node>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotRecord>,
     /// The UID of the newest snapshot so far.
     pub last_uid: u32,
-    /// Tunables.
+    /// The tunables of the disk.
     pub tunables: Tunables,
     /// The overlay above the head, as described by the caller that placed it there.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -150,7 +150,7 @@ impl Remains {
                     let place = self.place(record, node).unwrap_or(place);
                     let lost = Image::lost(place, above, &error);
                     images.push(lost);
-                    // Nothing below it can be read.
+                    // Nothing below a lost image can be read.
                     break;
                 }
                 (image, _) => images.push(image?),

@@ -24,7 +24,8 @@ impl Disk {
             // The next caller that gets the chain opens this image again, with those below it.
             image.layer().close()?;
             drop(image);
-            // Writes that cannot be flushed are dropped; only if the commit fails, the failure stops the disk.
+            // Writes of the old head that cannot be flushed are dropped. This failure stops the disk only if the commit
+            // fails too.
             let failed = self.drop_head().and_then(|line| self.close_dropped_head(&line));
             let mut after = announced.clone();
             let head = node.id;

@@ -1,13 +1,14 @@
 //! Finishing committed operations, and undoing operations that were not committed.
 //!
 //! Every step can be repeated after an interruption. So the same code is used at the end of every operation, at the
-//! beginning of the next one if the last one failed, and when a disk is opened after a crash:
+//! beginning of the next operation if the last operation failed, and when a disk is opened after a crash:
 //!
 //! 1. descriptors are corrected: the CID of an image that has replaced another one, and the hints of the images above;
-//! 2. after a merge that was not committed: down, the image above the target records the target's new CID as its parent
-//!    CID, because its visible content is unchanged; up, the old CID is restored in the target, for the same reason. If
-//!    the corrected descriptor is inside an extent, the record gets its new text first, because a power cut may tear
-//!    the descriptor while it is overwritten;
+//! 2. after a merge that was not committed: after a merge down, the image above the target records the target's new CID
+//!    as its parent CID, because the visible content of that image is unchanged; after a merge up, the old CID is
+//!    restored in the target, whose visible content is unchanged. If the corrected descriptor is inside an extent, the
+//!    record gets the new text of the descriptor first, because a power cut may tear the descriptor while it is
+//!    overwritten;
 //! 3. files that are not needed any more, or were never completed, are removed; if a full file system has no space for
 //!    the corrections, files are removed first;
 //! 4. the record is committed without a pending operation, and VMware's list is written.

@@ -41,7 +41,7 @@ pub struct NewSnapshot {
     pub folder: Option<PathBuf>,
     /// The format of the new head; `None` for the disk's usual one.
     pub delta: Option<DeltaFormat>,
-    /// The UID of the snapshot; `None` for the next one. `Busy` if the next UID is another one.
+    /// The UID of the snapshot; `None` for the next free UID. `Busy` if the next free UID differs from this UID.
     pub uid: Option<u32>,
     /// When the snapshot was taken, in seconds since 1970, for a copy of another snapshot; `None` for the present time.
     pub created: Option<u64>,
@@ -85,9 +85,9 @@ struct Prepared<'a> {
     _operation: Operation<'a>,
 }
 
-/// Takes a snapshot of each disk, all at one point in time: no disk includes a write that began after the point on
-/// another. `between` is called while all writes wait, before the writes of any disk continue in its new delta. If
-/// `between` fails, its error is returned, and no snapshot is taken.
+/// Takes a snapshot of each disk, all at one point in time: the snapshot of a disk includes no write that began after
+/// that point in time on another disk. `between` is called while all writes wait, before the writes of any disk
+/// continue in its new delta. If `between` fails, its error is returned, and no snapshot is taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
     // The same order in every group prevents deadlocks between groups.

@@ -1,7 +1,7 @@
 //! The file with a disk's record.
 //!
 //! The file is replaced, never overwritten ([`backend::replace`]), in two steps: the new file is prepared, and renamed
-//! later. Between the two, the operation makes its other files.
+//! later. Between these steps, the operation makes its other files.
 //!
 //! A disk is deleted by renaming its record: this needs no space, so it works on a full file system.
 

@@ -120,7 +120,7 @@ pub struct WorkPart<'a> {
 pub enum WorkPlace {
     /// The parts before this part have the size `before`, all parts together have the size `total`.
     Behind {
-        /// Size of the parts before.
+        /// Size of the parts before this part.
         before: u64,
         /// Size of all parts.
         total: u64,

@@ -58,7 +58,7 @@ fn threads_share_a_rate() {
     assert!(taken > 0.19, "200 KiB at 1 MiB/s took {taken} s");
 }
 
-/// Records its calls.
+/// Records the calls that it receives.
 #[derive(Default)]
 struct Notes {
     last: parking_lot::Mutex<(u64, u64)>,

@@ -49,11 +49,11 @@ impl Kept {
 
 /// Where a buffer's bytes are.
 pub(super) enum Memory {
-    /// In an allocation of its own, of which the first blocks are in use.
+    /// The bytes are in an allocation of their own, of which the first blocks are in use.
     Own(Vec<Aligned>),
-    /// In a mapping of its own.
+    /// The bytes are in a mapping of their own.
     Mapped(Mapping),
-    /// In a part of a slab. Slabs are never freed, their parts are used again.
+    /// The bytes are in a part of a slab. Slabs are never freed, their parts are used again.
     Part(&'static mut [Aligned]),
 }
 

@@ -27,7 +27,7 @@ pub enum FileSystem {
     Network,
     /// A user-space file system (FUSE).
     Fuse,
-    /// Any other, by its number in `statfs`.
+    /// Any other file system, by its number in `statfs`.
     Other(u64),
 }
 

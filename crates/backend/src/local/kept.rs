@@ -37,8 +37,8 @@ const FOLDER: &str = "reserve";
 /// The number of steps.
 const STEPS: usize = 32;
 /// Extended attributes of a step. Each fills a node of btrfs (16 KiB) almost completely. A request allocates such a
-/// node for each run of pages that it touches, until the file system commits. While it is carried out, a new name needs
-/// 1.3 MiB of free space, and a rename needs 3 MiB.
+/// node for each run of pages that it touches, until the file system commits. While a request is carried out, the
+/// creation of a name needs 1.3 MiB of free space, and a rename needs 3 MiB.
 const ATTRIBUTES: usize = 16;
 const ATTRIBUTE: usize = 16_000;
 /// The least time between two attempts to make missing steps: at a full quota, each makes the file system commit.
@@ -74,7 +74,7 @@ struct StepsState {
     thread: bool,
     /// The number of [`HeldSpace`] values: while there is one, no step is made.
     held: usize,
-    /// The [`KeptSpace`] was dropped.
+    /// Whether the [`KeptSpace`] was dropped.
     ended: bool,
 }
 

@@ -17,7 +17,8 @@ impl Thread {
     }
 
     /// Requests a slice of processor time from the scheduler. It takes no privilege, because each thread keeps its
-    /// share of processor time (Linux 6.12 and later, `sched_setattr(2)`); elsewhere it does nothing.
+    /// share of processor time (Linux 6.12 and later, `sched_setattr(2)`); on other systems and versions the call does
+    /// nothing.
     pub fn set_slice(self, slice: Slice) {
         #[cfg(target_os = "linux")]
         ask(self.id, slice.nanoseconds());
@@ -29,12 +30,14 @@ impl Thread {
 /// How long a thread runs at a time beside others. A thread that wakes interrupts a thread with a longer slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slice {
-    /// Short: the thread runs soon after it wakes. For a thread that answers a user or a guest beside threads that
-    /// always compute, or that outnumber the processors. On a busy machine this saves a few milliseconds per answer.
+    /// Short: the thread runs soon after it wakes. Meant for a thread that answers a user or a guest beside threads
+    /// that always compute, or that outnumber the processors. On a busy machine this saves a few milliseconds per
+    /// answer.
     Short,
     /// The kernel's default, which threads have that request no slice.
     Default,
-    /// Long: every thread with another slice interrupts it. For a thread that computes and that nothing waits for.
+    /// Long: every thread with another slice interrupts it. Meant for a thread that computes and that nothing waits
+    /// for.
     Long,
 }
 

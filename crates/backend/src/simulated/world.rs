@@ -69,7 +69,7 @@ pub(super) struct World {
     /// Requests of each kind that fail, counted from the next one.
     pub(super) failing_requests: [Range<u64>; FAULTS],
     pub(super) off: bool,
-    /// While `off`, operations that change nothing still succeed.
+    /// Whether operations that change nothing still succeed while `off` is set.
     pub(super) readable: bool,
     pub(super) pace: Option<Pace>,
     /// Bytes by which the reported free space exceeds the actual free space.

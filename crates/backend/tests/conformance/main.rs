@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use testkit::Random;
 
-/// The part of its file that the random script uses.
+/// The part of the file that the random script uses.
 const SPAN: usize = 96 * BLOCK_SIZE;
 
 /// A range within the span, in whole blocks for direct I/O.

@@ -20,7 +20,7 @@ use testkit::Random;
 
 /// The capacity for all files together, in bytes.
 const CAPACITY: u64 = 4 << 30;
-/// How long an operation waits for later ones that may overtake it.
+/// How long an operation waits for later operations that may overtake it.
 const LATER: Duration = Duration::from_micros(20);
 /// The most operations that wait at a time.
 const WAITING_MAX: usize = 16;

@@ -1,6 +1,6 @@
 //! The copying of a merge: one step at a time, each with its range locked.
 //!
-//! 1. A step maps its range again after it has locked it: the mapping of a pass only tells where to look.
+//! 1. A step maps its range again after it has locked it: the mapping of a pass only selects the next range to copy.
 //! 2. A target grain that the sources store only in part is completed: in a merge down, with the visible content of the
 //!    sources and the levels below; in a merge up, with that of the target and the levels below. Levels above are never
 //!    read for this: their newer content does not belong to the target.

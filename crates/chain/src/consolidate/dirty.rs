@@ -4,7 +4,7 @@ use crate::limits::{DIRTY_UNIT_MIN, DIRTY_UNITS_MAX};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The dirty log.
+/// The dirty log of a merge.
 pub(crate) struct DirtyLog {
     words: Box<[AtomicU64]>,
     unit: u64,

@@ -43,7 +43,7 @@ pub(crate) enum Holder {
     Level(u8),
     /// No level stores any part of the range.
     NoLevel,
-    /// Only a walk can determine it.
+    /// Only a walk can determine which level stores the range.
     Unknown,
     /// The span is not in the table; a survey of it may be useful.
     Missing,

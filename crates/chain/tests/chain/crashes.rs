@@ -22,7 +22,7 @@ const CAPACITY: u64 = 1 << 20;
 const SECTOR: usize = 512;
 
 struct World {
-    /// Whether levels have real formats.
+    /// Whether the levels are images in real formats instead of mock layers.
     real: bool,
     random: Random,
     disk: SimulatedDisk,

@@ -67,13 +67,13 @@ impl File for MemoryFile {
 pub struct Manner {
     pub capacity: u64,
     pub grain: u64,
-    /// A write is made in a new grain of the file, and the old grain is reused.
+    /// Whether a write is made in a new grain of the file, and the old grain is reused.
     pub moves: bool,
-    /// A freed grain is not reused before a flush, so that a crash finds its old content.
+    /// Whether a freed grain is not reused before a flush, so that a crash finds its old content.
     pub frees_at_flush: bool,
-    /// Single sectors of allocated grains can be overwritten.
+    /// Whether single sectors of allocated grains can be overwritten.
     pub overwrites: bool,
-    /// Data is reported as [`Content::Encoded`].
+    /// Whether data is reported as [`Content::Encoded`].
     pub encoded: bool,
     pub writable: bool,
 }
@@ -107,11 +107,11 @@ pub struct Faults {
     pub map: AtomicBool,
     pub write: AtomicBool,
     pub flush: AtomicBool,
-    /// A flush fails for lack of space, and keeps the data in memory.
+    /// Whether a flush fails for lack of space, and keeps the data in memory.
     pub flush_room: AtomicBool,
     /// From the write with this number on, counted from 1, writes fail for lack of space; 0 for none.
     pub write_in: AtomicU64,
-    /// Zeros cannot be recorded for lack of space.
+    /// Whether zeros cannot be recorded for lack of space.
     pub zero_room: AtomicBool,
     /// Zeros cannot be recorded past this byte for lack of space; 0 for no limit.
     pub zero_end: AtomicU64,

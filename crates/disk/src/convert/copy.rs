@@ -48,7 +48,7 @@ pub trait Sink: Send {
     /// Data is written in whole units of this many bytes, a power of two, except at the end of the disk.
     fn unit(&self) -> u64;
 
-    /// Writes all parts.
+    /// Writes all parts of the copy.
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()>;
 
     /// Makes the target durable and gives it its name. After an error the target does not exist.

@@ -72,7 +72,7 @@ pub struct ArchiveMachine {
 pub struct ArchiveExport {
     /// The archive, `NAME.ova`, which must not exist.
     pub path: PathBuf,
-    /// The machine.
+    /// The machine to be exported.
     pub machine: ArchiveMachine,
     /// The machine's disks: `DISK` or `DISK@SNAPSHOT`.
     pub disks: Vec<String>,

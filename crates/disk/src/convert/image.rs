@@ -10,7 +10,7 @@ use std::sync::Arc;
 use work::Progress;
 use work::Unreported;
 
-/// Most extents of a part whose writeback is started early. Further extents are written back by the flush.
+/// The most extents of a part for which write-back is started early. Further extents are written back by the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
 
 /// An image under its temporary name.

@@ -50,7 +50,7 @@ use work::{Progress, Throttled};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Address {
-    /// A file.
+    /// A file, by its path.
     Path(PathBuf),
     /// `DISK` or `DISK@SNAPSHOT` of the datastore.
     Disk(String),
@@ -62,9 +62,10 @@ pub enum Address {
 pub struct ImageOptions {
     /// The format of the file; if `None`, it is detected from the first bytes.
     pub format: Option<SourceFormat>,
-    /// Accept a parent that was changed since its child was made.
+    /// Whether to accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
+    /// Whether to replay the journal of a SEsparse image that was not closed cleanly, as far as its records are
+    /// provably complete.
     pub replay_journal: bool,
     /// Folders, besides the image's own, that contain files to which the image may refer.
     pub permitted: Vec<PathBuf>,
@@ -76,7 +77,7 @@ pub struct ImageOptions {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Conversion {
-    /// The source.
+    /// The source of the conversion.
     pub from: Address,
     /// The target, which must not exist.
     pub to: Address,

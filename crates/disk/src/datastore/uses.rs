@@ -22,7 +22,7 @@ struct Use {
 struct AllUses {
     last: u64,
     held: Vec<Use>,
-    /// Disks that are shut, and why.
+    /// Disks that were shut ([`Uses::shut`]), and why.
     shut: BTreeMap<String, String>,
 }
 

@@ -70,7 +70,7 @@ impl Drop for Point<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.foreign.delete_snapshot(&self.entry, &self.name, None, &NoProgress) {
             let snapshot = &self.name;
-            let text = "the snapshot of a conversion was not deleted; the next opening of the datastore does it";
+            let text = "the snapshot of a conversion was not deleted; the next opening of the datastore deletes it";
             tracing::warn!(%error, snapshot, "{text}");
         }
     }

@@ -65,7 +65,7 @@ impl ImageFolders {
         self.open(&self.path()?.join(name), &Path::new(IMAGES).join(name))
     }
 
-    /// Opens the folder to which a record refers. If the path does not exist because the datastore was moved, the
+    /// Opens the folder to which a record refers. If the path does not exist because the datastore was moved, opens the
     /// folder with the same name in this datastore.
     pub fn find(&self, reference: &str) -> Result<Folder> {
         let path = self.path_of(reference)?;
@@ -90,7 +90,8 @@ impl ImageFolders {
         Ok(path.to_owned())
     }
 
-    /// Opens a folder that is in the datastore if `within` leads to it there.
+    /// Opens a folder. If root has opened the datastore of another user, the folder must belong to this user, or
+    /// `within` must lead to the folder from the folder of the datastore.
     fn open(&self, path: &Path, within: &Path) -> Result<Folder> {
         let folder = Folder::of_disk(path)?;
         let looking = || format!("looking for the owner of '{}'", path.display());
@@ -307,7 +308,7 @@ mod tests {
         // A folder of the same user.
         give(&outside, USER);
         take("second", "adopted").unwrap();
-        // The deletion, of which the removal of files is left to the user.
+        // The deletion is recorded, and the removal of files is left to the user.
         give(&outside, 0);
         let datastore = open(&path);
         let entry = datastore.foreign.find("adopted").unwrap();

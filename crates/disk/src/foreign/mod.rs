@@ -63,7 +63,7 @@ const CLOSED_NAME: &str = "lamina.closed";
 pub(crate) struct ForeignDisk {
     /// Name of the disk's folder in `images`.
     pub folder: String,
-    /// The disk.
+    /// The disk itself.
     pub disk: Arc<vmdk::Disk>,
     /// The open device of the head. It is updated when the list of snapshots changes.
     head: Mutex<Weak<ChainedDevice>>,

@@ -217,7 +217,7 @@ impl Replica for ForeignReplica {
         Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "a disk in VMware's formats has one capacity, and this one had others: its snapshots differ in size \
+                "a disk in VMware's formats has one capacity, and this disk had others: its snapshots differ in size \
                  from {capacity} bytes; migrate it to the native format, or delete those snapshots"
             ),
         ))

@@ -63,7 +63,8 @@ fn a_datastore_that_shrinks_is_never_full() {
 fn samples_are_thinned_and_bounded_and_still_give_rates() {
     let (mut datastore, mut disk) = (Series::default(), Series::default());
     let mut most = (0, 0);
-    // A sample each minute for 400 days would take long, so it is each minute for two weeks, and each hour before.
+    // A sample each minute for 400 days would take long, so samples are taken each hour at first, and each minute in
+    // the last two weeks.
     let times =
         (0..386 * 24).map(|hour| hour * HOUR).chain((0..14 * 24 * 60).map(|minute| 386 * DAY + minute * MINUTE));
     for time in times {

@@ -55,7 +55,7 @@ pub struct ImageLevel {
     pub adapter: Option<String>,
     /// Identity of the disk.
     pub uuid: Option<String>,
-    /// The extents.
+    /// The extents of the image.
     pub extents: Vec<ImageExtent>,
 }
 

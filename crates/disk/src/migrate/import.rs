@@ -59,11 +59,12 @@ pub struct ImportOptions {
     pub way: ImportMode,
     /// Format of the new disk, if the images are copied.
     pub target: MigrateOptions,
-    /// Folders, besides their own, that contain files to which the images may refer.
+    /// Folders that contain files to which the images may refer, besides the folders of the images.
     pub permitted: Vec<PathBuf>,
-    /// Accept a parent that was changed since its child was made.
+    /// Whether to accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
+    /// Whether to replay the journal of a SEsparse image that was not closed cleanly, as far as its records are
+    /// provably complete.
     pub replay_journal: bool,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
@@ -100,7 +101,7 @@ impl Overlay {
 /// Live imports: migrations that run in the background.
 #[derive(Default)]
 pub(crate) struct Imports {
-    /// Set when the datastore is closed, so that no further migration begins.
+    /// Whether the datastore is being closed, so that no further migration begins.
     closed: AtomicBool,
     running: parking_lot::Mutex<Vec<Import>>,
 }

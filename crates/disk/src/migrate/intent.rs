@@ -73,9 +73,9 @@ pub(crate) struct Intent {
     pub stage: Stage,
     /// The name of the disk.
     pub disk: String,
-    /// The source. `None` in an `arriving` file.
+    /// The source of the migration. `None` in an `arriving` file.
     pub source: Option<Copy>,
-    /// The target.
+    /// The target of the migration.
     pub target: Copy,
     /// Identity of the disk, which the migration does not change.
     pub uuid: String,

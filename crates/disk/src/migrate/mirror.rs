@@ -109,9 +109,9 @@ pub struct MirrorDevice {
     ranges: Ranges,
     cursor: AtomicU64,
     work: Work,
-    /// Set once flushes cover the target too.
+    /// Whether flushes cover the target too.
     settled: AtomicBool,
-    /// Set once nothing is written to the target any more.
+    /// Whether nothing is written to the target any more.
     failed: AtomicBool,
     state: Mutex<MirrorState>,
 }

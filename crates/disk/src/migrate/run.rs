@@ -11,7 +11,7 @@
 //! 2. The migration has exclusive use of the disk: operations that change its snapshots or its size are refused.
 //!    Clients may connect and disconnect.
 //! 3. While the name is moved to the other copy, no client can open a disk by its name (`rename_lock`). Requests of
-//!    clients that have it open continue.
+//!    clients that have the disk open continue.
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
@@ -351,7 +351,8 @@ impl Migration<'_> {
             if let Err(error) = self.turn_name() {
                 tracing::error!(
                     disk = self.name,
-                    "the new copy of the disk could not be renamed; the next opening of the datastore does it: {error}"
+                    "the new copy of the disk could not be renamed; the next opening of the datastore renames it: \
+                     {error}"
                 );
             }
         }
@@ -422,7 +423,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "the old copy of the disk could not be removed; the next opening of the datastore does it: {error}"
+                "the old copy of the disk could not be removed; the next opening of the datastore removes it: {error}"
             );
         }
     }
@@ -439,7 +440,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "the unfinished copy of the disk was not removed; the next opening of the datastore does it: {error}"
+                "the unfinished copy of the disk was not removed; the next opening of the datastore removes it: {error}"
             );
         }
     }

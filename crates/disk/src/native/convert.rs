@@ -57,7 +57,7 @@ impl Drop for Point {
     fn drop(&mut self) {
         if let Err(error) = self.engine.delete_snapshot(self.id) {
             tracing::warn!(
-                "snapshot '{}' of a conversion was not deleted; the next opening of the datastore does it: {error}",
+                "snapshot '{}' of a conversion was not deleted; the next opening of the datastore deletes it: {error}",
                 self.name
             );
         }
@@ -102,7 +102,8 @@ impl NativeSink {
         let removed = self.engine.delete_disk(self.id, &[]).and_then(|()| self.engine.reclaim());
         if let Err(error) = removed {
             tracing::warn!(
-                "disk '{}' of a failed conversion was not deleted; the next opening of the datastore does it: {error}",
+                "disk '{}' of a failed conversion was not deleted; the next opening of the datastore deletes it: \
+                 {error}",
                 self.name
             );
         }

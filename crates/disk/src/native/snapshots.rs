@@ -63,7 +63,8 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 impl Native {
     /// Takes snapshots of several disks at one point in time: (disk, snapshot name). The function `around` is called
     /// with a [`Taking`], by which it takes the snapshots while the other disks of the group are quiesced. Everything
-    /// that may take long is done before. If the group fails later, `around` deletes the snapshots.
+    /// that may take long is done before the call of `around`. If the group fails later, `around` deletes the
+    /// snapshots.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],

@@ -52,9 +52,9 @@ enum Located {
     Zero,
     /// The location of the range is unknown.
     Lost,
-    /// At `offset` of file number `file` of a level.
+    /// The range is at `offset` of file number `file` of a level.
     Data { level: usize, file: u16, offset: u64 },
-    /// In compressed grains of a level.
+    /// The range is in compressed grains of a level.
     Encoded { level: usize },
 }
 

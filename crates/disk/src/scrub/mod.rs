@@ -63,7 +63,7 @@ pub struct ScrubOptions {
 /// A scrub that is running.
 #[derive(Default)]
 struct Running {
-    /// The scrub has to end, and is not continued by itself.
+    /// Whether the scrub has to end, and is continued only on request.
     cancelled: AtomicBool,
     done: AtomicU64,
     total: AtomicU64,
@@ -83,7 +83,7 @@ pub(crate) struct Scrubs {
     writing: Mutex<()>,
     /// Why the record is not used and must not be replaced.
     refused: OnceLock<String>,
-    /// The server is stopping: scrubs end, and the next server continues them.
+    /// Whether the server is stopping: then scrubs end, and the next server continues them.
     suspended: AtomicBool,
     /// Called after the schedule was changed.
     rescheduled: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -203,9 +203,9 @@ impl Progress for Watched<'_> {
 /// How a scrub ended.
 enum End {
     Whole,
-    /// On request: it is not continued by itself.
+    /// The scrub ended on request, and is not continued by itself.
     Cancelled,
-    /// With the server: the next server continues it.
+    /// The scrub ended with its server, and the next server continues it.
     Suspended,
 }
 

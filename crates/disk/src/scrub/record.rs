@@ -105,7 +105,7 @@ pub(crate) struct DamageRecord {
     pub number: u64,
     /// The disk, if it is in a VMware format.
     pub disk: Option<String>,
-    /// What is wrong.
+    /// What is wrong with the place.
     pub problem: String,
     /// When the damage was found, in seconds since 1970.
     pub found: u64,
@@ -130,7 +130,7 @@ pub(crate) struct ReferenceRecord {
 }
 
 impl ScrubRun {
-    /// A scrub that begins.
+    /// The record of a scrub that begins.
     pub fn new(now: u64, rate: u64) -> Self {
         let mut run = Self {
             cancelled: None,

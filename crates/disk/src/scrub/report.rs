@@ -86,7 +86,7 @@ pub struct ScrubDamage {
     pub file: String,
     /// The number of the page or data block.
     pub number: u64,
-    /// What is wrong.
+    /// What is wrong with the place.
     pub problem: String,
     /// When the damage was found, in seconds since 1970.
     pub found: u64,
@@ -110,7 +110,7 @@ pub struct ScrubTouched {
 /// The state of scrubs with the list of damage.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubReport {
-    /// The state.
+    /// The state of scrubs.
     pub summary: ScrubSummary,
     /// What the last scrub that reached its end has done.
     pub last: Option<ScrubResult>,

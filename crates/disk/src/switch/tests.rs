@@ -18,7 +18,7 @@ struct Memory {
     finished: AtomicU64,
     flushed: AtomicU64,
     refuses: bool,
-    /// Set once no request may begin on the device.
+    /// Whether no request may begin on the device any more.
     gone: AtomicBool,
 }
 

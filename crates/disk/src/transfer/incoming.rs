@@ -60,7 +60,7 @@ pub struct NewArrival {
 pub struct NewReception {
     /// Name of the sender, for display.
     pub sender: String,
-    /// The disks.
+    /// The disks to be received.
     pub disks: Vec<NewArrival>,
     /// The definition of a virtual machine that is sent with the disks.
     pub attachment: Option<String>,

@@ -29,9 +29,9 @@ pub(crate) const RANGES_MAX: usize = 1024;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotIdentity {
-    /// Identity.
+    /// UUID of the snapshot.
     pub uuid: String,
-    /// Name.
+    /// Name of the snapshot.
     pub name: String,
     /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
@@ -73,7 +73,7 @@ pub(crate) struct Record {
     pub sender: String,
     /// When the reception began, in seconds since 1970.
     pub begun: u64,
-    /// The disks.
+    /// The disks that are received.
     pub disks: Vec<Arriving>,
     /// The definition of a virtual machine that is received with the disks.
     pub attachment: Option<String>,

@@ -31,7 +31,7 @@ pub enum ExtentKind {
     Vmfs,
     /// The sparse format of VMware Workstation.
     Sparse,
-    /// No file: the disk reads as zeros there.
+    /// No file: this range of the disk reads as zeros.
     Zero,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -41,7 +41,7 @@ pub enum ExtentKind {
     VsanSparse,
     /// A raw device mapping on VMFS.
     VmfsRdm,
-    /// A device.
+    /// A device of the host, without a file system.
     VmfsRaw,
 }
 
@@ -64,7 +64,7 @@ impl ExtentKind {
     }
 }
 
-/// One extent.
+/// A line that describes an extent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExtentLine {
     /// The guest's access.

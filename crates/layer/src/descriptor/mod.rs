@@ -23,7 +23,7 @@
 //! 3. Entries of the data base keep their order and their bytes. Comments and header keys that lamina does not use are
 //!    dropped when the text is written again, as VMware does.
 //! 4. The result of [`Descriptor::to_bytes`] parses to the same descriptor, and QEMU, which searches for strings where
-//!    other readers parse lines, reads the same.
+//!    other readers parse lines, reads the same values.
 //! 5. A descriptor file is replaced whole or not at all ([`storage`]).
 
 mod database;
@@ -47,8 +47,8 @@ pub(crate) use parse::starts_like_one;
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
-/// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; one of
-/// 4096 extents takes a quarter of this limit.
+/// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; a
+/// descriptor of 4096 extents takes a quarter of this limit.
 pub const TEXT_MAX: usize = 1 << 20;
 /// The longest line, in bytes.
 pub const LINE_MAX: usize = 8192;
@@ -80,9 +80,9 @@ pub enum CreateType {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
-    /// A delta object.
+    /// A delta object of a vSAN store.
     VsanSparse,
-    /// Any other, by its name: device mappings, and unknown kinds.
+    /// Any other kind of disk, by its name: device mappings, and unknown kinds.
     Other(String),
 }
 
@@ -127,7 +127,7 @@ pub struct Descriptor {
     pub version: u32,
     /// The encoding of names in the text.
     pub encoding: Encoding,
-    /// The CID.
+    /// The CID of the image.
     pub content: ContentId,
     /// The parent's CID when this image was made; `None` without a parent.
     pub parent_content: Option<ContentId>,

@@ -33,7 +33,7 @@ pub const NAME_MAX: usize = 200;
 
 /// Reads the descriptor in `file`; error messages call it `name`.
 pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
-    let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
+    let length = file.len().during(|| format!("querying the length of '{name}'"))?;
     if length > TEXT_MAX as u64 {
         return Err(corrupt(format!("'{name}' has {length} bytes: too many for a disk descriptor")));
     }
@@ -300,7 +300,7 @@ pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     if start == 0 || sectors == 0 {
         return Ok(None);
     }
-    let length = file.len().during(|| "asking for the length of a sparse extent".to_owned())?;
+    let length = file.len().during(|| "querying the length of a sparse extent".to_owned())?;
     let place = start.checked_mul(SECTOR).zip(start.checked_add(sectors).and_then(|end| end.checked_mul(SECTOR)));
     match place {
         Some((from, to)) if to <= length && to - from <= TEXT_MAX as u64 => Ok(Some(from..to)),

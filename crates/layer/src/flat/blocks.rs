@@ -84,7 +84,8 @@ impl Blocks {
         }
     }
 
-    /// Whether `block` is written, and the end of the run of blocks with the same answer, at most `end`.
+    /// Whether `block` is written, and the end of the run of blocks that are all written, or all not written, at most
+    /// `end`.
     pub(super) fn written_run(&self, block: u64, end: u64) -> (bool, u64) {
         self.written.run(block, end)
     }
@@ -137,7 +138,7 @@ impl Blocks {
     pub(super) fn load(&self, file: &dyn File, name: &str) -> Result<()> {
         let mut at = self.bytes.start;
         while at < self.bytes.end {
-            let placements = file.placements(at).during(|| format!("asking where the bytes of '{name}' are"))?;
+            let placements = file.placements(at).during(|| format!("querying where the bytes of '{name}' are"))?;
             let Some(last) = placements.last() else { break };
             for placement in &placements {
                 let set = if placement.written { &self.written } else { &self.unwritten };
@@ -216,7 +217,8 @@ impl Set {
         }
     }
 
-    /// Whether `block` is a member, and the end of the run of blocks with the same answer, at most `end`.
+    /// Whether `block` is a member, and the end of the run of blocks that are all members, or all no members, at most
+    /// `end`.
     fn run(&self, block: u64, end: u64) -> (bool, u64) {
         let member = self.has(block);
         let mut at = block;

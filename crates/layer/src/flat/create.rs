@@ -39,7 +39,7 @@ pub struct NewDisk<'a> {
     pub name: &'a str,
     /// Capacity in bytes, whole sectors.
     pub capacity: u64,
-    /// The layout.
+    /// The layout of the disk's files.
     pub kind: NewKind,
     /// The provisioning type.
     pub provisioning: Provisioning,
@@ -192,7 +192,7 @@ impl Making<'_> {
             _ => Error::io(during(), error),
         })?;
         if provisioning != Provisioning::Thin {
-            // One call for all space, so that it is contiguous where possible.
+            // All space is reserved by one call, so that the space is contiguous where possible.
             file.reserve(0, length).during(during)?;
         }
         if provisioning == Provisioning::EagerZeroedThick {

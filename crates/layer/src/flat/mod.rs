@@ -129,7 +129,7 @@ impl Flat {
     /// # Errors
     /// `Corrupt` when the file is too short, `Invalid` when the extent's borders are not aligned for direct I/O.
     pub fn open(file: Arc<dyn File>, name: &str, options: FlatOptions) -> Result<Arc<Self>> {
-        let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
+        let length = file.len().during(|| format!("querying the length of '{name}'"))?;
         let too_short = || {
             let wanted = options.capacity.map_or(options.offset, |capacity| options.offset.saturating_add(capacity));
             let text = format!("'{name}' is truncated: it has {length} bytes, and its extent reaches to byte {wanted}");
@@ -208,7 +208,7 @@ impl Flat {
         let mut at = self.bytes.start;
         while at < self.bytes.end {
             let placements =
-                self.file.placements(at).during(|| format!("asking where the bytes of '{}' are", self.name))?;
+                self.file.placements(at).during(|| format!("querying where the bytes of '{}' are", self.name))?;
             let Some(last) = placements.last() else { break };
             at = last.range.end.max(at + 1);
             for placement in placements.iter().filter(|placement| placement.range.start < self.bytes.end) {
@@ -450,7 +450,7 @@ impl Layer for Flat {
     }
 
     fn usage(&self) -> Result<Usage> {
-        let allocated = self.file.allocated().during(|| format!("asking for the space of '{}'", self.name))?;
+        let allocated = self.file.allocated().during(|| format!("querying the space of '{}'", self.name))?;
         let Counters { nb, tbz, .. } = self.counters();
         let mapped = (nb - tbz.min(nb)).saturating_mul(FILE_BLOCK).min(self.capacity());
         Ok(Usage { allocated, mapped, dead: 0 })

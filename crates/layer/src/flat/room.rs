@@ -11,7 +11,7 @@ impl Flat {
         let (mut at, mut asked, mut holes) = (bytes.start, bytes.start, 0);
         while asked < bytes.end {
             let placements = self.file.placements(asked);
-            let placements = placements.during(|| format!("asking where the bytes of '{}' are", self.name))?;
+            let placements = placements.during(|| format!("querying where the bytes of '{}' are", self.name))?;
             let Some(last) = placements.last() else { break };
             asked = last.range.end.max(asked + 1);
             for placement in placements.iter().filter(|placement| placement.range.start < bytes.end) {

@@ -63,7 +63,7 @@ impl Check {
     }
 }
 
-/// Adds a sentence, up to the limit.
+/// Adds a sentence to a list that has fewer than [`FINDINGS_MAX`] sentences.
 pub(super) fn tell(sentences: &mut Vec<String>, sentence: impl FnOnce() -> String) {
     if sentences.len() < FINDINGS_MAX {
         sentences.push(sentence());

@@ -20,8 +20,8 @@ pub struct CreateOptions<'a> {
     pub capacity: u64,
     /// The descriptor to embed; `None` in the extents of a split disk.
     pub descriptor: Option<&'a [u8]>,
-    /// Use special entries for zero grains (version 2): zeros over a parent then take no space. QEMU reads these
-    /// entries; whether Workstation does is not known.
+    /// Whether to use special entries for zero grains (version 2): zeros over a parent then take no space. QEMU reads
+    /// these entries; whether Workstation does is not known.
     pub zero_grains: bool,
 }
 

@@ -55,7 +55,7 @@ pub(crate) struct ReadTable {
     pub(crate) places: Places,
     /// The entries that are [`ENTRY_BAD`].
     pub(super) doubts: Vec<Doubt>,
-    /// Whether the copies differ.
+    /// Whether the two copies of the table differ.
     pub(crate) differ: bool,
     /// Number of wrong entries in the primary and in the redundant copy, as the other copy proves.
     pub(super) wrong: [usize; 2],

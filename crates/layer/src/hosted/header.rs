@@ -5,7 +5,7 @@
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 
-/// `KDMV`.
+/// The magic number of a sparse extent: `KDMV`.
 pub const MAGIC: [u8; 4] = *b"KDMV";
 /// The magic number that some writers use while the file is incomplete.
 const MAGIC_UNFINISHED: [u8; 4] = *b"kdmv";
@@ -51,7 +51,7 @@ pub(super) const UNCLEAN_OFFSET: usize = 72;
 pub struct Header {
     /// Version: 1, 2 or 3.
     pub version: u32,
-    /// Flags.
+    /// The flags of the extent.
     pub flags: u32,
     /// Capacity in sectors.
     pub capacity: u64,
@@ -69,7 +69,7 @@ pub struct Header {
     pub directory_offset: u64,
     /// Sectors before the first grain.
     pub overhead: u64,
-    /// Set while a writer has the file open.
+    /// Whether a writer has the file open, or did not close it.
     pub unclean: bool,
     /// Compression: 0 none, 1 deflate.
     pub compression: u16,

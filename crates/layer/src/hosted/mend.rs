@@ -90,7 +90,7 @@ impl Hosted {
                         true => format!("grain {number} ({bytes}): no copy of its table names a valid sector"),
                         false => format!(
                             "grain {number} ({bytes}): the copies of its table name sectors {one} and {other}, and \
-                             neither is provably wrong; reading it fails until one is"
+                             neither is provably wrong, so reading the grain fails"
                         ),
                     });
                 }

@@ -65,7 +65,7 @@ pub struct OpenOptions {
     pub writable: bool,
     /// Whether absent grains are read from a parent. Without a parent, zeros need no entry.
     pub parent: bool,
-    /// Use the primary copy of a table if the copies differ and neither is provably wrong.
+    /// Whether to use the primary copy of a table if the copies differ and neither is provably wrong.
     pub force: bool,
 }
 

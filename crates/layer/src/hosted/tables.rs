@@ -39,17 +39,17 @@ impl Table {
         Self { entries, places, damaged, changed: AtomicU32::new(0), fresh: AtomicU32::new(0) }
     }
 
-    /// Entry `at`.
+    /// Entry `at` of the table.
     pub(crate) fn entry(&self, at: usize) -> u32 {
         self.entries.get(at).map_or(ENTRY_BAD, |entry| entry.load(Ordering::Acquire))
     }
 
-    /// Number of entries.
+    /// Number of entries of the table.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// The sectors of its copies.
+    /// The sectors of the table's copies.
     pub(super) fn places(&self) -> Places {
         self.places
     }

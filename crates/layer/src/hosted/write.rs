@@ -482,7 +482,7 @@ struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    /// The next `length` bytes.
+    /// The next `length` bytes of the write.
     fn take(&mut self, mut length: usize) -> Vec<&'a [u8]> {
         let mut parts = Vec::new();
         while length > 0 {

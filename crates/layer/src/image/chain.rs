@@ -132,8 +132,10 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
         }
         _ => {
             let hint = reference.hint.escape_debug();
-            let text =
-                format!("the parent of '{label}' is missing: there is no '{hint}', nor that file name in its folder");
+            let text = format!(
+                "the parent of '{label}' is missing: there is no '{hint}', and no file of that name in the \
+                 folder of the image"
+            );
             Err(Error::new(ErrorKind::NotFound, text))
         }
     }

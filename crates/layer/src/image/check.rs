@@ -30,7 +30,7 @@ const ASK_EXTENTS: usize = 1024;
 pub struct Checked {
     /// The file of the extent.
     pub file: String,
-    /// The name of its format.
+    /// The name of the image's format.
     pub format: String,
     /// Damage, as text.
     pub problems: Vec<String>,

@@ -45,7 +45,7 @@ pub enum ImageKind {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
-    /// A delta object.
+    /// A delta object, as in a vSAN store.
     VsanSparse,
     /// One sparse extent of VMware Workstation.
     MonolithicSparse,
@@ -60,7 +60,7 @@ pub enum ImageKind {
 }
 
 impl ImageKind {
-    /// Every kind.
+    /// Every kind of image.
     pub const ALL: [Self; 11] = [
         Self::Thin,
         Self::ZeroedThick,
@@ -240,7 +240,7 @@ pub struct NewImage<'a> {
     pub capacity: u64,
     /// The kind of image.
     pub kind: ImageKind,
-    /// The parent.
+    /// The parent of the image.
     pub parent: Option<NewParent>,
     /// The adapter for which the geometry is computed.
     pub adapter: Adapter,
@@ -315,7 +315,7 @@ pub struct Unfinished {
     lock: Box<dyn Lock>,
 }
 
-/// A new image.
+/// A new image that is complete and has its final name.
 #[derive(Clone)]
 pub struct Made {
     /// Folder and name of the image.

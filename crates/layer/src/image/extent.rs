@@ -25,7 +25,7 @@ pub enum Format {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
-    /// A delta object.
+    /// A delta object, as in a vSAN store.
     VsanSparse,
     /// QEMU's qcow2.
     Qcow2,

@@ -4,7 +4,7 @@
 //!    the old content, outside this chain, records the old CID, so it is never read above the new content.
 //! 2. If the descriptor of an image cannot be written, the image cannot be changed.
 //! 3. If a full file system has no space for a new descriptor, the digits of CID and parentCID are overwritten in place
-//!    ([`storage::renumber`]): an image that has space for its payload is never refused because of its CID.
+//!    ([`storage::renumber`]): a change that has space for its payload is never refused because of the CID.
 //! 4. The descriptor in memory equals the one in the file: it is changed after the file. After a failed write the file
 //!    may have the old or the new descriptor, so the next update writes it even if nothing changes.
 
@@ -26,7 +26,7 @@ pub(super) struct StoredDescriptor {
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,
     renewed: AtomicBool,
-    /// The last write failed, so the file may have the descriptor of that write.
+    /// Whether the last write failed, so that the file may have the descriptor of that write.
     uncertain: AtomicBool,
 }
 

@@ -235,8 +235,8 @@ impl Image {
     }
 }
 
-/// Passes progress on. If guests sent requests during a step, it pauses after the step, so that the work takes
-/// [`SHARE`] percent of the time.
+/// Passes progress on, and pauses after each step during which guests sent requests, so that the work takes [`SHARE`]
+/// percent of the time.
 struct Resting<'a> {
     layer: &'a SeSparse,
     progress: &'a dyn Progress,

@@ -114,7 +114,7 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
-    /// A file of an image, as it is used.
+    /// A file of an image, which records unreadable blocks if the image is opened for salvage.
     fn prepared(&self, file: Arc<dyn File>, place: &Place) -> Arc<dyn File> {
         if self.salvage { Remembering::over(file, place) } else { file }
     }
@@ -141,7 +141,7 @@ pub struct Image {
     /// Whether all extents are flat.
     only_flat: bool,
     parent: Option<ParentReference>,
-    /// What is lost, for the user.
+    /// What of the image is lost, as text for the user.
     notes: Vec<String>,
     _lock: Option<Box<dyn Lock>>,
 }
@@ -203,7 +203,7 @@ impl Image {
 
     fn probe_file(place: &Place) -> Result<(Signature, u64)> {
         let file = place.open(IoMode::Buffered, backend::Access::Read)?;
-        let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
+        let length = file.len().during(|| format!("querying the length of '{}'", place.label()))?;
         let mut bytes = [0; PROBE_LENGTH];
         let bytes = &mut bytes[..length.min(PROBE_LENGTH as u64) as usize];
         file.read_at(bytes, 0).during(|| format!("reading the beginning of '{}'", place.label()))?;
@@ -226,7 +226,7 @@ impl Image {
         let mode = match format {
             Format::Flat => {
                 let file = place.open(IoMode::Buffered, backend::Access::Read)?;
-                let length = file.len().during(|| format!("asking for the length of '{label}'"))?;
+                let length = file.len().during(|| format!("querying the length of '{label}'"))?;
                 Flat::mode_for(options.mode, 0, length)
             }
             other => other.mode(options.mode, 0, None),
@@ -576,7 +576,7 @@ fn open_resolved(
     let mut capacity = length;
     if options.salvage {
         // A truncated file is read as far as it reaches.
-        let there = file.len().during(|| format!("asking for the length of '{label}'"))?;
+        let there = file.len().during(|| format!("querying the length of '{label}'"))?;
         capacity = length.min(there.saturating_sub(offset) / crate::SECTOR * crate::SECTOR);
     }
     let flat = FlatOptions { offset, capacity: Some(capacity), writable, thin: descriptor.thin() };

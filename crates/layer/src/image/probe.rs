@@ -1,12 +1,12 @@
 //! Recognising formats by the first bytes of a file.
 //!
-//! Probing tells what a file *claims* to be. A raw disk contains the bytes that its guest wrote, and a guest can write
-//! the signature of any format, or a descriptor that names files of the host. On the other hand, any file could be a
-//! raw disk, even an image with a damaged signature. Therefore: a file that the user names is probed only if the user
-//! does not state its format; a file counts as raw only if its name and its size say so, and then no signature
-//! overrules that ([`super::Image::open`]); the extents of a descriptor have the formats that their lines state; a
-//! parent is accepted only if its CID is the one in its child, and raw disks have no CID; and files that a probed file
-//! names are opened through [`super::Folder`].
+//! Probing determines what a file *claims* to be. A raw disk contains the bytes that its guest wrote, and a guest can
+//! write the signature of any format, or a descriptor that names files of the host. On the other hand, any file could
+//! be a raw disk, even an image with a damaged signature. Therefore a file that the user names is probed only if the
+//! user does not state its format. A file counts as raw only if its name and its size indicate a raw disk, and then no
+//! signature overrules the name and the size ([`super::Image::open`]). The extents of a descriptor have the formats
+//! that their lines state. A parent is accepted only if its CID is the one that its child records, and raw disks have
+//! no CID. Files that a probed file names are opened through [`super::Folder`].
 
 use crate::{Error, ErrorKind, Result, SECTOR, descriptor};
 
@@ -49,7 +49,7 @@ impl Signature {
 /// Signatures at the beginning of a file.
 const SIGNATURES: [(&[u8], Signature); 9] = [
     (b"KDMV", Signature::HostedSparse),
-    // Some writers of sparse extents leave this until the file is complete.
+    // Some writers of sparse extents leave this magic number until the file is complete.
     (b"kdmv", Signature::HostedSparse),
     (b"COWD", Signature::VmfsSparse),
     (&[0xbe, 0xba, 0xfe, 0xca, 0, 0, 0, 0], Signature::SeSparse),

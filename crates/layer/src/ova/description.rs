@@ -12,17 +12,17 @@ use ovf::xml::Element;
 pub struct Disk {
     /// The disk's identifier within the OVF.
     pub id: String,
-    /// The member with its content.
+    /// The member of the archive with the disk's content.
     pub file: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// The URI of its format; that of VMware's disks ends with `#streamOptimized`.
+    /// The URI of the disk's format; the URI of VMware's disks ends with `#streamOptimized`.
     pub format: String,
     /// The disk of which this one is a delta, by its identifier within the OVF.
     pub parent: Option<String>,
 }
 
-/// Processors and memory.
+/// Processors and memory of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hardware {
     /// Number of processors.

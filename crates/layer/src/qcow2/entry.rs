@@ -13,16 +13,16 @@ const RESERVED: u64 = 0x3f00_0000_0000_01fe;
 /// The state of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cluster {
-    /// Not allocated in this image.
+    /// The cluster is not allocated in this image.
     Absent,
-    /// Reads as zeros.
+    /// The cluster reads as zeros.
     Zero,
-    /// Data at an offset of the file.
+    /// The cluster has data at an offset of the file.
     Data {
-        /// The offset.
+        /// The offset of the data in the file.
         offset: u64,
     },
-    /// Divided into 32 subclusters, each of which is data, zeros or absent.
+    /// The cluster is divided into 32 subclusters, each of which is data, zeros or absent.
     Parts {
         /// The offset of the whole cluster.
         offset: u64,
@@ -33,7 +33,7 @@ pub(super) enum Cluster {
     },
     /// Compressed data at any offset.
     Compressed {
-        /// The offset.
+        /// The offset of the data in the file.
         offset: u64,
         /// The most bytes that the data can have.
         size: u64,

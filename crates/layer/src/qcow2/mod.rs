@@ -82,7 +82,7 @@ impl Qcow2 {
         })
     }
 
-    /// The header.
+    /// The header of the image.
     pub fn header(&self) -> &Header {
         &self.header
     }

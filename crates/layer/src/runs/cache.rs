@@ -29,7 +29,7 @@ const CLOCK_STEPS_MAX: usize = 64;
 pub(crate) struct Captured {
     /// The table's index.
     pub(crate) index: u32,
-    /// The table.
+    /// The content of the table.
     pub(crate) list: Arc<RunList>,
     /// The parts of the table that changed since its last capture, as a bit mask of the format.
     pub(crate) parts: u64,
@@ -61,7 +61,7 @@ struct Shard {
 
 type Exclusive<'a> = parking_lot::RwLockWriteGuard<'a, Tables>;
 
-/// The cache.
+/// The cache of the tables of one image.
 pub(crate) struct RunCache {
     shards: Box<[Shard]>,
     shard_bytes_max: usize,
@@ -165,7 +165,8 @@ impl RunCache {
         answer
     }
 
-    /// Captures all changed tables, to be written. They stay cached until [`RunCache::release`]. One capture at a time.
+    /// Captures all changed tables, to be written. They stay cached until [`RunCache::release`]. Only one capture may
+    /// exist at a time.
     pub(crate) fn capture(&self) -> Vec<Captured> {
         let mut captured = Vec::with_capacity(self.changed());
         for shard in &self.shards {

@@ -27,7 +27,7 @@ const FIRST_SHIFT: u32 = COUNT_SHIFT + 12;
 /// Consecutive entries of the same kind, at consecutive locations or all without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryRun {
-    /// The first entry.
+    /// The first entry of the run.
     pub(crate) first: u32,
     /// The number of entries.
     pub(crate) count: u32,
@@ -62,7 +62,7 @@ impl EntryRun {
     }
 }
 
-/// A run in eight bytes; comparing them as numbers compares their first entries.
+/// A run as a number of eight bytes. The order of these numbers is the order of the first entries of the runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Packed(u64);
 
@@ -88,7 +88,7 @@ impl Packed {
 /// Consecutive entries of a table: a run, a part of a run, or absent entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryPiece {
-    /// The first entry.
+    /// The first entry of the piece.
     pub(crate) first: u32,
     /// The number of entries.
     pub(crate) count: u32,
@@ -96,7 +96,7 @@ pub(crate) struct EntryPiece {
     pub(crate) what: Option<(u8, u64)>,
 }
 
-/// A table.
+/// A table in memory, as runs.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct RunList {
     runs: Vec<Packed>,

@@ -23,7 +23,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Number of kinds.
+    /// Number of kinds of pages.
     pub(super) const ALL: usize = 4;
 }
 
@@ -76,7 +76,7 @@ impl PageBytes {
         &self.0
     }
 
-    /// Word `index`, below 512.
+    /// Word `index` of the page; `index` is below 512.
     #[inline]
     pub(super) fn word(&self, index: usize) -> u64 {
         Words(&self.0).get(index * 8)
@@ -146,7 +146,7 @@ impl Cache {
     /// Sets a word of a page, which must be in memory.
     pub(super) fn set(&mut self, key: PageKey, index: usize, word: u64) {
         let page = self.pages.get_mut(&key);
-        debug_assert!(page.is_some(), "{key:?} was not asked for before it was changed");
+        debug_assert!(page.is_some(), "{key:?} was not required before it was changed");
         let Some(page) = page.filter(|page| page.bytes.word(index) != word) else { return };
         let bytes: &mut Buffer = Arc::make_mut(&mut page.bytes.0);
         put(bytes, index * 8, word);
@@ -178,7 +178,7 @@ impl Cache {
             return;
         }
         let bytes = self.edit(key);
-        debug_assert!(bytes.is_some(), "{key:?} was not asked for before it was changed");
+        debug_assert!(bytes.is_some(), "{key:?} was not required before it was changed");
         let places = bytes.and_then(|bytes| bytes.as_chunks_mut().0.get_mut(index..)).unwrap_or_default();
         for (place, word) in places.iter_mut().zip(words) {
             *place = word.to_le_bytes();

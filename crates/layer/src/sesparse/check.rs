@@ -93,7 +93,7 @@ impl CheckReport {
     }
 }
 
-/// Adds a sentence, up to the limit.
+/// Adds a sentence to a list that has fewer than [`FINDINGS_MAX`] sentences.
 pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
     if sentences.len() < FINDINGS_MAX {
         sentences.push(what());
@@ -311,8 +311,8 @@ impl SeSparse {
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
                     let twice = named.insert(grain.0);
-                    // A move of a grain, or its reuse, may have changed its entry meanwhile: an entry checked before
-                    // named the grain then, and this one names it now.
+                    // Meanwhile the grain may have been moved or reused: an entry that was checked earlier named the
+                    // grain at that time, and this entry names the grain now.
                     let damage = twice && (alone || !self.is_in_census(grain.0)) && still_so()?;
                     if damage {
                         evidence.suspect(suspect);

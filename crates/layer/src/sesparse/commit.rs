@@ -192,7 +192,7 @@ impl SeSparse {
                 return;
             }
             if let Err(error) = self.punch_runs(&ready) {
-                // The grains become free without it: a new grain is written as a whole.
+                // The grains become free even without a punch: a new grain is written as a whole.
                 tracing::warn!(image = %self.name, %error, "space is not returned to the file system");
             }
             let mut left: VecDeque<GrainRun> = ready.into_iter().flat_map(by_bitmap_page).collect();

@@ -102,7 +102,7 @@ pub(super) fn encode_slot(table: Table) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Owner {
     pub table: Table,
-    /// Below 4,096.
+    /// The number of the entry in its table, below 4,096.
     pub entry: u16,
 }
 

@@ -75,7 +75,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// How to treat an image whose journal was not replayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyJournal {
-    /// Refuse to open it.
+    /// Refuse to open the image.
     #[default]
     Refuse,
     /// Replay the proven transactions: in memory if opened for reading, into the file if opened for writing.
@@ -93,8 +93,9 @@ pub struct Options {
     pub cache: usize,
     /// Freed runs of at least this many bytes are punched at once; `None` keeps them for new grains.
     pub punch: Option<u64>,
-    /// Open although the directory is damaged, for a check with repair, or to read what is left of an image that is
-    /// opened for reading. Reads of damaged parts still fail. Headers are repaired, for reading in memory only.
+    /// Whether the image is opened although its directory is damaged, for a check with repair, or to read what is left
+    /// of an image that is opened for reading. Reads of damaged parts still fail. Headers are repaired, for reading in
+    /// memory only.
     pub repair: bool,
 }
 
@@ -119,7 +120,7 @@ pub struct SeSparse {
     /// Held while the length of the file changes.
     length: Mutex<()>,
     gate: RwLock<()>,
-    /// Held by wiping, shrinking and checking: one at a time.
+    /// Held by wiping, shrinking and checking: one of these operations at a time.
     maintenance: Mutex<()>,
     /// Whether grains were written since the last flush of the file.
     unsynced: AtomicBool,

@@ -1,10 +1,10 @@
 //! Repair by redundancy: a grain in use is recorded in three places, its table entry, its owner in the backmap, and its
-//! bit in the bitmap. If one of the three is wrong and the two others agree, the wrong one is repaired:
+//! bit in the bitmap. If one of these places is wrong and the two others agree, the wrong place is repaired:
 //!
-//! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names one
-//!   that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry, that
-//!   grain is the right one. Otherwise the right value is unproven, and the entry is reported by grain of the disk. An
-//!   unproven entry that names the data of another entry is replaced by a value that every reader refuses.
+//! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names a
+//!   grain that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry,
+//!   that grain is the right one. Otherwise the right value is unproven, and the entry is reported by grain of the
+//!   disk. An unproven entry that names the data of another entry is replaced by a value that every reader refuses.
 //! * If an entry is absent although the backmap gives an allocated grain to it, a crash has interrupted a write or a
 //!   deletion, and the grain is free.
 //! * A directory slot is wrong if it is invalid or names a table that was never allocated. If exactly one table without
@@ -115,7 +115,8 @@ impl SeSparse {
             }
         }
         let shared = self.state.lock().shared_tables.clone();
-        // Only with a wrong slot: a crash, too, leaves tables that no slot names yet.
+        // A table without a slot is damage only if a slot is wrong, because a crash, too, leaves tables that no slot
+        // names yet.
         let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
         lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
         let zeros = match evidence.bad_slots.is_empty() && lost.is_empty() {
@@ -233,7 +234,7 @@ impl SeSparse {
         let mut ambiguous = false;
         if let Verdict::Unowned(owned) = verdict {
             // Two explanations are possible: the owner of the named grain is damaged, and a crash has left the claimed
-            // grain; or the entry is damaged. The one with fewer wrong bytes is more likely.
+            // grain; or the entry is damaged. The explanation with fewer wrong bytes is more likely.
             let nearest = claimed.iter().map(|grain| unlike(raw, Entry::Data(Grain(*grain)).encode())).min();
             match nearest.map(|nearest| nearest.cmp(&unlike(owned, owner.encode()))) {
                 None | Some(Ordering::Greater) => return Ok(()),
@@ -348,7 +349,7 @@ impl SeSparse {
 }
 
 /// Whether a damaged entry differs in fewer bytes from a value that names a grain than from one that names none. If a
-/// crash has left grains of deletions, only this distinguishes the two.
+/// crash has left grains of deletions, only this comparison shows whether the undamaged entry named a grain.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;

@@ -96,8 +96,8 @@ impl SeSparse {
         }
     }
 
-    /// The end of the range that is damaged together with the byte at `at`: of the table, if its slot is damaged, of
-    /// the page of the table, if that cannot be read, or of the grain.
+    /// The end of the range that is damaged together with the byte at `at`: the end of the table if its slot is
+    /// damaged, the end of the page of the table if that page cannot be read, and otherwise the end of the grain.
     pub(super) fn damage_around(&self, at: u64) -> u64 {
         let span = match self.settle(|state| state.table_of(at / TABLE_SPAN)) {
             Err(_) => TABLE_SPAN,
@@ -207,7 +207,7 @@ impl SeSparse {
         }
         let waiting = waiting.min(set);
         let mapped = (set - waiting) * GRAIN;
-        let failed = || format!("asking how much space {} takes", self.name);
+        let failed = || format!("querying how much space {} takes", self.name);
         let allocated = self.file.allocated().during(failed)?;
         let of_grains = allocated.saturating_sub(self.metadata_space().during(failed)?);
         let dead = ((held - set + waiting) * GRAIN).min(of_grains.saturating_sub(mapped));

@@ -93,8 +93,8 @@ impl SeSparse {
             // A repair determines lost grains from the tables themselves, because an owner may be damaged.
             //
             // A slot becomes durable only after the count of tables that includes its table. So if a slot names a table
-            // that is not counted, the slot or the count is damaged. If it is the slot, the grains of its table only
-            // seem lost. Their regions stay marked.
+            // that is not counted, the slot or the count is damaged. If the slot is damaged, the grains of its table
+            // only seem lost. Their regions stay marked.
             true => Ok(()),
             false => self.recount(&named),
         }

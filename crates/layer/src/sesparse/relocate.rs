@@ -37,7 +37,7 @@ pub(super) struct Held {
     pub owner: Owner,
 }
 
-/// Announced grains; dropping this ends the announcement.
+/// Announced grains; dropping this value ends the announcement.
 pub(super) struct Announced<'a> {
     layer: &'a SeSparse,
     grains: Vec<Grain>,
@@ -105,8 +105,8 @@ impl SeSparse {
         moved
     }
 
-    /// Allocates the lowest free grains, at most one for each grain to be moved, and only below that grain; returns how
-    /// many.
+    /// Allocates the lowest free grains, at most one for each grain to be moved, and only below that grain; returns the
+    /// number of allocated grains.
     fn take_low(&self, held: &[Held], places: &mut Vec<GrainRun>) -> Result<usize> {
         let mut taken = 0;
         while taken < held.len() {
@@ -194,7 +194,7 @@ impl SeSparse {
         let _no_growth = self.length.lock();
         let Some(end) = self.settle(LayerState::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
-        let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
+        let length = self.file.len().during(|| format!("querying the length of {}", self.name))?;
         // A damaged length may be many petabytes of holes: steps grow with the length to be truncated.
         let step = CUT_STEP.max(length.saturating_sub(bytes) / CUT_STEPS);
         let shorter = bytes.max(length.saturating_sub(step));

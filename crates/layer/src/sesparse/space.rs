@@ -58,15 +58,15 @@ fn slack(fresh: u64) -> u64 {
 /// Where an allocation is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice {
-    /// In this run.
+    /// The allocation is possible in this run.
     Run(GrainRun),
-    /// At the end, after the file has grown.
+    /// The allocation is possible at the end, after the file has grown.
     Growth,
     /// No grain is free at present: all are allocated or retired.
     Full,
 }
 
-/// Free grains.
+/// The free grains of an image.
 #[derive(Debug)]
 pub(super) struct Space {
     /// The number of grains of each run by its start; disjoint, never adjacent.
@@ -84,7 +84,7 @@ pub(super) struct Space {
     /// Whether runs were dropped since the search began.
     forgot: bool,
     streams: [Stream; STREAMS],
-    /// Grows with each allocation of a stream.
+    /// A counter that grows with each allocation of a stream.
     clock: u64,
 }
 

@@ -144,7 +144,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Allocates the space of pages from `first` on; returns how many.
+    /// Allocates the space of pages from `first` on; returns the number of pages.
     fn back_pages(&self, first: PageKey) -> Result<u64> {
         let pages = self.area(first.kind()).size / PAGE_SECTORS;
         let count = ROOM_PAGES.min(pages.saturating_sub(first.index()));
@@ -173,7 +173,7 @@ impl SeSparse {
         let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
         // A shrink truncates the file step by step, so the file may still be longer than the recorded length.
-        let present = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
+        let present = self.file.len().during(|| format!("querying the length of {}", self.name))?;
         if present < bytes {
             self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
         }

@@ -143,8 +143,8 @@ impl Index {
     }
 }
 
-/// The first grain that may be in the missing part of a stream: the one after the last grain that was found, if the
-/// stream has its grains in ascending order, as far as it was followed, and the first grain otherwise.
+/// The first grain that may be in the missing part of a stream. If the grains that were found are in ascending order,
+/// this is the grain after the last of them; otherwise it is the first grain of the disk.
 fn first_unknown(grains: &Grains) -> u64 {
     let ascending = grains.windows(2).all(|pair| pair[0].1 < pair[1].1);
     grains.last().filter(|_| ascending).map_or(0, |(grain, _)| u64::from(*grain) + 1)

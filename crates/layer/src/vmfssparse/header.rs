@@ -6,7 +6,7 @@
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
-/// `COWD`.
+/// The magic number of a redo log: `COWD`.
 pub const MAGIC: [u8; 4] = *b"COWD";
 
 /// Bytes of the header.

@@ -113,7 +113,8 @@ impl Space {
     }
 
     /// Allocates `sectors` sectors in the lowest hole that is large enough; only the lowest [`PROBES_MAX`] holes are
-    /// examined. The result is as far from a page boundary of the file as sector `lba` of the disk is from one.
+    /// examined. The result is as far from a page boundary of the file as sector `lba` is from a page boundary of the
+    /// disk.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
         self.take_hole_at(sectors, lba, ALIGNMENT)
     }

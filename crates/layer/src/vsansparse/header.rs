@@ -6,7 +6,7 @@ use crate::aligned::AlignedFile;
 use crate::{Error, ErrorKind, IoContext, Result};
 use checksums::checksum_without;
 
-/// The first bytes of a file.
+/// The first bytes of a vsanSparse file.
 pub const MAGIC: [u8; 8] = *b"LMVSANSP";
 
 const VERSION: u32 = 1;
@@ -30,7 +30,7 @@ pub struct Header {
     pub tail_number: u64,
     /// The first block that was never allocated.
     pub next: u64,
-    /// Closed properly: no log has to be replayed.
+    /// Whether the object was closed properly, so that no log has to be replayed.
     pub clean: bool,
 }
 

@@ -33,7 +33,7 @@ const KIND_ZERO: u64 = 2;
 /// A change of the map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
-    /// The first grain.
+    /// The first grain of the record.
     pub(super) grain: u64,
     /// Number of grains.
     pub(super) count: u64,

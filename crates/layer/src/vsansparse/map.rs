@@ -67,12 +67,12 @@ pub(super) struct Map {
     limit: AtomicU64,
     /// Held while the state of a page changes in the root.
     births: Mutex<()>,
-    /// During replay, a torn copy is accepted as the effect of an interrupted checkpoint.
+    /// Whether the log is being replayed. Then a torn copy is accepted as the effect of an interrupted checkpoint.
     replaying: AtomicBool,
 }
 
 impl Map {
-    /// Reads the root.
+    /// Reads the root of the map.
     pub(super) fn open(file: &AlignedFile, header: &Header, options: &OpenOptions) -> Result<Self> {
         let image = &options.image;
         let layout = Layout::new(header.capacity)?;
@@ -249,7 +249,7 @@ impl Map {
         self.pages.change(index, || self.load(file, index), change)
     }
 
-    /// Captures all changed root blocks. One capture at a time.
+    /// Captures all changed root blocks. Only one capture may exist at a time.
     pub(super) fn capture_root(&self) -> Vec<CapturedRoot> {
         let blocks = (0..).zip(self.root.iter()).filter_map(|(index, block)| Some((index, block.get()?)));
         let changed = blocks.filter(|(_, block)| block.changed.swap(false, Ordering::Relaxed));

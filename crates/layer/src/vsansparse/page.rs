@@ -49,14 +49,14 @@ pub(super) struct Identity {
 /// The state of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
-    /// Valid.
+    /// The copy is valid.
     Whole {
         /// Greater in the newer of two copies.
         sequence: u64,
     },
-    /// Never written.
+    /// The copy was never written.
     Empty,
-    /// Torn, or damaged.
+    /// The copy is torn, or damaged.
     Broken,
 }
 
@@ -91,7 +91,7 @@ fn inspect(identity: Identity, bytes: &[u8]) -> Found {
     }
 }
 
-/// The choice of the current copy among the two.
+/// The choice of the current copy among the two copies of a block.
 pub(super) struct Current<'a> {
     /// The index of the copy; `None` if neither is valid.
     pub(super) copy: Option<usize>,
@@ -101,7 +101,7 @@ pub(super) struct Current<'a> {
     pub(super) broken: bool,
 }
 
-/// Chooses the current copy.
+/// Chooses the current copy of a map page or root block.
 pub(super) fn choose(identity: Identity, copies: &[u8]) -> Current<'_> {
     let mut current = Current { copy: None, body: &[], broken: false };
     let mut newest = 0;

@@ -13,7 +13,7 @@ use crate::runs::RunList;
 use crate::{ErrorKind, Result};
 use std::ops::Range;
 
-/// The most pages that a log can change; a writer makes a checkpoint long before.
+/// The most pages that a log can change; a writer makes a checkpoint long before this number is reached.
 const CHANGED_PAGES_MAX: usize = 1 << 16;
 
 /// Limits the time of a replay: the most visits of pages by all changes together, in addition to four times the number

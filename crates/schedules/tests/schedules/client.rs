@@ -24,7 +24,7 @@ pub struct Client {
     pub store: Arc<Store>,
     /// The sectors that the client writes.
     pub shares: Vec<Share>,
-    /// Chooses its operations.
+    /// Chooses the client's operations.
     pub random: Random,
     /// Number of operations.
     pub operations: u64,

@@ -13,7 +13,7 @@ use testkit::Random;
 pub struct Control {
     /// The store that the thread uses.
     pub store: Arc<Store>,
-    /// Chooses its operations.
+    /// Chooses the operations of this thread.
     pub random: Random,
     /// Number of operations.
     pub operations: u64,

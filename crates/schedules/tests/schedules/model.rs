@@ -40,7 +40,7 @@ impl Default for Sector {
 pub struct Image {
     /// Unique among images. So a flush that began before a revert does not raise the floors of the image after it.
     pub generation: u64,
-    /// By sector number.
+    /// The sectors, by their numbers.
     pub sectors: Vec<Sector>,
 }
 

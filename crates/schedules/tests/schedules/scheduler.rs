@@ -9,11 +9,11 @@ use testkit::Random;
 enum Manner {
     /// Any runnable thread.
     Uniform,
-    /// The thread of the previous step, except at one step in this many. So a thread runs many steps before another
-    /// runs.
+    /// Usually the thread of the previous step, and in one of n steps, on average, any runnable thread; n is this
+    /// number. So a thread runs many steps before another runs.
     Sticky(u64),
-    /// The thread with the highest priority. At one step in this many the current thread gets the lowest priority
-    /// (probabilistic concurrency testing: few switches, each at a random step).
+    /// The thread with the highest priority. In one of n steps, on average, the current thread gets the lowest
+    /// priority; n is this number (probabilistic concurrency testing: few switches, each at a random step).
     Priorities(u64),
 }
 
@@ -21,7 +21,7 @@ enum Manner {
 pub struct Chooser {
     random: Random,
     manner: Manner,
-    /// By task number; the highest is chosen.
+    /// The priority of each task, by task number; the task with the highest priority is chosen.
     priorities: Vec<i64>,
     lowest: i64,
     begun: bool,

@@ -48,7 +48,7 @@ pub struct Statistics {
     pub cuts: AtomicU64,
     /// Openings that a power cut has ended.
     pub cut_openings: AtomicU64,
-    /// Checkpoints.
+    /// Checkpoints that were made.
     pub checkpoints: AtomicU64,
 }
 
@@ -61,7 +61,7 @@ pub struct Store {
     /// The contents that the store may have. The scheduler never switches threads while this lock is held.
     model: Mutex<Model>,
     /// Held while a disk is looked up, and while a disk is deleted or replaced. In a datastore, the layer above the
-    /// engine keeps these apart.
+    /// engine keeps these operations apart.
     pub doors: shuttle::sync::Mutex<()>,
     /// Counts over all schedules.
     pub statistics: Arc<Statistics>,

@@ -79,7 +79,7 @@ impl std::ops::AddAssign for Statistics {
 
 /// A datastore, its medium, and its model.
 pub struct SimulationRun {
-    /// The medium.
+    /// The medium of the datastore.
     pub disk: SimulatedDisk,
     options: EngineOptions,
     datastore: Option<Arc<Datastore>>,
@@ -89,11 +89,11 @@ pub struct SimulationRun {
     held: Vec<Held>,
     random: Random,
     next_name: u64,
-    /// A fault of the medium is requested: it is not triggered yet, or its effects are not repaired yet.
+    /// Whether a fault of the medium is requested that is not triggered yet, or whose effects are not repaired yet.
     faulty: bool,
-    /// A flush of the medium may have failed, so the page cache may show data that the medium does not have.
+    /// Whether a flush of the medium may have failed: then the page cache may show data that the medium does not have.
     unsure: bool,
-    /// The file system may be full.
+    /// Whether the file system may be full.
     full: bool,
     cuts_in_recovery: VecDeque<u64>,
     /// The number of power cuts that may still be made.

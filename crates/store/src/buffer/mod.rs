@@ -1,8 +1,9 @@
 //! The write buffer: what was written to a disk and is not in its map yet.
 //!
-//! Writes, discards and zeroes enter the buffer and are then acknowledged. Write-back writes them to the data files in
-//! order of address; a flush appends them to the journal. A snapshot closes the newest layer: this layer and the layers
-//! below belong to the snapshot. Later writes enter a new layer above, so taking a snapshot moves no data.
+//! Writes, discards and zeroes enter the buffer and are then acknowledged. Write-back writes the buffered entries to
+//! the data files in order of address; a flush appends them to the journal. A snapshot closes the newest layer: this
+//! layer and the layers below belong to the snapshot. Later writes enter a new layer above, so taking a snapshot moves
+//! no data.
 //!
 //! What must hold:
 //!
@@ -22,11 +23,11 @@ use std::ops::Range;
 /// A kind of change to a range of blocks.
 #[derive(Clone, Debug)]
 pub enum Content {
-    /// New data.
+    /// The blocks get new data.
     Data(SharedSlice, Checksums),
-    /// Discarded.
+    /// The blocks are discarded.
     Unmapped,
-    /// Reads as zeros. Blocks that are mapped stay allocated, the others are allocated.
+    /// The range reads as zeros. Mapped blocks stay allocated, and unmapped blocks are allocated.
     Zero,
 }
 
@@ -87,10 +88,10 @@ pub struct DirtyEntry {
     pub content: Content,
     /// Number of the write that made the entry. Parts of an entry keep the number.
     pub stamp: u64,
-    /// Free blocks were claimed for the entry.
+    /// Whether free blocks were claimed for the entry.
     pub claimed: bool,
-    /// Free map nodes were reserved for the entry. If false, the entry needs none, because it overwrites written blocks
-    /// of its disk.
+    /// Whether free map nodes were reserved for the entry. If not, the entry needs none, because it overwrites written
+    /// blocks of its disk.
     pub covered: bool,
 }
 
@@ -135,7 +136,7 @@ impl Layer {
         self.entries.is_empty()
     }
 
-    /// Number of entries.
+    /// Number of entries of the layer.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
@@ -222,7 +223,8 @@ impl Layer {
         gone
     }
 
-    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
+    /// Blocks that may be newly allocated when the entries are moved into the map: the number with a claim, and the
+    /// number without a claim.
     fn taking(&self) -> (u64, u64) {
         let (mut claimed, mut others) = (0, 0);
         for entry in self.entries.values().filter(|entry| !matches!(entry.content, Content::Unmapped)) {
@@ -278,7 +280,8 @@ impl Layers {
         self.layers.len() == 1
     }
 
-    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
+    /// Blocks that may be newly allocated when the entries are moved into the map: the number with a claim, and the
+    /// number without a claim.
     pub fn taking(&self) -> (u64, u64) {
         let sums = self.layers.iter().map(Layer::taking);
         sums.fold((0, 0), |sum, layer| (sum.0 + layer.0, sum.1 + layer.1))

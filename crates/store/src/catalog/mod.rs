@@ -27,9 +27,9 @@ use backend::BLOCK_SIZE;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Bytes per slot.
+/// Bytes of a slot of the catalog.
 pub const SLOT_SIZE: usize = (BLOCK_SIZE - HEADER_SIZE) / SLOTS_PER_PAGE;
-/// Slots per page.
+/// Slots of a page of the catalog.
 pub const SLOTS_PER_PAGE: usize = 8;
 /// The longest name, in bytes.
 pub const NAME_MAX: usize = 255;
@@ -55,11 +55,11 @@ pub enum ObjectState {
 /// When a disk allocates its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provisioning {
-    /// On first write.
+    /// Each block is allocated when it is first written.
     Thin,
-    /// Reserved at creation, zeroed on first write.
+    /// All blocks are reserved at creation, and each is zeroed when it is first written.
     ZeroedThick,
-    /// Reserved and zeroed at creation.
+    /// All blocks are reserved and zeroed at creation.
     EagerZeroedThick,
 }
 
@@ -72,25 +72,25 @@ pub struct Object {
     pub state: ObjectState,
     /// Of a snapshot: the type of its disk.
     pub provisioning: Provisioning,
-    /// The content is not complete yet: a full clone or an eager zeroed disk that is still being written.
+    /// Whether the content is not complete yet: a full clone or an eager zeroed disk that is still being written.
     pub incomplete: bool,
-    /// Root of its tree.
+    /// Root of the object's tree.
     pub root: Option<NodeId>,
-    /// Bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// Snapshot: the disk it belongs to.
+    /// Of a snapshot: the disk to which the snapshot belongs.
     pub disk: u64,
     /// The snapshot on which the object is based.
     pub parent: u64,
-    /// Linked clone: the snapshot it started from.
+    /// Of a linked clone: the snapshot from which the clone was made.
     pub origin: u64,
-    /// Seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created: u64,
-    /// Thick disk: blocks reserved for writes that need new blocks.
+    /// Of a thick disk: blocks reserved for writes that need new blocks.
     pub reserved: u64,
-    /// Identity.
+    /// UUID of the object.
     pub uuid: [u8; 16],
-    /// Name.
+    /// Name of the object.
     pub name: String,
 }
 
@@ -100,7 +100,7 @@ impl Object {
         matches!(self.state, ObjectState::Snapshot | ObjectState::Unsealed)
     }
 
-    /// The stored form.
+    /// The stored form of the object.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; NAME_AT + self.name.len()];
         out[0] = match self.state {
@@ -298,7 +298,7 @@ impl Catalog {
         self.next_id
     }
 
-    /// A new id.
+    /// A new id for an object.
     pub fn allocate_id(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id - 1
@@ -345,7 +345,8 @@ impl Catalog {
         self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("object {id} does not exist any more")))
     }
 
-    /// The object with an id, unless it was deleted: the tree of a deleted object loses a part after the other.
+    /// The object with an id, unless the object was deleted, because the tree of a deleted object is dropped part by
+    /// part.
     pub fn whole(&self, id: u64) -> Result<&Object> {
         let object = self.get(id)?;
         if object.state == ObjectState::Trash {

@@ -11,8 +11,8 @@
 //! 2. A deleted tree that is not dropped yet still has references. Blocks that only deleted trees use become free in
 //!    any case, so no other deletion frees them. Blocks that only deleted trees and the trees of a set use count for
 //!    the set. The deleted trees are walked once: the walks for the sets begin with the references that are left.
-//! 3. A deleted tree that cannot be read is not dropped. The tree counts as one that stays, and no other count fails
-//!    because of it.
+//! 3. A deleted tree that cannot be read is not dropped. The tree counts as used, and the counts of other trees do not
+//!    fail.
 //! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
 //!    are separate because compressed and deduplicated blocks will make them differ.
 
@@ -71,10 +71,10 @@ impl ObjectSpace {
 #[derive(Default)]
 struct Deleted {
     roots: Vec<NodeId>,
-    /// What dropping them will free.
+    /// What dropping these trees will free.
     freed: Freed,
-    /// The references that are left once they are dropped. `None` if these need too much memory: then the trees are
-    /// walked again for each set.
+    /// The references that are left once these trees are dropped. `None` if these need too much memory: then the trees
+    /// are walked again for each set.
     left: Option<Left>,
 }
 
@@ -122,7 +122,8 @@ impl Engine {
             if unsealed.is_empty() {
                 break;
             }
-            // Dropped first, so that checkpoints copy no pages for this view while the snapshots are sealed.
+            // The view is dropped first, so that checkpoints copy no pages for this view while the snapshots are
+            // sealed.
             drop(view);
             for snapshot in unsealed {
                 match self.wait_sealed(snapshot) {
@@ -197,8 +198,8 @@ impl Accounts<'_> {
         let roots: Vec<NodeId> = self.catalog().trash().filter_map(|object| object.root).collect();
         let deleted = match self.drop_deleted(&roots) {
             Err(error) if is_lost(&error) => {
-                // The medium may have lost a node, or the view may have lost a page. If the view has, no count in it is
-                // possible, and this check fails.
+                // The medium may have lost a node, or the view may have lost a page. If the view has lost a page, no
+                // count in the view is possible, and this check fails.
                 self.view.check()?;
                 self.readable_of(&roots)?
             }
@@ -207,7 +208,7 @@ impl Accounts<'_> {
         Ok(Arc::clone(self.deleted.insert(Arc::new(deleted))))
     }
 
-    /// Those of these trees that can be dropped together. A node that two trees share is visited only if both are
+    /// The trees of `roots` that can be dropped together. A node that two trees share is visited only if both are
     /// dropped, so each tree is tried together with the readable trees before it.
     fn readable_of(&mut self, roots: &[NodeId]) -> Result<Deleted> {
         let mut readable = Deleted { left: Some(Left::default()), ..Deleted::default() };
@@ -283,7 +284,7 @@ impl Accounts<'_> {
     }
 }
 
-/// A function for each visited node, which fails after `go_on` has returned false.
+/// A function that is called for each visited node, and fails after `go_on` has returned false.
 fn questions(go_on: &dyn Fn() -> bool) -> impl FnMut() -> Result<()> {
     let mut visited = 0u64;
     move || {

@@ -29,7 +29,7 @@ pub struct Head {
 #[derive(Default)]
 pub struct Buffer {
     pub layers: Layers,
-    /// Set when the disk was deleted or reverted while it is open.
+    /// Whether the disk was deleted or reverted while it was open.
     pub gone: bool,
     /// Where write-back continues: an elevator over logical addresses.
     pub cursor: u64,
@@ -120,7 +120,8 @@ pub struct Buffers {
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
     limit: u64,
-    /// The lower limit while a flush is outrun, so low that a flush can append all buffered data at once.
+    /// The lower limit while writers outrun a flush, that is, fill the buffers as fast as write-back empties them. The
+    /// limit is so low that a flush can append all buffered data at once.
     few: u64,
     /// Number of flushes that writers have outrun.
     outrun: AtomicU64,
@@ -136,7 +137,7 @@ pub struct Buffers {
     sealed_ready: Condvar,
 }
 
-/// While this exists, the buffers accept little data, so that the flush that holds it ends.
+/// While this value exists, the buffers accept little data, so that the flush that holds it ends.
 pub struct Outrun<'a>(&'a Buffers);
 
 impl Drop for Outrun<'_> {

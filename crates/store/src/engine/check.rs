@@ -39,13 +39,13 @@ const TRASH_ROUNDS: usize = 256;
 /// What a check examines and changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
-    /// Read every data block and verify its checksum.
+    /// Whether to read every data block and verify its checksum.
     pub data: bool,
-    /// Repair what can be repaired.
+    /// Whether to repair what can be repaired.
     pub repair: bool,
 }
 
-/// One finding.
+/// A finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// What is wrong, and where.
@@ -65,7 +65,7 @@ pub struct Report {
     pub verified: u64,
     /// Bytes of blocks that nothing refers to.
     pub leaked: u64,
-    /// The findings.
+    /// The findings that are listed one by one.
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub unlisted: u64,
@@ -179,7 +179,7 @@ impl Engine {
         Ok(report)
     }
 
-    /// Checks while requests continue.
+    /// Checks the store while requests continue.
     fn check_running_store(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         self.commit_changes()?;
         for _ in 0..TRASH_ROUNDS {
@@ -200,7 +200,7 @@ impl Engine {
         Ok(report)
     }
 
-    /// Checks and repairs while all requests wait.
+    /// Checks and repairs the store while all requests wait.
     fn check_stopped(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _control = self.control.lock();
         // Punching is locked, because blocks that are about to be punched would be reported as leaks.

@@ -14,19 +14,19 @@ use std::time::Duration;
 const CHANGE_BYTES_MAX: u64 = 8 << 20;
 /// Pages that a changed record dirties: the page of the record, and the page with the count of its root.
 pub(super) const PAGES_PER_RECORD: u64 = 2;
-/// The longest record.
+/// The longest record of the catalog, in bytes.
 pub(super) const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
 
 /// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
-    /// Name.
+    /// Name of the disk.
     pub name: String,
-    /// Bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
     /// Provisioning type.
     pub provisioning: Provisioning,
-    /// Identity.
+    /// UUID of the disk.
     pub uuid: [u8; 16],
     /// True while the content is being written: the next opening deletes a disk that is still incomplete.
     pub incomplete: bool,
@@ -35,11 +35,11 @@ pub struct NewDisk {
 /// Parameters of a new snapshot.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
-    /// The disk.
+    /// The disk of which the snapshot is taken.
     pub disk: u64,
     /// Name, unique within the disk.
     pub name: String,
-    /// Identity.
+    /// UUID of the snapshot.
     pub uuid: [u8; 16],
     /// True for a snapshot that only an operation under way needs: the next opening deletes it.
     pub incomplete: bool,
@@ -48,9 +48,9 @@ pub struct NewSnapshot {
 /// The identity and creation time that a copy takes over from its original.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
-    /// Identity.
+    /// UUID of the copy.
     pub uuid: [u8; 16],
-    /// Seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created: u64,
 }
 
@@ -59,7 +59,7 @@ pub struct DiskIdentity {
 pub enum ReceiveCommit {
     /// The disk gets this name, and becomes independent of its origin.
     Disk {
-        /// The disk.
+        /// The received disk, by its id.
         id: u64,
         /// The disk's new name.
         name: String,
@@ -265,7 +265,7 @@ impl Engine {
     }
 
     /// Lowers the blocks reserved for a thick disk to this number, if more are reserved. Concurrent writes may have
-    /// used some.
+    /// used some of the reserved blocks.
     pub fn set_aside_at_most(&self, id: u64, most: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {

@@ -61,7 +61,7 @@ const PART: u64 = 1 << 20;
 
 struct DataFile {
     file: Arc<dyn File>,
-    /// Written or reserved since the file was last flushed.
+    /// Whether the file was written or reserved since it was last flushed.
     dirty: AtomicBool,
     /// One bit for each part that was written since the file was last written out.
     written: Box<[AtomicU64]>,

@@ -9,8 +9,9 @@
 //! * announcements of in-place overwrites. They name only blocks with a durable mapping: other blocks are held and
 //!   never overwritten in place, see [`super::placement`]. The only pending change that can concern an announced block
 //!   frees it, and then the announcement has no effect;
-//! * the record of a new unsealed snapshot. All pending changes of its disk were made before it and belong to the
-//!   snapshot. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in the order.
+//! * the record of a new unsealed snapshot. All changes of the snapshot's disk that are pending then were made before
+//!   the snapshot and belong to it. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in
+//!   the order.
 
 use super::log::Committer;
 use super::log::Cost;
@@ -95,7 +96,7 @@ impl Engine {
     pub fn flush_to(&self, ticket: u64) -> Result<()> {
         let mut freed = false;
         // Other clients may fill the buffers as fast as this loop empties them. The flush would then never end, so
-        // after these rounds the buffers accept little until it has.
+        // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
         let mut outrun = None;
         loop {
@@ -439,7 +440,8 @@ impl Engine {
     /// for the end of reads.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
-        // After a failure, some blocks would stay held or freed until the datastore is opened again.
+        // If the blocks cannot be released, some of them would stay held or freed until the datastore is opened again,
+        // so the store stops.
         if meta.committed(taken).map_err(|error| self.stop(error))? {
             self.request(|work| work.reclaim = true);
         }

@@ -31,8 +31,8 @@ enum Cut {
 
 impl Engine {
     /// Takes snapshots of several disks at one point in time. They contain every write acknowledged before this call,
-    /// and no write received after it returns. When this returns, the snapshots are durable; data in them that was not
-    /// flushed before is not.
+    /// and no write received after it returns. When the call returns, the snapshots are durable. Data in the snapshots
+    /// that was not flushed before the call may not be durable yet.
     pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.check_running()?;

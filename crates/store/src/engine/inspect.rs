@@ -48,9 +48,9 @@ pub struct Changed {
 /// Counts of blocks that a tree maps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
-    /// Allocated.
+    /// Allocated blocks.
     pub allocated: u64,
-    /// Of these, blocks that were never written and read as zeros.
+    /// The part of `allocated` that was never written and reads as zeros.
     pub unwritten: u64,
     /// Of the allocated blocks, those that no other tree maps.
     pub exclusive: u64,
@@ -71,7 +71,7 @@ pub struct StoreCounts {
     pub held: u64,
     /// Metadata pages in memory.
     pub pages_cached: u64,
-    /// Of these, changed since the last checkpoint.
+    /// The part of `pages_cached` that changed since the last checkpoint.
     pub pages_dirty: u64,
 }
 
@@ -216,7 +216,7 @@ impl Engine {
                 let mut found = Vec::new();
                 let (a, b) = (meta.catalog.whole(from)?.root, meta.catalog.whole(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
-                    // Both have the same tree: no range can differ.
+                    // Both disks or snapshots have the same tree, so no range can differ.
                     return Ok(None);
                 }
                 let mut effects = Effects::default();

@@ -8,7 +8,8 @@
 //!
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
-//! it may come back. Nothing is removed by a close because of failed reads: a failed close can be repeated.
+//! the medium may become readable again. Nothing is removed by a close because of failed reads: a failed close can be
+//! repeated.
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
@@ -34,7 +35,7 @@ const APART: Duration = Duration::from_secs(10);
 /// The isolated ranges of one disk.
 #[derive(Default)]
 struct Isolated {
-    /// Ranges of blocks.
+    /// The isolated ranges of blocks.
     ranges: Vec<Range<u64>>,
     /// How many ranges were ever added.
     added: u64,
@@ -112,8 +113,8 @@ impl Isolation {
 
 impl Meta {
     /// The parts of a range that cannot be changed, because the map of the disk, or the table entries of its nodes and
-    /// blocks, are lost; and why. A part may end behind the range, where the lost node does: later writes there are
-    /// refused at once, and not acknowledged and lost.
+    /// blocks, are lost; and why. A part may extend past the end of the range, up to the end of the lost node: later
+    /// writes to the part are then refused at once, instead of being acknowledged and lost.
     fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool) -> Vec<(Range<u64>, Error)> {
         let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return Vec::new() };
         let (mut effects, mut mappings, mut out) = (Effects::default(), Vec::new(), Vec::new());
@@ -208,7 +209,7 @@ impl Engine {
         Ok(())
     }
 
-    /// As [`Meta::losses`].
+    /// As [`Meta::losses`], under the metadata lock.
     pub(super) fn losses(&self) -> u64 {
         self.meta.lock().losses()
     }

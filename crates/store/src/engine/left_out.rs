@@ -28,7 +28,7 @@ pub enum Tolerance {
 /// The operations that were left out.
 pub struct LeftOut {
     tolerance: Tolerance,
-    /// Objects with lower ids existed at the checkpoint.
+    /// The next object id at the checkpoint: objects with lower ids existed then.
     next_id: u64,
     /// Objects that do not exist, because their creation was left out.
     objects: BTreeSet<u64>,

@@ -1,5 +1,5 @@
-//! Background maintenance: write-back, commits by time, checkpoints, dropping deleted trees, and when space is returned
-//! to the file system.
+//! Background maintenance: write-back, commits after the commit interval, checkpoints, dropping deleted trees, and when
+//! space is returned to the file system.
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
@@ -31,7 +31,8 @@ const FREEING_MAX: u64 = 16_384;
 const DROP_STEPS: u32 = 1;
 /// How often the metadata lock is taken to drop parts of trees before maintenance looks for other work.
 const DROP_ROUNDS: usize = 256;
-/// While clients write, punching uses one part in this many of the thread's time, so that it does not slow writes down.
+/// While clients write, punching uses the thread's time divided by this number, so that punching does not slow writes
+/// down.
 const BUSY_SHARE: u32 = 8;
 /// How long a round searches for the unclaimed space that a crash left.
 const SEARCH_ROUND: Duration = Duration::from_millis(20);
@@ -42,8 +43,8 @@ const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
 /// Blocks punched per round in single blocks. Blocks cannot be allocated while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
-/// Free backed blocks (blocks with space in the file system) that are not punched while the datastore is busy: one part
-/// in this many of the used blocks.
+/// Free backed blocks (blocks with space in the file system) that are not punched while the datastore is busy: the
+/// number of used blocks divided by this number.
 const SLACK_SHARE: u64 = 32;
 /// The limits of the number of free backed blocks that are not punched.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
@@ -83,8 +84,8 @@ impl Watch {
     }
 }
 
-/// The first failure of the optional steps of a round. A step that fails prevents no other step, and not the commit by
-/// time: a failure that lasts would prevent it in every round.
+/// The first failure of the optional steps of a round. A failed step prevents neither another step nor the commit that
+/// is due after the commit interval: otherwise a lasting failure would prevent the commit in every round.
 struct Steps(Result<()>);
 
 impl Steps {
@@ -320,8 +321,8 @@ impl Engine {
     }
 
     /// Reads the tables of unreadable regions and the trees of deleted objects again, so that a failure of the medium
-    /// that has ended does not keep their blocks unused. Returns how many of them still cannot be read, with the runs
-    /// whose entries the next round reads again.
+    /// that has ended does not keep their blocks unused. Returns the number of regions and objects that still cannot be
+    /// read, plus the number of runs with entries that the next round reads again.
     pub(super) fn load_unreadable(&self) -> usize {
         let (left, data, map) = {
             let meta = self.meta.lock();

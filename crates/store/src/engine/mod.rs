@@ -5,8 +5,8 @@
 //! A write is put into the [`crate::buffer`] of its disk and acknowledged. From there its data takes one of two paths:
 //!
 //! * **Write-back** (`writeback`): blocks that only the head maps are overwritten in place, after the journal has
-//!   durably announced them (so that recovery does not trust their checksums). All other data goes to newly allocated,
-//!   adjacent blocks. Then the map changes in memory, and the change joins the pending changes.
+//!   durably announced them (so that recovery does not rely on their checksums). All other data goes to newly
+//!   allocated, adjacent blocks. Then the map changes in memory, and the change joins the pending changes.
 //! * **Flush** (`flush`): if little is still buffered, it is appended to the journal with its payload, after all
 //!   pending changes, in one durable append that all waiting flushes share. The payload is written to the data files
 //!   later.
@@ -50,7 +50,7 @@
 //!
 //! # Locks
 //!
-//! They are acquired in this order: `checking` (one check at a time), `counting` (one count of space at a time),
+//! The locks are acquired in this order: `checking` (one check at a time), `counting` (one count of space at a time),
 //! `control` (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the
 //! journal, the flush of the data files, `through` (no write that bypasses the buffer under way), extending
 //! (reservations in the file system), the buffers of disks (ascending by id), the metadata, permits. Data is read and
@@ -169,7 +169,7 @@ pub struct Counters {
     pub journal_appends: AtomicU64,
     /// Flushes of the data files.
     pub data_syncs: AtomicU64,
-    /// Checkpoints.
+    /// Checkpoints that were made.
     pub checkpoints: AtomicU64,
     /// Blocks written to the data files by write-back and by writes that bypass the buffer.
     pub blocks_written: AtomicU64,
@@ -185,7 +185,7 @@ pub struct Engine {
     /// The owner of the datastore. If it was dropped, the store writes nothing more.
     owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
-    /// Counters.
+    /// Counters for `status` and tests.
     pub counters: Counters,
     running: Running,
     /// Ranges with buffered writes that could not enter the map.

@@ -29,7 +29,7 @@ pub struct Owner {
     taken: Instant,
     /// Until when the last check counts as current, in nanoseconds since `taken`.
     valid_until: AtomicU64,
-    /// A failed check was reported.
+    /// Whether a failed check was reported.
     reported: AtomicBool,
 }
 

@@ -19,14 +19,15 @@ const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
 pub enum Part {
-    /// Reads as zeros.
+    /// The part reads as zeros.
     Zero {
         /// Length in bytes.
         length: usize,
     },
-    /// In memory: buffered, or journalled payload that is not written to its block yet. Needs no verification.
+    /// The part is in memory: buffered, or journalled payload that is not written to its block yet. Needs no
+    /// verification.
     Memory(SharedSlice),
-    /// In a data file.
+    /// The part is in a data file.
     Stored(Stored),
 }
 

@@ -2,16 +2,16 @@
 //!
 //! 1. The first attempt is made a second after a loss, so that a short failure of the medium keeps regions out of use
 //!    for a short time only. The pause doubles after each attempt that leaves something unread, up to a minute.
-//! 2. A new loss begins with the first pause again, because it may belong to another failure than an older one that
+//! 2. A new loss begins with the first pause again, because it may belong to another failure than an older loss that
 //!    lasts.
-//! 3. A failing medium may take seconds for each read. Attempts use at most one part in [`SHARE`] of the time.
+//! 3. A failing medium may take seconds for each read. Attempts use at most the time divided by [`SHARE`].
 
 use crate::sync::time::Instant;
 use std::time::Duration;
 
 /// The pause before the first attempt.
 const FIRST: Duration = Duration::from_secs(1);
-/// The longest pause.
+/// The longest pause between two attempts.
 const LAST: Duration = Duration::from_secs(60);
 /// The share of the time for attempts.
 const SHARE: u32 = 8;
@@ -20,14 +20,15 @@ const SHARE: u32 = 8;
 pub(super) struct ReadAgain {
     next: Instant,
     pause: Duration,
-    /// No attempt is made before.
+    /// No attempt is made before this time.
     rest: Instant,
-    /// The number of losses when it was last compared.
+    /// The number of losses at the last call of [`ReadAgain::is_due`].
     losses: u64,
 }
 
 impl ReadAgain {
-    /// The first attempt follows soon, because something may have been unreadable when the store was opened.
+    /// The first attempt is due after the shortest pause, because something may have been unreadable when the store was
+    /// opened.
     pub fn new() -> Self {
         let now = Instant::now();
         Self { next: now + FIRST, pause: FIRST, rest: now, losses: 0 }

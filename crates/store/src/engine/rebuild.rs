@@ -139,7 +139,7 @@ impl Sight<'_> {
                 }
                 Ok(true)
             };
-            // A tree that cannot be walked is reported elsewhere.
+            // A damaged tree is already reported by the walk that counts the references.
             let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut visit, &mut |_, _, _| {});
             owners.extend(here.map(|span| root.bytes(&span)));
         }
@@ -199,7 +199,8 @@ impl Engine {
         std::mem::take(&mut self.found_first.lock())
     }
 
-    /// After a check that did not fail has reported the findings of openings: no later check reports them again.
+    /// Called after a check that did not fail has reported the findings of openings, so that no later check reports
+    /// them again.
     pub(super) fn forget_found_first(&self) -> Result<()> {
         if self.running.is_stopped() {
             return Ok(());
@@ -227,7 +228,8 @@ impl Engine {
             let problem = format!("{key} is damaged; it had no entries at the last checkpoint");
             report.add(problem, Some("rebuilt from the journal".to_owned()));
         }
-        // All pages are examined now, because the checkpoint that ends recovery overwrites the images of the last one.
+        // All pages are examined now, because the checkpoint that ends recovery overwrites the images of the last
+        // checkpoint.
         let standing = StoreActivity::Stopped(&BTreeMap::new());
         let options = CheckOptions { data: false, repair: true };
         let mut first = Report::default();

@@ -60,9 +60,9 @@ const SEARCH_TIME: Duration = Duration::from_secs(2);
 /// The purpose of an opening.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Opening {
-    /// For ordinary use. The opening is refused if damage affects more than the content of the damaged page itself.
+    /// An opening for ordinary use. It is refused if damage affects more than the content of the damaged page itself.
     Ordinary,
-    /// For a check with repair.
+    /// An opening for a check with repair.
     Repair,
 }
 
@@ -100,7 +100,7 @@ pub(super) struct Parts<'a> {
 /// Parameters of a new store.
 #[derive(Clone, Copy, Debug)]
 pub struct InitParameters {
-    /// Identity.
+    /// UUID of the datastore.
     pub uuid: [u8; 16],
     /// Size of the journal ring in bytes.
     pub journal_size: u64,
@@ -409,7 +409,7 @@ impl Engine {
             self.log.end_announced();
             self.clear_behind_ends()?;
         }
-        // The files change from here on, because space is reserved before the journal describes it.
+        // The files of the store change from here on, because space is reserved before the journal describes it.
         self.log.note_open()?;
         unless_full(self.extend_map(0))?;
         if self.options.threads {
@@ -610,7 +610,7 @@ fn check_lengths(
             ErrorKind::Corrupt,
             format!(
                 "the superblock names {} regions of data and {} of the map, more than the {} data files and the \
-                 map can hold: data files are missing or cut short, or it is damaged",
+                 map can hold: data files are missing or truncated, or the superblock is damaged",
                 superblock.data_regions,
                 superblock.map_regions,
                 data_files.len()

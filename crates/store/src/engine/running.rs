@@ -80,8 +80,8 @@ impl Running {
         first
     }
 
-    /// Begins closing, one caller at a time. The guard tells whether the store was closed before; the caller sets it
-    /// after a successful close.
+    /// Begins closing, one caller at a time. The guarded value is true if the store was closed before; the caller sets
+    /// the value to true after a successful close.
     pub fn begin_closing(&self) -> MutexGuard<'_, bool> {
         let closed = self.closed.lock();
         self.closing.store(true, Ordering::Release);

@@ -169,8 +169,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Waits for room in the buffer and in the map, and claims free blocks. The boolean tells whether map nodes are
-    /// reserved for the write.
+    /// Waits for room in the buffer and in the map, and claims free blocks. The returned boolean states whether map
+    /// nodes are reserved for the write.
     fn prepare(&self, head: &Head, range: &Range<u64>, content: &Content, more: u64) -> Result<(Held, bool)> {
         self.check_running()?;
         let (mut held, covered) = self.take_changes(head, range, content, more)?;
@@ -230,8 +230,8 @@ impl Engine {
         }
     }
 
-    /// Waits while a flush is outrun by writers: it takes discards and zeroes out of the buffers step by step, and each
-    /// further one would add a step.
+    /// Waits while a flush is outrun by writers: the flush takes discards and zeroes out of the buffers step by step,
+    /// and each further discard or zeroing would add a step.
     pub(super) fn wait_for_flush(&self) -> Result<()> {
         while self.options.threads && self.buffers.is_outrun() {
             self.check_running()?;

@@ -47,7 +47,8 @@ pub enum BatchKind {
     Pages,
     /// The end of a checkpoint: all its pages are in the journal (version 1). Body: a checkpoint record.
     Checkpoint,
-    /// Not a batch: it states that everything before it was durable when it was written. It has no body.
+    /// Not a batch: a trailer states that everything before it was durable when the trailer was written. A trailer has
+    /// no body.
     Trailer,
 }
 
@@ -74,7 +75,7 @@ impl BatchKind {
 pub struct Place {
     /// Byte position, which only grows.
     pub position: u64,
-    /// Sequence number.
+    /// Sequence number of the batch.
     pub sequence: u64,
 }
 
@@ -84,11 +85,11 @@ pub struct Batch {
     pub place: Place,
     /// The place of the next batch.
     pub next: Place,
-    /// The kind of its body.
+    /// The kind of the batch's body.
     pub kind: BatchKind,
     /// The incarnation under which the batch was written.
     pub incarnation: u64,
-    /// The body.
+    /// The body of the batch.
     pub body: Vec<u8>,
 }
 

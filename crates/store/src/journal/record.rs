@@ -282,7 +282,7 @@ impl Writer {
     }
 }
 
-/// Decodes operations.
+/// Decodes the operations in the body of a batch.
 pub struct Reader<'a> {
     left: &'a [u8],
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// The most uses of a page that count.
 const USES_MAX: u8 = 3;
-/// The short queue is one part in this many of the cache.
+/// The size of the short queue is the size of the cache divided by this number.
 const NEW_PART: usize = 8;
 /// The most pages examined to evict one.
 const LOOKS_MAX: usize = 64;

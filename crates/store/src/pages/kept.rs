@@ -53,7 +53,7 @@ pub struct KeptPages {
     state: Mutex<KeptState>,
 }
 
-/// A reader's registration: checkpoints copy pages for the reader until this is dropped.
+/// A reader's registration: checkpoints copy pages for the reader until this value is dropped.
 pub struct Keeping {
     kept: Arc<Kept>,
     pages: Arc<KeptPages>,

@@ -36,9 +36,9 @@ pub enum PageFile {
 }
 
 impl PageFile {
-    /// Number of kinds.
+    /// Number of files.
     pub const COUNT: usize = 6;
-    /// All kinds, in the order of their numbers.
+    /// All files, in the order of their numbers.
     pub const ALL: [PageFile; Self::COUNT] =
         [Self::Map, Self::MapTable, Self::MapSummary, Self::DataTable, Self::DataSummary, Self::Catalog];
 
@@ -77,13 +77,13 @@ impl PageKey {
         Self((file as u64) << NUMBER_BITS | number)
     }
 
-    /// Decodes the stored form. `None` if no such file exists, or the number exceeds the limit.
+    /// Decodes the stored form of a key. `None` if no such file exists, or the number exceeds the limit.
     pub fn from_raw(raw: u64) -> Option<Self> {
         let key = Self(raw);
         ((raw >> NUMBER_BITS) < PageFile::COUNT as u64 && key.number() < tree::PHYSICAL_LIMIT).then_some(key)
     }
 
-    /// The stored form.
+    /// The stored form of the key.
     pub fn raw(self) -> u64 {
         self.0
     }

@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// After this many hits since the last miss, operations skip their surveys. At this rate of misses, all surveys
-/// together cost more time than the threads that wait for a rare miss under the lock.
+/// together take more time than the threads lose that wait for a rare miss under the lock.
 const WARM_HITS: u64 = 1 << 16;
-/// How often a read that the medium fails is tried before the bytes count as lost.
+/// How often a failing read of the medium is tried before the bytes count as lost.
 const READS_MAX: u32 = 3;
 /// The pause before a failed read is tried again.
 const READ_PAUSE: Duration = Duration::from_millis(50);
 
-/// Repeats a read that the medium fails, for a caller that otherwise treats the bytes as lost. The medium may fail a
+/// Repeats a failing read of the medium, for a caller that otherwise treats the bytes as lost. The medium may fail a
 /// single read only.
 pub fn patiently<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..READS_MAX {

@@ -78,7 +78,7 @@ pub fn restore_bit_of(bytes: &mut [u8], stored: u32) -> bool {
 
 /// Inverts the single bit outside `not_in` that changes the checksum by `difference`. False if there is no such bit.
 fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
-    // The effect on the checksum of each bit of the last byte. The loop then computes it for each byte before.
+    // The effect on the checksum of each bit of the last byte. The loop then computes the effect for each earlier byte.
     let mut adds: [u32; 8] = std::array::from_fn(|bit| TABLE[1 << bit]);
     for at in (0..bytes.len()).rev() {
         if !not_in.contains(&at)

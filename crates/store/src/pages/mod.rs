@@ -22,11 +22,11 @@
 //! [`Pages::forget`], and a load under the lock. The page is inserted only if its registration is still valid
 //! ([`Pages::end_load`]).
 //!
-//! This inserts no outdated page. While a registration is valid, the page was at no time in `slots`. Only pages in
-//! `slots` are changed and captured, and a captured page stays in `slots` until its checkpoint has written it, or until
-//! it is forgotten, which cancels the registration. So the place of the page is not written between the registration
-//! and its end, and the page that was read is complete and current. (A captured page that was forgotten belongs to a
-//! free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
+//! Loading in this way inserts no outdated page. While a registration is valid, the page was at no time in `slots`.
+//! Only pages in `slots` are changed and captured, and a captured page stays in `slots` until its checkpoint has
+//! written it, or until it is forgotten, which cancels the registration. So the place of the page is not written
+//! between the registration and its end, and the page that was read is complete and current. (A captured page that was
+//! forgotten belongs to a free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
 //!
 //! A thread that waits for a page holds a reference on it until it has looked the page up. Like the reference of a
 //! checkpoint, this reference keeps the page in memory. So even with a very small cache, each attempt of a lookup finds
@@ -55,7 +55,7 @@ struct Slot {
     page: Arc<Block>,
     uses: Uses,
     dirty: bool,
-    /// The last checkpoint does not refer to the place of the page.
+    /// Whether the last checkpoint does not refer to the place of the page.
     unknown: bool,
 }
 
@@ -88,7 +88,7 @@ pub struct PageStatistics {
     pub hits: u64,
     /// Pages read from the medium.
     pub misses: u64,
-    /// Of these, pages read while the caller held the lock of the cache.
+    /// The part of `misses` that was read while the caller held the lock of the cache.
     pub locked: u64,
     /// Clean pages evicted.
     pub evictions: u64,
@@ -165,12 +165,12 @@ impl Pages {
         &self.files[file as usize]
     }
 
-    /// Counters.
+    /// Counters of the cache.
     pub fn statistics(&self) -> PageStatistics {
         self.statistics
     }
 
-    /// Pages in memory.
+    /// Number of pages in memory.
     pub fn cached(&self) -> usize {
         self.slots.len()
     }
@@ -264,7 +264,8 @@ impl Pages {
         !self.dirty.contains(&key) && self.is_zero_in_file(key)
     }
 
-    /// Whether the file has zeros in the place of a page. False if they cannot be read: that is no page of zeros.
+    /// Whether the file has zeros in the place of a page. False if the bytes at this place cannot be read, because
+    /// unreadable bytes are no page of zeros.
     fn is_zero_in_file(&self, key: PageKey) -> bool {
         self.read_raw(key).is_some_and(|page| page.0 == [0; BLOCK_SIZE])
     }

@@ -101,8 +101,8 @@ impl Space {
         Ok(())
     }
 
-    /// A damaged or unreadable region, if there is one: it explains why fewer blocks are free than the file system has
-    /// allocated.
+    /// The error of a damaged or unreadable region, if there is one. Such a region is the reason why fewer blocks are
+    /// free than the file system has allocated.
     pub fn damage(&self) -> Option<Error> {
         let found = (0..).zip(&self.regions).find(|(_, region)| region.is_lost());
         found.map(|(number, region)| if region.damaged { lost(self.table, number) } else { unread(self.table, number) })

@@ -75,8 +75,8 @@ pub struct Space {
     dirty_regions: BTreeSet<u64>,
     counts: SpaceCounts,
     cursor: u64,
-    /// The last search for a free run of the preferred length ([`allocation::GOOD_RUN`]) found none. Since then, no run
-    /// of this length was released in one call, and the file system has allocated no more space.
+    /// Whether the last search for a free run of the preferred length ([`allocation::GOOD_RUN`]) found none, and since
+    /// then no run of this length was released in one call, and the file system has allocated no more space.
     fragmented: bool,
     /// While `fragmented`: the starts of runs that have reached the preferred length because adjacent shorter runs were
     /// released. Searching all regions for these few runs would take too long.
@@ -188,7 +188,7 @@ impl Space {
         region
     }
 
-    /// Counts, in blocks.
+    /// Counts of the space, in blocks.
     pub fn counts(&self) -> SpaceCounts {
         self.counts
     }
@@ -319,7 +319,7 @@ impl Space {
         self.mark(run, true);
     }
 
-    /// Adds the first reference to each block of a run. Fails if a block has one.
+    /// Adds the first reference to each block of a run. Fails if a block already has a reference.
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
             // Replay meets blocks in regions that did not exist at the last checkpoint.

@@ -28,10 +28,11 @@ pub struct Region {
     pub backed: u16,
     /// The bitmaps, if they are in memory.
     pub bitmaps: Option<Box<Bitmaps>>,
-    /// The table has lost blocks that the summary still counts: the region is not used for allocation until `check` has
-    /// repaired it.
+    /// Whether the table has lost blocks that the summary still counts. Then the region is not used for allocation
+    /// until `check` has repaired it.
     pub damaged: bool,
-    /// The medium could not read the table: the region is not used for allocation until a later read succeeds.
+    /// Whether the medium could not read the table. Then the region is not used for allocation until a later read
+    /// succeeds.
     pub unreadable: bool,
 }
 

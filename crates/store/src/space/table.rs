@@ -9,7 +9,7 @@ use crate::pages::HEADER_SIZE;
 use backend::{BLOCK_SIZE, Block};
 
 const ENTRY_SIZE: usize = 8;
-/// Entries per page.
+/// Entries of a table page.
 pub const TABLE_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / ENTRY_SIZE) as u64;
 const _: () = assert!(TABLE_ENTRIES == 508);
 
@@ -25,12 +25,13 @@ pub struct BlockEntry {
     /// For a data block, the number of leaf entries that map it. For a node, the number of parent entries and roots
     /// that refer to it.
     pub references: u32,
-    /// The file system has allocated space for the block.
+    /// Whether the file system has allocated space for the block.
     pub backed: bool,
-    /// An overwrite was under way when the machine stopped: its result is unknown.
+    /// Whether an overwrite of the block was under way when the machine stopped: then the result of the overwrite is
+    /// unknown.
     pub suspect: bool,
-    /// A pending operation concerns the block (`engine/placement`). The flag is ignored when a page is read, because
-    /// checkpoints may store it.
+    /// Whether a pending operation concerns the block (`engine/placement`). The flag is ignored when a page is read,
+    /// because checkpoints may store it.
     pub held: bool,
 }
 

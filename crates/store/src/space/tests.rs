@@ -16,7 +16,7 @@ const CACHE: usize = 256 * 4096;
 struct Block {
     references: u32,
     backed: bool,
-    /// Allocated, or freed and not released yet.
+    /// Whether the run is allocated, or freed and not released yet.
     held: bool,
     checksum: u32,
 }

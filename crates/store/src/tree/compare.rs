@@ -7,9 +7,9 @@
 //! - A cursor is at an extent, at an unopened subtree with a lower bound, or at the end. All blocks before it are
 //!   compared.
 //! - An extent, or a part of it, that lies before the item of the other cursor is a difference.
-//! - Otherwise a subtree is opened: that of the higher level, so that nodes of one level are compared, or, on the same
-//!   level, that which begins first. If one item is an extent, the other cursor opens its subtree, which may have
-//!   extents at the same blocks.
+//! - Otherwise a subtree is opened: the subtree of the higher level, so that nodes of one level are compared; of two
+//!   subtrees on one level, the subtree that begins first. If one item is an extent, the other cursor opens its
+//!   subtree, which may have extents at the same blocks.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
@@ -23,7 +23,7 @@ pub struct DiffExtent {
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// The second tree maps written data there; otherwise the range reads as zeros in it.
+    /// Whether the second tree maps written data there; if not, the range reads as zeros in that tree.
     pub in_b: bool,
 }
 

@@ -133,8 +133,8 @@ fn place(number: u64) -> (u64, usize) {
     (number / COUNTED_PER_PAGE as u64, (number % COUNTED_PER_PAGE as u64) as usize)
 }
 
-/// The references that nodes and blocks have after trees were dropped, for those that had several references and to
-/// which the dropped trees refer. All others have the references that the tables count.
+/// The references that nodes and blocks have after trees were dropped. Contains only nodes and blocks that had several
+/// references and to which the dropped trees refer.
 #[derive(Default)]
 pub struct Left {
     nodes: CountPages,
@@ -201,7 +201,7 @@ impl Counts {
         self.window == (0..u64::MAX)
     }
 
-    /// The counts of the next pass; `None` if this was the last.
+    /// The counts of the next pass; `None` if this pass was the last.
     fn next(&self) -> Option<Self> {
         (self.window.end < u64::MAX).then(|| Self::new(self.window.end))
     }
@@ -212,9 +212,9 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
-    /// The references that are left after trees that were dropped before.
+    /// The references that are left after the trees were dropped that an earlier walk has counted.
     before: Option<&'a Left>,
-    /// What is left after this walk, if that is wanted and was not too much so far.
+    /// What is left after this walk, if the caller requested it and it fits into memory so far.
     left: Option<Left>,
     /// Dying nodes with several references. A node with one reference dies if the walk reaches it.
     dying: Bits,

@@ -17,7 +17,7 @@
 //! 4. **Growth.** The first node of a tree, and the roots that it gains.
 //!
 //! If snapshots separate the changes into several layers, a node that the changes of one layer have made may be copied
-//! for the next layer. Nodes that a change frees can be reused at once, but the limit does not count on them.
+//! for the next layer. Nodes that a change frees can be reused at once, but the limit does not rely on this reuse.
 
 use super::balance::SPLIT_ROOM;
 use super::page::ENTRIES_MAX;

@@ -18,10 +18,11 @@ pub struct Extent {
     pub physical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// The blocks are allocated, but read as zeros.
+    /// Whether the blocks are allocated, but read as zeros.
     pub unwritten: bool,
-    /// A node on the path to this extent is shared ([`NodeStore::is_shared`]), so another tree maps the extent too,
-    /// whatever the reference count of its blocks is. Only [`lookup_exclusive`] determines this; [`lookup`] sets false.
+    /// Whether a node on the path to this extent is shared ([`NodeStore::is_shared`]). Then another tree maps the
+    /// extent too, whatever the reference count of its blocks is. Only [`lookup_exclusive`] determines this; [`lookup`]
+    /// sets false.
     pub shared_path: bool,
 }
 

@@ -26,8 +26,8 @@
 //!
 //! Changes are not atomic in memory. When the store returns an error inside [`replace()`] or [`drop_step`], pages may
 //! be partly changed, and the owner must return to its last checkpoint and replay the journal. [`reach()`] and
-//! [`check_drop`], called before the change, find in time what it cannot read. The owner must keep [`NODES_PER_STEP`]
-//! nodes free.
+//! [`check_drop`], called before the change, find in time the pages that the change cannot read. The owner must keep
+//! [`NODES_PER_STEP`] nodes free.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -101,7 +101,7 @@ pub struct Mapping {
     pub physical: u64,
     /// Length, 1 to [`EXTENT_BLOCKS_MAX`] in a leaf.
     pub blocks: u64,
-    /// The blocks are allocated, but read as zeros.
+    /// Whether the blocks are allocated, but read as zeros.
     pub unwritten: bool,
 }
 

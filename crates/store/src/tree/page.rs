@@ -145,7 +145,8 @@ pub fn id(page: &Block) -> NodeId {
     NodeId(u64::from_le(pairs(page)[1][0]))
 }
 
-/// Checks that a loaded page can be node `expected`, as far as a single page shows. The checksum is checked elsewhere.
+/// Checks that a loaded page can be node `expected`, as far as a single page shows. The page cache verifies the
+/// checksum.
 pub fn validate(page: &Block, expected: NodeId) -> Result<()> {
     if page.0[..4] != MAGIC {
         return Err(corrupt(expected, "it does not begin as a map node"));
@@ -357,8 +358,8 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
-/// Unmaps `range` in a leaf, and maps it to `with` if that is given, which covers exactly the range. Adds the physical
-/// blocks that the leaf no longer maps to `removed`.
+/// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds the physical blocks
+/// that the leaf no longer maps to `removed`.
 pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,

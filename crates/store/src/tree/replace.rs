@@ -4,8 +4,8 @@
 //! removes whole subtrees from one internal node. Then it balances the nodes on the path. The common case is to map one
 //! block of an exclusive tree to another physical block: one descent and one overwritten entry.
 //!
-//! References on data blocks are dropped after the entry is removed. A failure between the two leaks a block, but never
-//! frees a block that is still mapped.
+//! References on data blocks are dropped after the entry is removed. A failure between these two steps leaks a block,
+//! but never frees a block that is still mapped.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT};
 use super::path::Path;

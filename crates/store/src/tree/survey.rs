@@ -46,15 +46,15 @@ pub trait Resident {
 /// The operation on a range that is surveyed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Aim {
-    /// Look up its mappings.
+    /// Look up the mappings of the range.
     Look,
-    /// Look up its mappings, and read the data.
+    /// Look up the mappings of the range, and read the data.
     Read,
-    /// Write it: in place where that is allowed, otherwise to new blocks.
+    /// Write the range: in place where that is allowed, otherwise to new blocks.
     Write,
-    /// Map it to other blocks.
+    /// Map the range to other blocks.
     Map,
-    /// Unmap it.
+    /// Unmap the range.
     Unmap,
 }
 

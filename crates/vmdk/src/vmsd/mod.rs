@@ -31,7 +31,7 @@ mod write;
 
 /// The longest list, in bytes. A snapshot needs some 400 bytes.
 pub const TEXT_MAX: usize = 4 << 20;
-/// The longest line.
+/// The longest line of a list, in bytes.
 pub const LINE_MAX: usize = 16 << 10;
 /// The most snapshots of a list; VMware allows 496 in a tree.
 pub const SNAPSHOTS_MAX: usize = 2048;
@@ -43,7 +43,7 @@ pub const DISKS_MAX: usize = 512;
 pub struct VmsdDisk {
     /// The descriptor of the image with the disk's state, as a name or a path.
     pub file: String,
-    /// The device: `scsi0:0`.
+    /// The device of the disk in the machine, such as `scsi0:0`.
     pub node: String,
 }
 

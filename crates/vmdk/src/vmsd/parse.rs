@@ -20,7 +20,7 @@ struct Raw {
 }
 
 impl Vmsd {
-    /// Reads a list.
+    /// Reads a list of snapshots.
     ///
     /// # Errors
     /// `Corrupt` if the list is too long, contains NUL bytes, or has a UID twice.

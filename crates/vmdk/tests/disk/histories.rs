@@ -22,7 +22,7 @@ struct History {
     disk: Arc<Disk>,
     named: u32,
     formats: Vec<DeltaFormat>,
-    /// The base has no descriptor.
+    /// Whether the base has no descriptor.
     raw: bool,
     compared: u32,
 }

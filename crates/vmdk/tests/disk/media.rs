@@ -26,9 +26,9 @@ const PIECE_SECTORS: u64 = CAPACITY / SECTOR / 4;
 /// The values that a sector may have.
 #[derive(Clone)]
 struct Sector {
-    /// Now: the last value, and also the values of later writes that failed.
+    /// The values now: the last value, and also the values of later writes that failed.
     now: Vec<u8>,
-    /// After a restart.
+    /// The values after a restart.
     later: Vec<u8>,
 }
 

@@ -44,7 +44,7 @@ fn unknown_features_are_refused_and_named() {
     says(with(40, &(1u64 << 50).to_be_bytes()), ErrorKind::Corrupt, "outside the file");
     says(with(72, &[0x40]), ErrorKind::Unsupported, "bit 62");
     says(with(79, &[8]), ErrorKind::Unsupported, "method 0");
-    // The image has QEMU's feature name table: assigns one of those names to an undefined bit.
+    // The image has QEMU's feature name table. The test assigns a name of the table to an undefined bit.
     let bytes = image("cluster_size=64k", false);
     let name = bytes.windows(10).position(|w| w == b"dirty bit\0").unwrap();
     let mut renamed = bytes.clone();

@@ -4,7 +4,7 @@ use super::*;
 
 const MIB: usize = 1 << 20;
 
-/// Makes random writes, zeroes and discards through QEMU, and the same in the model.
+/// Makes random writes, zeroes and discards through QEMU, and makes the same changes in the model.
 fn history(folder: &Folder, seed: u64, target: &[&str], model: &mut [u8]) {
     let mut random = Random::new(seed);
     let mut commands: Vec<String> = Vec::new();

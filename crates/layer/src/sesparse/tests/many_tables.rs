@@ -10,7 +10,7 @@ use backend::BLOCK_SIZE;
 const TABLES: u64 = 2100;
 /// Bytes that a table maps.
 const SPAN: u64 = 4096 * GRAIN;
-/// Tables with numbers that are similar, in all but one byte, to those of few other tables.
+/// Tables with numbers that equal those of few other tables in all but one byte.
 const FEW: [u64; 4] = [0, 5, 1037, 2099];
 
 const _: () = assert!(TABLES > CONFIRM_TABLES as u64);
@@ -104,7 +104,8 @@ fn opening_frees_unused_grains_of_a_few_regions_after_a_crash() {
 
 #[test]
 fn opening_leaves_unused_grains_of_many_regions_to_a_wipe() {
-    // These numbers have each of the nine high bytes, so that any table may have a number similar to one of them.
+    // These numbers have each of the nine high bytes, so that the number of any table may equal one of these numbers in
+    // all but one byte.
     let given_up: Vec<u64> = (0..TABLES).step_by(100).collect();
     let layer = open(&*killed(given_up.iter().copied()).directory(), IoMode::Buffered, writing()).unwrap();
     assert_eq!(mapped(&layer), 2 * TABLES, "the opening frees nothing");
@@ -125,8 +126,9 @@ fn a_wrong_owner_among_many_tables_frees_no_grain_that_an_entry_names() {
         let disk = killed(given_up.iter().copied());
         let places = Places::of(&disk);
         let disk = copy(&disk);
-        // One wrong byte in each of four owners: the low byte changes to that of another table in use; the high byte
-        // does; a byte changes to that of a table not in use; the number of the entry changes.
+        // One wrong byte in each of four owners: the low byte of the table's number changes to that of another table in
+        // use; the high byte changes to that of another table in use; a byte changes to that of a table not in use; the
+        // number of the entry changes.
         let wrong = [(3, 1, 0), (1038, 0x100, 0), (2060, 0xff, 0), (2098, 0, 9)];
         for (slot, table, entry) in wrong {
             let (owner, grain) = places.first(slot);

@@ -138,7 +138,7 @@ fn open(file: &Arc<dyn File>, writable: bool) -> Result<VmfsSparse> {
 
 #[test]
 fn damage_is_reported_and_not_written_to() {
-    // The offset of the first table; the first used entry is found from it.
+    // The offset of the first table, and the indexes of its used entries.
     let bytes = image();
     let table = u32::from_le_bytes(bytes[2048..2052].try_into().unwrap()) as usize * 512;
     let used: Vec<usize> = (0..4096).filter(|at| bytes[table + at * 4..table + at * 4 + 4] != [0; 4]).collect();

@@ -25,18 +25,18 @@ use std::time::Duration;
 /// Dirty pages that are allowed even if the cache is smaller (16 MiB). No single operation changes as many pages, so
 /// each can be admitted.
 pub const PAGES_FLOOR: u64 = 4096;
-/// One part in this many of the ring is reserved for small changes that cannot wait.
+/// The size of the ring, divided by this number, is reserved for small changes that cannot wait.
 const RESERVE_SHARE: u64 = 16;
-/// One part in this many of the pages is reserved for small changes that cannot wait.
+/// The number of pages that may change, divided by this number, is reserved for small changes that cannot wait.
 const MARGIN_SHARE: u64 = 16;
-/// A checkpoint is requested when this part of the ring is used.
+/// A checkpoint is requested when this percentage of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;
 /// Writers are slowed down when a budget is filled beyond this percentage.
 const PACE_PERCENT: u64 = 60;
 /// The longest time by which a writer is slowed down after a batch: at a full budget.
 const PACE_MAX: Duration = Duration::from_millis(20);
 
-/// What a change needs.
+/// The journal bytes and the metadata pages that a change needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes of the ring.
@@ -191,7 +191,7 @@ impl Admission {
         self.used.load(Ordering::Acquire) + self.pending.load(Ordering::Acquire)
     }
 
-    /// Pages that recovery would change if no checkpoint followed.
+    /// The number of pages that recovery would change if the store ended now, without another checkpoint.
     fn pages_changed(&self) -> u64 {
         self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire)
     }

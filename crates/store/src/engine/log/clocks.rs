@@ -1,4 +1,4 @@
-//! Counters that tell which writes are durable. They only grow, and are read without a lock.
+//! Counters that determine which writes are durable. They only grow, and are read without a lock.
 //!
 //! *Acknowledged* writes are counted to find the flush that makes each durable. Writes to the *data files* are counted
 //! to find the flush of the data files that makes each durable. The gate of a pending change that refers to data is the

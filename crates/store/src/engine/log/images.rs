@@ -52,7 +52,7 @@ pub fn length(pages: u64) -> u64 {
     (1 + pages.div_ceil(KEYS_PER_BLOCK) + pages) * BLOCK_SIZE as u64
 }
 
-/// Images for which a file of `length` bytes has room.
+/// The number of images for which a file of `length` bytes has room.
 pub fn capacity(length_of_file: u64) -> u64 {
     let blocks = (length_of_file / BLOCK_SIZE as u64).saturating_sub(1);
     let mut pages = blocks * KEYS_PER_BLOCK / (KEYS_PER_BLOCK + 1);
@@ -65,7 +65,7 @@ pub fn capacity(length_of_file: u64) -> u64 {
 /// The head of the file.
 pub struct Head {
     salt: u64,
-    /// Number of the checkpoint.
+    /// Number of the checkpoint that wrote the images.
     pub number: u64,
     count: u64,
     keys_checksum: u32,

@@ -63,7 +63,7 @@ pub struct CommitLog {
     settled: AtomicU64,
     /// The journal durably contains the record that announced overwrites before this position are settled.
     told: AtomicU64,
-    /// A batch was appended since the last trailer, and a new trailer was requested from maintenance.
+    /// Whether a batch was appended since the last trailer, and a new trailer was requested from maintenance.
     untrailed: AtomicBool,
 }
 
@@ -337,8 +337,8 @@ impl CommitLog {
     /// Begins a flush of the data files: ends all permits, and computes which announced overwrites the flush settles.
     /// No write that bypasses the buffer may be under way.
     pub fn begin_sync<'a>(&'a self, one: MutexGuard<'a, ()>) -> Syncing<'a> {
-        // One critical section: a permit given between the two statements would stay valid although its announcement
-        // counts as settled.
+        // The permits end and the journal head is read in one critical section: a permit given in between would stay
+        // valid although its announcement counts as settled.
         let mut permits = self.permits.lock();
         permits.clear();
         // The head is read before `announced`, so an announcement that the load of `announced` misses is after the
@@ -402,7 +402,8 @@ impl Committer {
         self.batches
     }
 
-    /// Removes the last batch from this count, because it only records settled overwrites.
+    /// Removes the last batch from the number of batches that prevent a clean close, because the batch only records
+    /// settled overwrites.
     pub fn discount_last(&mut self) {
         self.batches -= 1;
     }

@@ -47,7 +47,7 @@ impl CheckpointRecord {
         superblock.next_id = self.next_id;
     }
 
-    /// The stored form.
+    /// The stored form of the fields.
     pub fn encode(&self) -> Vec<u8> {
         let words: [u64; Self::WORDS] = [
             self.tail.position,
@@ -63,7 +63,7 @@ impl CheckpointRecord {
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// Reads the stored form.
+    /// Reads the stored form of the fields.
     pub fn decode(body: &[u8]) -> Option<Self> {
         if body.len() != Self::SIZE {
             return None;

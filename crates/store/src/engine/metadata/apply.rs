@@ -153,7 +153,7 @@ impl Meta {
         };
         let root = tree::replace(&mut nodes, old, logical..logical + blocks, with)?;
         if root != old {
-            // The new root may be a child of the old one that did not change itself.
+            // The new root may be an unchanged child of the old root.
             nodes.note_change(root);
         }
         self.catalog.set_root(disk, Some(root));

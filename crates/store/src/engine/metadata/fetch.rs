@@ -5,9 +5,9 @@
 //! page. The lookup may continue without the page: a search for free blocks skips the region that the page describes.
 //!
 //! A change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
-//! missing pages, and they are read without the lock. Both are repeated until no page is missing
-//! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. Those are read under
-//! the lock; [`crate::pages::PageStatistics::locked`] counts them.
+//! missing pages, and the pages are read without the lock. Survey and reading are repeated until no page is missing
+//! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. The change reads
+//! these pages under the lock; [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};

@@ -1,5 +1,5 @@
 //! Freed blocks that cannot be reused yet: their freeing must become durable, and then all reads that were planned
-//! before must end.
+//! before that moment must end.
 
 use crate::space::Run;
 use std::collections::VecDeque;
@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// Blocks that were freed and cannot be reused yet.
 #[derive(Default)]
 pub struct Freed {
-    /// Shared with the reads that may refer to blocks mapped now. A new epoch begins when the freeing of blocks becomes
-    /// durable.
+    /// The current epoch: reads that may refer to blocks mapped now hold a reference to it. A new epoch begins when the
+    /// freeing of blocks becomes durable.
     epoch: Arc<()>,
     /// Blocks that were freed durably. They wait for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,

@@ -1,7 +1,8 @@
 //! Metadata: the trees, the tables and the catalog, their pending changes, and the blocks that pending changes hold.
 //!
-//! One lock, taken after all other locks of the engine, except locks of [`super::log`] that are held for a few
-//! instructions. Pages are read without the lock ([`fetch`]). This part takes no lock of another part.
+//! One lock protects the metadata. It is taken after all other locks of the engine, except locks of [`super::log`] that
+//! are held for a few instructions. Pages are read without the lock ([`fetch`]). This part takes no lock of another
+//! part.
 
 mod apply;
 mod cost;
@@ -65,7 +66,7 @@ pub struct Meta {
 }
 
 impl Metadata {
-    /// The metadata of a store that is being opened; `pages` has the pages that were read for that.
+    /// The metadata of a store that is being opened; `pages` has the pages that the opening has read.
     pub fn new(
         directory: Arc<dyn Directory>,
         files: [Arc<dyn File>; PageFile::COUNT],

@@ -20,7 +20,7 @@ pub struct Pending {
     pub freed: Box<[Run]>,
     /// Blocks from which the change took a reference while others remain.
     unshared: Box<[Run]>,
-    /// The change and the next one take effect together, so both go into one batch.
+    /// Whether the change and the next one take effect together, so that both go into one batch.
     joined: bool,
 }
 
@@ -56,7 +56,8 @@ pub struct Queue {
 #[derive(Default)]
 pub struct Taken {
     pub changes: Vec<Pending>,
-    /// All captured changes were taken before: the current end of the journal is the end of the captured changes.
+    /// Whether all captured changes were already taken from the queue: then the current end of the journal is the end
+    /// of the captured changes.
     pub ordered: bool,
 }
 

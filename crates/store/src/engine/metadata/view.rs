@@ -64,7 +64,7 @@ impl View {
         }
     }
 
-    /// The catalog.
+    /// The catalog of the view.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
@@ -102,7 +102,7 @@ impl Metadata {
 }
 
 impl Meta {
-    /// The metadata in memory, for a check. Nothing may change it meanwhile.
+    /// The metadata in memory, for a check. Nothing may change the metadata during the check.
     pub(crate) fn sight(&mut self) -> Sight<'_> {
         Sight {
             pages: &mut self.pages,

@@ -13,7 +13,7 @@
 //! crash had left it suspect. A table has at most 16 places for each 7 blocks. Admission limits the table pages of the
 //! announced blocks to 15/32 of the metadata cache (`log/admission.rs`), so with default options at most 7.8 million
 //! blocks are in doubt: 528 MiB if all of them were announced one by one, 272 MiB if all have permits. A flush of the
-//! data files settles announcements, so usually much fewer blocks are in doubt.
+//! data files settles announcements, so usually far fewer blocks are in doubt.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -31,8 +31,8 @@ pub struct Doubts {
 /// Announced overwrites of a block that are not settled.
 #[derive(Clone, Copy)]
 struct Overwritten {
-    /// Journal position of the first of these overwrites. Once it is settled, payload that was journalled before it is
-    /// out of date, even if later overwrites are not settled.
+    /// Journal position of the first of these overwrites. Once the first overwrite is settled, payload that was
+    /// journalled before it is out of date, even if later overwrites are not settled.
     first: u64,
     /// Journal position of the last of these overwrites.
     last: u64,
@@ -43,13 +43,13 @@ struct Overwritten {
 /// What a flush of the data files settled for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Settled {
-    /// The block.
+    /// The block whose doubt a flush has settled.
     pub block: u64,
-    /// An announced overwrite of the block is durable in the data file: payload that was journalled before the
-    /// announcement must not be written over it. False if there was only a permit: then the journal has a checksum of
-    /// the block if it was written.
+    /// Whether an announced overwrite of the block is durable in the data file. Then payload that was journalled before
+    /// the announcement must not be written over it. False if there was only a permit: then the journal has a checksum
+    /// of the block if the block was written.
     pub overwritten: bool,
-    /// No other record keeps the block in doubt.
+    /// Whether no other record keeps the block in doubt.
     pub certain: bool,
 }
 
@@ -92,7 +92,7 @@ impl Doubts {
     }
 
     /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks with
-    /// overwrites or permits that this settles.
+    /// overwrites or permits that the flush settles.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
         self.overwritten.retain(|block, announced| {
@@ -125,7 +125,8 @@ mod tests {
     use crate::engine::EngineOptions;
     use crate::space::TABLE_ENTRIES;
 
-    /// For the default size of the metadata cache, of which admission gives 15/32 to pages that recovery changes.
+    /// The figure holds for the default size of the metadata cache, of which admission gives 15/32 to pages that
+    /// recovery changes.
     #[test]
     fn the_manual_states_the_most_memory_of_a_recovery() {
         let pages = EngineOptions::default().metadata_cache as u64 / backend::BLOCK_SIZE as u64 * 15 / 32;

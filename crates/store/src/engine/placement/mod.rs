@@ -24,10 +24,10 @@
 //! * A compressed extent shares its blocks with other leaf entries, so [`BlockState::shared_path`] would be true: these
 //!   blocks are never overwritten in place.
 //! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
-//! * A block that is being compared as the target of deduplication would be [`BlockState::held`]: [`Holds::hold_block`]
-//!   for the operation that is about to become pending.
-//! * A block with a write in flight is no target: [`InFlight::contains`], under the lock under which the target is
-//!   chosen.
+//! * A block that is being compared as the target of deduplication would be held ([`BlockState::held`]):
+//!   [`Holds::hold_block`] is called for the operation before it becomes pending.
+//! * A block with a write in flight is no target: [`InFlight::contains`] is queried under the lock under which the
+//!   target is chosen.
 //! * Deduplication is one operation under the metadata lock. Suspect blocks are refused there, by their table entry.
 //! * The operation waits until the data of the target is durable, as an operation on a new block does.
 //! * The operation names the run of the target. The run is therefore held until the operation is durable, even if its
@@ -48,13 +48,13 @@ use std::collections::BTreeMap;
 pub struct BlockState {
     /// References of the block in the current metadata.
     pub references: u32,
-    /// A node on the path to the block has more than one reference, or is held.
+    /// Whether a node on the path to the block has more than one reference, or is held.
     pub shared_path: bool,
-    /// A pending operation names the block or took a reference from it.
+    /// Whether a pending operation names the block or took a reference from it.
     pub held: bool,
-    /// A write of the block is under way.
+    /// Whether a write of the block is under way.
     pub in_flight: bool,
-    /// The block is allocated and was never written.
+    /// Whether the block is allocated and was never written.
     pub unwritten: bool,
 }
 
@@ -83,7 +83,8 @@ pub fn place(state: BlockState) -> Placement {
 /// The blocks and nodes that pending operations concern.
 ///
 /// The first hold of a data block is a flag in its table entry, which the caller stores: [`Holds::hold_block`] and
-/// [`Holds::release_block`] tell its new value. Only blocks that several operations hold at once take memory here.
+/// [`Holds::release_block`] return its new value. Only blocks that several operations hold at once take memory in this
+/// struct.
 #[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.
@@ -198,7 +199,7 @@ impl InFlight {
         self.runs.is_empty()
     }
 
-    /// Claims a run. No block of it may be claimed.
+    /// Claims a run. No block of the run may be claimed already.
     pub fn claim(&mut self, run: Run) {
         debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());
         self.runs.insert(run.start, run.blocks);

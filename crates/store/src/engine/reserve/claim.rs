@@ -22,7 +22,7 @@ use crate::engine::{Engine, Head};
 use crate::{ErrorKind, Result};
 use backend::BLOCK_SIZE;
 
-/// Free blocks on which an operation relies until this is dropped.
+/// Free blocks on which an operation relies until this value is dropped.
 pub(crate) struct Claim<'a> {
     engine: &'a Engine,
     pub(crate) blocks: u64,
@@ -101,8 +101,8 @@ impl Engine {
     }
 }
 
-/// The reservation that a thick disk needs when all its blocks become shared: its whole size, and the buffered blocks
-/// that will use a part of the reservation before they become shared.
+/// The reservation that a thick disk needs when all its blocks become shared: its whole size, and in addition its
+/// buffered blocks, because these use a part of the reservation before they become shared.
 pub(crate) struct Aside {
     /// The reservation that the disk needs.
     pub reserved: u64,

@@ -3,7 +3,7 @@
 //!
 //! A reservation may wait for the journal of the file system for a long time, so it is made without the metadata lock:
 //! by maintenance ahead of need, otherwise by the writer that finds no free blocks. It is made under the metadata lock
-//! only if both were too late.
+//! only if neither maintenance nor the writer has made it in time.
 
 use super::{is_full, unless_full};
 use crate::catalog::SLOTS_PER_PAGE;
@@ -19,19 +19,19 @@ use backend::BLOCK_SIZE;
 const EXTENSION_MIN: u64 = 256;
 /// One reservation takes at most this many data blocks (4 MiB).
 pub(super) const EXTENSION_MAX: u64 = 1024;
-/// One part in this many of the used blocks is reserved ahead.
+/// The number of used blocks, divided by this number, is reserved ahead.
 const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
 /// Catalog pages for which space is reserved beyond the full pages.
 pub(crate) const CATALOG_AHEAD: u64 = 64;
-/// Of these, the page that the next record needs.
+/// Of the pages of [`CATALOG_AHEAD`], the page that the next record needs.
 const CATALOG_NEXT: u64 = 1;
 /// If the reserved space does not suffice for this many new records, more is reserved before the next change of the
 /// catalog.
 const RECORDS_SOON: u64 = 256;
-/// New records for which space is reserved then.
+/// New records for which space is reserved if it does not suffice for [`RECORDS_SOON`].
 const RECORDS_AHEAD: u64 = 512;
 
 /// The highest cost of recording one reservation.
@@ -52,7 +52,7 @@ impl Engine {
         let mut largest = EXTENSION_MAX;
         let mut searched = false;
         while self.headroom_now() < claims {
-            // One grant for each reservation, because a thick disk may need any number of them.
+            // One grant for each reservation, because a thick disk may need any number of reservations.
             let _grant = self.admit(EXTENSION_COST)?;
             let losses = self.losses();
             match self.extend_once(claims, &mut largest) {

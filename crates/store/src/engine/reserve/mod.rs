@@ -35,7 +35,7 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
     outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
 }
 
-/// Runs that are to be punched again.
+/// Runs that maintenance tries to punch again.
 #[derive(Default)]
 pub struct Unpunched {
     /// Runs that could not be punched.
@@ -59,7 +59,7 @@ pub struct Reserves {
     punching: Mutex<Unpunched>,
     /// The search for unclaimed space that the opening after a crash began, until it is complete.
     search: Mutex<Option<Search>>,
-    /// Held by a reservation of space in the file system: one at a time.
+    /// Held by a reservation of space in the file system: one reservation at a time.
     extending: Mutex<()>,
     /// Runs that occupy space of the file system without a record, and that could not be punched while `punching` was
     /// not locked.
@@ -74,7 +74,7 @@ pub struct Reserves {
     changes_max: AtomicU64,
     /// The trees and free nodes from which `changes_max` was computed.
     known: Mutex<Option<(Forest, u64)>>,
-    /// Held by a write that waits for free nodes: one at a time.
+    /// Held by a write that waits for free nodes: one write at a time.
     scarce: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata: [AtomicU64; PageFile::COUNT],
@@ -130,7 +130,7 @@ impl Reserves {
         self.claims.fetch_sub(blocks, Ordering::SeqCst);
     }
 
-    /// Blocks claimed.
+    /// Number of claimed blocks.
     pub fn claims(&self) -> u64 {
         self.claims.load(Ordering::SeqCst)
     }
@@ -161,7 +161,7 @@ impl Reserves {
         self.changes.fetch_sub(changes, Ordering::SeqCst);
     }
 
-    /// The counted changes.
+    /// Number of counted map changes.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }

@@ -35,7 +35,7 @@ pub(crate) const KEPT: u64 = 256;
 /// Free nodes that even writes of thick disks do not use on a full file system. The data blocks of such writes are
 /// reserved already.
 const KEPT_BY_THICK: u64 = KEPT / 2;
-/// Map nodes reserved at a time: one part in 16 of the used ones, within these limits.
+/// Map nodes reserved at a time: a sixteenth of the number of used nodes, within these limits.
 const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
 /// Free map nodes that maintenance keeps while clients write.
 const NODES_AHEAD: u64 = 1024;
@@ -49,7 +49,7 @@ const UNDER_WAY_MAX: u32 = 1000;
 /// How long a write sleeps before it checks again whether work under way has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Map changes of an operation that bypasses the buffer. They count until this is dropped.
+/// Map changes of an operation that bypasses the buffer. The changes count until this value is dropped.
 pub(crate) struct Changes<'a> {
     engine: &'a Engine,
     changes: u64,
@@ -96,7 +96,7 @@ fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
 impl Engine {
     /// The trees that counted changes may affect.
     fn forest(&self, meta: &Meta) -> Forest {
-        // One more, for a disk that is changed before it has a buffer.
+        // One more tree, for a disk that is changed before it has a buffer.
         let trees = self.buffers.count() + 1;
         Forest { trees, levels: meta.levels(), layers: 1 + self.buffers.sealing(), used: meta.map.counts().used }
     }

@@ -35,7 +35,7 @@ pub struct Search {
     position: Position,
     /// Blocks returned to the file system so far.
     returned: u64,
-    /// The file system could not be queried. The next opening searches again.
+    /// Whether a query of the file system failed. Then the next opening searches again.
     failed: bool,
 }
 

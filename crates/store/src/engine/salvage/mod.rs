@@ -31,7 +31,7 @@ pub struct Salvage {
     left_out: BTreeMap<u64, Vec<Range<u64>>>,
     /// Objects with records from a damaged page of the catalog.
     unproven: BTreeSet<u64>,
-    /// Part of the journal is lost: the content is older than what was acknowledged.
+    /// Whether a part of the journal is lost: then the content is older than the acknowledged content.
     behind: bool,
     /// Blocks with newer content in a part of the journal that cannot be replayed.
     outdated: BTreeSet<u64>,
@@ -57,7 +57,7 @@ pub enum SalvagedPiece {
     Lost,
 }
 
-/// How far the content of a block can be trusted.
+/// How reliable the content of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The content is what was written.

@@ -4,7 +4,7 @@
 //!    lost, the record in the images of the last checkpoint is used, whether or not a superblock named these images.
 //! 2. The images of the last checkpoint, if they have to be written to their places. If an image is damaged, its place
 //!    is invalidated, because it may hold a page of the previous checkpoint.
-//! 3. The pages. Those that can be derived from others are rebuilt if they are damaged.
+//! 3. The pages. Pages that can be derived from others are rebuilt if they are damaged.
 //! 4. The journal, up to the first damage. Blocks that later batches name count as lost.
 
 use super::super::check::{Report, Window, count_trees};

@@ -173,7 +173,7 @@ impl Search {
         }
     }
 
-    /// A part of the tree that cannot be read.
+    /// Called for a part of the tree that cannot be read.
     fn lost(&mut self, id: NodeId, logical: Range<u64>) {
         // The nodes above are not clean, even if this damage was not found by the scrub.
         self.found += 1;

@@ -1,8 +1,8 @@
 //! Scrub: reads every metadata page and every data block in the order of their places, beside requests, and restores
 //! what is damaged if a good copy exists ([0038](../../../../../docs/adr/0038-scrub.md)).
 //!
-//! The caller drives the scrub by steps of about a megabyte, and stores the position between them. So it limits the
-//! rate, and continues an interrupted scrub later.
+//! The caller drives the scrub by steps of about a megabyte, and stores the position between them. So the caller limits
+//! the rate, and continues an interrupted scrub later.
 //!
 //! What must hold:
 //!
@@ -93,7 +93,7 @@ impl ScrubPart {
 /// The place at which a scrub continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScrubPosition {
-    /// The part.
+    /// The part that the scrub reads next.
     pub part: ScrubPart,
     /// The first page of the part that is not read yet; for the data, the page of the table that describes the blocks.
     pub next: u64,
@@ -111,7 +111,7 @@ pub enum DamagedPlace {
     Superblock,
     /// A page of a file of metadata.
     Page {
-        /// The file.
+        /// The file of the page.
         file: PageFile,
         /// The number of the page.
         number: u64,
@@ -123,9 +123,9 @@ pub enum DamagedPlace {
 /// Damage that a scrub has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
-    /// The place.
+    /// The damaged place.
     pub place: DamagedPlace,
-    /// What is wrong.
+    /// What is wrong with the place.
     pub problem: String,
     /// From what the place was restored; `None` if no good copy exists.
     pub repaired: Option<String>,
@@ -146,7 +146,7 @@ pub struct ScrubStep {
     pub damage: Vec<Damage>,
 }
 
-/// Reads a store for a scrub. For one thread.
+/// Reads a store for a scrub. Used by one thread only.
 pub struct Scrubber<'a> {
     engine: &'a Engine,
     /// The files that were opened past the page cache, by name.

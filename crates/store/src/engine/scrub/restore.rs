@@ -5,9 +5,10 @@
 //! one such copy: the page cache of the kernel may still hold the block as it was written. Further sources, such as a
 //! replica, implement [`Copies`].
 //!
-//! One inverted bit of a block is not corrected by its checksum, unlike that of a page. A page also has a kind and a
-//! number, which a wrong correction would hardly match. For a block, one in 131,072 contents of any other kind (zeros,
-//! an older content, another block) would be "corrected" into data that was never written.
+//! One inverted bit of a page is corrected by the checksum of the page, but one inverted bit of a block is not
+//! corrected. A page also has a kind and a number, which a wrong correction would hardly match. For a block, one in
+//! 131,072 contents of any other kind (zeros, an older content, another block) would be "corrected" into data that was
+//! never written.
 
 use super::{Scrubber, check_page};
 use crate::engine::log::Cost;
@@ -36,7 +37,7 @@ pub struct WantedBlock<'a> {
 
 /// A source of good copies of data blocks.
 pub trait Copies {
-    /// What a report says about a block that was restored from this source.
+    /// The text of a report about a block that was restored from this source.
     fn description(&self) -> &str;
 
     /// Reads a copy of a block. False if this source has none. The caller verifies the checksum of the copy.

@@ -122,7 +122,8 @@ fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
     assert!(missed > 50 && loads >= missed && loads < 4 * missed, "{missed} reads missed metadata, {loads} loads");
 }
 
-/// A comparison takes long and holds no lock between its strides. What it has not compared yet may be deleted then.
+/// A comparison takes long and holds no lock between its strides. A part that is not compared yet may be deleted
+/// between two strides.
 #[test]
 fn a_comparison_with_a_deleted_snapshot_fails_instead_of_reporting_dropped_blocks() {
     let (_disk, engine) = made();

@@ -102,8 +102,8 @@ fn space_whose_punch_failed_stays_usable_and_is_punched_later() {
     let (last, after) = (disk.operations() - 1, allocated(&disk));
     assert!(given >= 1000);
     for number in [before, last] {
-        // An operation of the same store fails: a failed append to the journal stops the store, a failed punch does
-        // not.
+        // In a store with the same content, an operation fails: a failed append to the journal stops the store, a
+        // failed punch does not.
         let (disk, engine) = discarded();
         disk.fail_operation(number);
         assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);

@@ -10,7 +10,7 @@ use backend::IoMode;
 use backend::simulated::{Fault, Request};
 use std::time::{Duration, Instant};
 
-/// Blocks written to disk 1, each the second one, so that its map has several leaves.
+/// Blocks written to disk 1: every second block, so that its map has several leaves.
 const WRITTEN: u64 = 1200;
 
 /// A closed store with disk 1, which has a map of several leaves, and disk 2.

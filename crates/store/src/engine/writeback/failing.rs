@@ -21,7 +21,7 @@ struct Failure {
 pub struct Failing {
     /// Consecutive failed attempts since the last success.
     in_a_row: AtomicU64,
-    /// All failed attempts.
+    /// Number of all failed attempts.
     all: AtomicU64,
     last: Mutex<Option<Failure>>,
 }

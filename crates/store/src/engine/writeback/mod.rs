@@ -154,7 +154,7 @@ impl Drop for UnderWay<'_> {
 enum Batch {
     /// Nothing is buffered.
     Empty,
-    /// Written.
+    /// The whole batch is written.
     Done,
     /// A part of the batch is still buffered, because there was no room for this cost.
     Refused(Cost),

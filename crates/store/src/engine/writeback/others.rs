@@ -158,7 +158,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed it.
+    /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed this layer.
     pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;

@@ -30,7 +30,7 @@ pub struct BlockWrite {
 #[derive(Default)]
 pub struct Plan<'a> {
     homes: Vec<BlockWrite>,
-    /// Discards and zeroes.
+    /// Discards and zeroes of the batch.
     others: Vec<DirtyPiece>,
     /// Runs to be overwritten in place, which are marked as in flight.
     claimed: Vec<Run>,

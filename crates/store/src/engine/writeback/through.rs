@@ -39,7 +39,7 @@ const PERMITS_AT_ONCE: usize = 512;
 
 /// The result of an attempt.
 enum Outcome {
-    /// Written.
+    /// The write is done.
     Done,
     /// The write has to enter the buffer instead.
     Buffer,
@@ -131,7 +131,7 @@ impl Engine {
                 let runs = ahead
                     .iter()
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
-                // No more runs than one announcement may permit, however short they are.
+                // At most as many runs as one announcement may permit are taken, however short the runs are.
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
             let mut parts: Vec<Part> = Vec::new();

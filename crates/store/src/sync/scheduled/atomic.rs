@@ -23,7 +23,7 @@ macro_rules! atomic {
                 Self(std::sync::atomic::$name::new(value))
             }
 
-            /// The value.
+            /// The current value.
             pub fn load(&self, order: Ordering) -> $value {
                 step(order);
                 self.0.load(Ordering::SeqCst)
@@ -35,7 +35,7 @@ macro_rules! atomic {
                 self.0.store(value, Ordering::SeqCst);
             }
 
-            /// Sets the value, and returns the value before.
+            /// Sets the value, and returns the previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 step(order);
                 self.0.swap(value, Ordering::SeqCst)
@@ -48,25 +48,25 @@ atomic!(AtomicBool, bool);
 atomic!(AtomicU64, u64);
 
 impl AtomicU64 {
-    /// Adds, and returns the value before.
+    /// Adds `value`, and returns the previous number.
     pub fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
         step(order);
         self.0.fetch_add(value, Ordering::SeqCst)
     }
 
-    /// Subtracts, and returns the value before.
+    /// Subtracts `value`, and returns the previous number.
     pub fn fetch_sub(&self, value: u64, order: Ordering) -> u64 {
         step(order);
         self.0.fetch_sub(value, Ordering::SeqCst)
     }
 
-    /// Raises to `value`, and returns the value before.
+    /// Raises the number to at least `value`, and returns the previous number.
     pub fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
         step(order);
         self.0.fetch_max(value, Ordering::SeqCst)
     }
 
-    /// Sets bits, and returns the value before.
+    /// Sets the bits `bits`, and returns the previous value.
     pub fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
         step(order);
         self.0.fetch_or(bits, Ordering::SeqCst)

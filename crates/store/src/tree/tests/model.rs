@@ -32,7 +32,7 @@ struct World {
     dying: Vec<Option<NodeId>>,
     blocks: u64,
     trees_max: usize,
-    /// The operations alternate between growing and shrinking, so that nodes split and merge on every level.
+    /// Whether the operations alternate between growing and shrinking, so that nodes split and merge on every level.
     shrinking: bool,
 }
 

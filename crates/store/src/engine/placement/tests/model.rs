@@ -5,11 +5,11 @@
 //! `Doubts` of replay. The code around them (buffer, write-back, flush, payload, checkpoint, recovery) is modelled,
 //! with one step for each section that the engine runs under its locks.
 //!
-//! Checked in every state: a read returns the last write to its block. A read that began before has the value of its
-//! beginning or a later one. Checked after every power cut and recovery: each block has the value that its disk flushed
-//! last or a later value, or a mixture of the sectors of such values. A read never fails, and repeated reads return the
-//! same value. A block is not allocated while the durable metadata maps it. No block counts as backed whose hole may be
-//! punched. The snapshot of a linked clone exists.
+//! Checked in every state: a read returns the last write to its block. A read that began before this write returns the
+//! value at the beginning of the read, or a later value. Checked after every power cut and recovery: each block has the
+//! value that its disk flushed last or a later value, or a mixture of the sectors of such values. A read never fails,
+//! and repeated reads return the same value. A block is not allocated while the durable metadata maps it. No block
+//! counts as backed whose hole may be punched. The snapshot of a linked clone exists.
 //!
 //! Not modelled: reservations of thick disks, free space, and failing media.
 //!
@@ -32,7 +32,7 @@ use step::{Action, Fault, Rules};
 
 /// States that each scenario visits unless `LAMINA_MODEL_STATES` is set: less than five minutes of one core in all.
 const STATES: usize = 1_000_000;
-/// The limit of the first search without a limit.
+/// The number of states of the first search if `LAMINA_MODEL_STATES` is 0.
 const FIRST: usize = 2_000_000;
 /// Steps that a search can number.
 const STEPS: usize = u32::MAX as usize;
@@ -275,7 +275,8 @@ fn explore(scenario: &Scenario, fault: Fault, most: usize) -> Outcome {
     Outcome { states: seen.len(), depth, violation: None }
 }
 
-/// The limits of the searches: one, or, without a limit, one after another.
+/// The limits on the number of states of the searches: one limit, or, if `LAMINA_MODEL_STATES` is 0, limits that
+/// double.
 fn limits() -> impl Iterator<Item = usize> {
     let asked = std::env::var("LAMINA_MODEL_STATES").ok();
     let asked = asked.map_or(STATES, |text| text.parse().expect("LAMINA_MODEL_STATES is a number of states"));

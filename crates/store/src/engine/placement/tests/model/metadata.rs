@@ -36,8 +36,8 @@ impl Content {
 }
 
 /// The operations of the journal. `Detach` makes disk 1 independent of its snapshot, `Revert` gives disk 0 the content
-/// of the snapshot, and `Backed` notes whether a free block has space in the file system. `Unwritten` keeps the block
-/// of a thick disk that reads as zeros from now on, and `Written` ends this.
+/// of the snapshot, and `Backed` notes whether a free block has space in the file system. `Unwritten` marks a block of
+/// a thick disk as reading as zeros, and `Written` removes this mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Map { disk: usize, logical: usize, block: usize, value: Value },
@@ -96,7 +96,7 @@ pub struct ModelEntry {
     pub references: u8,
     pub sum: Content,
     pub suspect: bool,
-    /// The block has no space in the file system.
+    /// Whether the block has no space in the file system.
     pub unbacked: bool,
 }
 
@@ -112,7 +112,7 @@ pub enum Kind {
 pub struct Object {
     pub kind: Kind,
     pub root: Option<u8>,
-    /// A clone that needs the snapshot.
+    /// Whether the object is a linked clone, which needs the snapshot.
     pub linked: bool,
 }
 

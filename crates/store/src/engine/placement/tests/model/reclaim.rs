@@ -29,14 +29,14 @@ impl Rules {
         out.extend((0..BLOCKS).filter(|block| free(block) && state.now.entries[*block].unbacked).map(Reserve));
     }
 
-    /// The state after such a step; `None` if the engine would wait.
+    /// The state after a step that [`Rules::reclaims`] has added; `None` if the engine would wait.
     pub fn reclaim(&self, mut next: ModelState, action: Action) -> Result<Option<ModelState>, Violation> {
         let state = &mut next;
         match action {
             Action::Look(disk, logical) => {
                 let Some(block) = state.now.lookup(disk, logical).0 else { return Ok(None) };
                 let passing = state.through.is_some_and(|other| (other.disk, other.logical) == (disk, logical));
-                // Such a read takes the content from memory, or waits for the write.
+                // These conditions let the read take the content from memory, or wait for the write.
                 let elsewhere = state.is_buffered(disk, logical) || state.now.logged[block].is_some() || passing;
                 if elsewhere || state.now.is_unwritten(disk, logical) || state.in_flight.contains(block as u64) {
                     return Ok(None);

@@ -10,7 +10,7 @@ pub struct Waiting {
     pub op: Op,
     pub gate: u8,
     pub number: u64,
-    /// The change and the next one are appended in one batch.
+    /// Whether the change and the next one are appended in one batch.
     pub joined: bool,
     pub freed: Vec<usize>,
     pub held: Vec<usize>,
@@ -57,10 +57,10 @@ pub struct BlockWrite {
 #[derive(Clone)]
 pub struct Batch {
     pub disk: usize,
-    /// The overwrites are announced, and the writes are under way.
+    /// Whether the overwrites are announced, and the writes are under way.
     pub going: bool,
     pub homes: Vec<BlockWrite>,
-    /// Discards.
+    /// Logical blocks that the batch discards.
     pub others: Vec<usize>,
 }
 
@@ -91,9 +91,9 @@ pub struct Sync {
     pub written: u8,
     /// For each block, the number of unflushed writes that the flush covers.
     pub covers: [usize; BLOCKS],
-    /// A checkpoint waits for the flush.
+    /// Whether a checkpoint waits for the flush.
     pub checkpoint: bool,
-    /// With [`Fault::PermitsSurvive`]: the permits have ended, and the journal head is not read yet.
+    /// With [`Fault::PermitsSurvive`]: whether the permits have ended, and the journal head is not read yet.
     pub half: bool,
 }
 
@@ -130,7 +130,7 @@ pub struct ModelState {
     pub hole: [bool; BLOCKS],
     /// A block that is allocated until it is punched.
     pub punching: Option<usize>,
-    /// Disk 0 is thick.
+    /// Whether disk 0 is thick.
     pub thick: bool,
     pub holds: Holds,
     pub in_flight: InFlight,

@@ -44,7 +44,7 @@ pub enum Action {
     LookEnd,
     /// A free block is marked as not backed.
     PunchBegin(usize),
-    /// The hole of a block so marked is punched.
+    /// The hole of a block that is marked as not backed is punched.
     Punch,
     /// Space is reserved for a free block that is not backed.
     Reserve(usize),

@@ -50,8 +50,8 @@ impl Rules {
                 if state.appending.is_empty() {
                     return None;
                 }
-                // Called before the append: a flush of the data files that ends meanwhile does not settle these
-                // overwrites.
+                // The overwrites count as announced from before the append, so that a flush of the data files that ends
+                // meanwhile does not settle them.
                 state.announced.get_or_insert(state.journal.len());
                 if self.has(Fault::WritesBeforeAnnouncement) {
                     for home in homes {
