@@ -148,7 +148,7 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // The probe uses a folder outside those of the machines, because such a folder would be taken for a machine.
+        // The probe's folder is not named as a machine can be, because it would be taken for the folder of a machine.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
@@ -181,7 +181,8 @@ impl Host {
         Ok(())
     }
 
-    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, who
+    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, root
+    /// leaves the removal to the next command of that user, who could make root remove other files.
     /// could have root remove other files, root leaves this to the next command of that user.
     fn sweep(&self) -> Result<()> {
         if self.machines.are_of_another_user()? {

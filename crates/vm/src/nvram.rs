@@ -1,8 +1,8 @@
-//! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. The file `nvram` in the machine's
-//! folder.
+//! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. They are in the file `nvram` of the
+//! machine's folder.
 //!
 //! 1. At the first start the file is copied from the firmware's template, unless the import of the machine has created
-//!    it.
+//!    the file.
 //! 2. Snapshots and clones of the machine have copies of the file. A revert restores the snapshot's copy.
 
 use crate::definition::{Definition, Firmware};

@@ -2,9 +2,9 @@
 //! connected.
 //!
 //! A guest whose disks were copied after it had run has the parent's host name, machine id, SSH host keys, and leases
-//! and client ids of DHCP. One that was copied with its memory also has the parent's MAC address, and its random number
-//! generator has the same state. Kernels without a driver for the VM generation id are not notified that they were
-//! copied, so the host passes new entropy to the guest first.
+//! and client ids of DHCP. A guest that was copied with its memory also has the parent's MAC address, and the state of
+//! the parent's random number generator. Kernels without a driver for the VM generation id are not notified that they
+//! were copied, so the host passes new entropy to the guest first.
 //!
 //! 1. Entropy comes first, because the guest generates the new identity from it. Reseeding the kernel's generator at
 //!    once takes an ioctl, which a shell cannot call; `reseed-kernel`, Perl or Python calls it, whichever the guest
@@ -15,7 +15,7 @@
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
 //!    argument. The program can change what lamina does not change (keys of other servers, registration of an agent).
-//! 5. A host key of SSH is replaced or removed, so that no copy has that of its parent. The network is configured anew,
+//! 5. A host key of SSH is replaced or removed, so that no copy has its parent's key. The network is configured anew,
 //!    because the client id of DHCP follows from the machine id.
 
 use crate::agent::Agent;
@@ -239,7 +239,7 @@ mod tests {
     fn a_slow_agent_or_one_that_vanishes_gets_further_attempts() {
         let minute = Duration::from_secs(60);
         let good = Some(Act::Run(Duration::ZERO));
-        // 11 seconds are more than the limit of one command of the agent without this patience.
+        // 11 seconds are longer than the agent's default limit for one command.
         let slow = Some(Act::Run(Duration::from_secs(11)));
         for (acts, attempts) in [(vec![good], 1), (vec![Some(Act::Vanish), None, good], 3), (vec![slow], 1)] {
             let (outcome, count) = assign(&acts, Some(true), minute);

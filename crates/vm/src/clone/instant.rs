@@ -1,6 +1,6 @@
 //! Instant clones: one memory image for all clones, one request for their disks, then a process for each clone.
 //!
-//! A clone exists once its guest has its own identity. An error before that removes the clone with its process.
+//! A clone exists once its guest has its own identity. An earlier error removes the clone with its process.
 
 use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::definition::{CloneKind, Definition};

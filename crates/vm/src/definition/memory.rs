@@ -3,7 +3,7 @@
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// A size that may be missing.
+/// Encoding of a memory size that may be missing.
 pub mod optional {
     use serde::{Deserializer, Serializer};
 

@@ -54,7 +54,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
             "the machine may be running in VMware, and a copy of a running machine is not consistent: shut it down";
         machine.note(format!("'{}'", lock.display()), Effect::Changed, reason);
     }
-    // The list of snapshots, which is optional.
+    // The list of snapshots is optional.
     if let Some(name) = path.with_extension("vmsd").file_name().and_then(|name| name.to_str())
         && path.with_extension("vmsd").exists()
     {

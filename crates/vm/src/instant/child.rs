@@ -16,8 +16,8 @@ pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     parent.for_clone(name, Origin { machine: parent.name.clone(), snapshot: None, way: CloneKind::Instant })
 }
 
-/// Starts a process with the state of the image. Its guest is paused, and its network cards are disconnected. Its user
-/// networks are those of passt only if `passt` permits that.
+/// Starts a process with the state of the image. The guest is paused, and its network cards are disconnected. If
+/// `passt` is true, passt may serve the user networks of the guest.
 pub fn set_up(
     change: &Change,
     machines: &Machines,

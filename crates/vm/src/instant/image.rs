@@ -141,7 +141,7 @@ impl Images {
     fn make_memory_folder(&self) -> Result<()> {
         let memory = &self.memory;
         if !self.has_memory_folder()? {
-            // The folder does not get the owner of the folder that contains it, who must not read the guest memory.
+            // The folder does not get the owner of its parent folder, who must not read the guest memory.
             match private::create_folder_of_caller(memory) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(Error::io(format!("making '{}'", memory.display()), e));

@@ -112,8 +112,8 @@ impl Intent {
             }
         }
         unlinkat(opened, INTENT, AtFlags::empty()).map_err(std::io::Error::from).during(removing)?;
-        // The path can only lead to an empty folder here, or the removal fails. The next command of the user removes
-        // what stays.
+        // The removal succeeds only for an empty folder, even if the user has replaced the folder. The next command of
+        // the user removes a folder that stays.
         let _ = fs::remove_dir(folder);
         Ok(())
     }

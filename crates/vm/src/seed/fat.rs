@@ -24,7 +24,7 @@ const FIRST: usize = 2;
 const END: u16 = 0xfff;
 /// Characters of a name in one entry for long names.
 const NAME_PART: usize = 13;
-/// The first day that a time in an entry can have. Images of the same content are equal.
+/// The date in all entries, the first that FAT can store, so that images of the same files are equal.
 const DATE: u16 = 1 << 5 | 1;
 
 /// An image with a label, a serial number, and files in the root folder. Names have at most 13 ASCII characters.
