@@ -144,7 +144,8 @@ impl<'a> Case<'a> {
         let store = Store::at(folder, "4M");
         let random = Random(seed ^ 0x6669_6c6c);
         let (mut disks, mut merged) = (Vec::new(), Vec::new());
-        // Consecutive seeds test each format once, together with another one in every round through the formats.
+        // Consecutive seeds test every format once. In each further pass through the formats, a format is combined with
+        // a different second format.
         let other = 2 * seed + 1 + seed / FORMATS.len() as u64;
         for (number, format) in [2 * seed, other].into_iter().enumerate() {
             let (options, thick) = FORMATS[format as usize % FORMATS.len()];
@@ -478,7 +479,8 @@ impl<'a> Case<'a> {
         }
         self.clients.clear();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
-        // An image that was killed and since then only read causes a warning, which does not count as a problem.
+        // An image whose server was killed, and that was only read since, causes a warning, which does not count as a
+        // problem.
         let checked = self.store.run("check --data");
         assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
         for disk in &self.disks {

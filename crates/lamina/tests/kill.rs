@@ -68,8 +68,8 @@ impl Model {
     }
 }
 
-/// Reads an export and checks each sector against the allowed versions; the version found is then the durable one.
-/// Returns the number of sectors that were newer than the durable version.
+/// Reads an export and checks each sector against the allowed versions; from then on, the version that is found counts
+/// as durable. Returns the number of sectors that were newer than the durable version.
 fn verify(store: &Store, export: &str, number: u64, sectors: &mut Sectors) -> usize {
     let content = read_export(store, export);
     let mut younger = 0;
@@ -288,8 +288,8 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
             assert_eq!(process::wait(&mut opening), None);
             kills += 1;
         }
-        // In half of the cases `check` is the first to open the datastore, so that it also handles one that is not
-        // recovered.
+        // In half of the cases `check` is the first to open the datastore, so that the test covers a `check` of a
+        // datastore that is not recovered.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

@@ -1,5 +1,5 @@
 //! A guest of libvirt on a disk of the datastore, with a real libvirtd: restarts of the server under load, growing,
-//! discards, snapshots with frozen file systems, and what libvirt's own snapshots do.
+//! discards, snapshots with frozen file systems, and libvirt's own snapshots.
 //!
 //! libvirtd runs as root in a mount namespace, with its configuration, sockets and logs in a folder of the test. QEMU
 //! runs as a user of its own, which can use the datastore's socket by `--socket-group`. `scripts/guest` builds the

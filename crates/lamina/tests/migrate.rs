@@ -91,7 +91,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks each sector against the allowed versions. The version found is then the durable one.
+    /// Checks each sector against the allowed versions. From then on, the version that is found counts as durable.
     fn verify(&mut self, store: &Store, export: &str) {
         let content = read_export(store, export);
         for (at, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {

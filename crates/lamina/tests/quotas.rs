@@ -66,7 +66,8 @@ fn a_quota_limits_what_clients_map() {
         drop(client);
         assert_eq!(server.stop("TERM"), Some(0));
 
-        // After a restart the disk is counted when it first needs space, and then the quota is as exact as before.
+        // After a restart the space of the disk is counted when the disk first needs more space, and then the quota is
+        // as exact as before.
         let mut server = store.serve("");
         assert_eq!(limit(&store, name)["used"], Value::Null);
         let mut client = connect(&store, name);

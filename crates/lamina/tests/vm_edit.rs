@@ -117,7 +117,7 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
     fleet.run("stop web --force").ok();
     fleet.run("edit web --cpu-model default --cores 0 --clock utc").ok();
     assert_eq!(of("web"), json!([null, null, "utc"]));
-    // QEMU checks whether it knows the model, and its message is passed on.
+    // QEMU checks the name of the model, and lamina prints QEMU's message.
     fleet.run("edit copy --cpu-model nonsense").ok();
     fleet.run("start copy").fails(1, "unable to find CPU model 'nonsense'");
     fleet.run("edit copy --cpus 2 --cpu-model default").ok();

@@ -116,7 +116,7 @@ fn greet(stream: &mut (impl Read + Write)) -> Vec<u8> {
     kinds
 }
 
-/// The answer to a challenge of VNC: DES with the password as the key, each byte of it mirrored.
+/// The answer to a challenge of VNC: DES with the password as the key, in which the bits of each byte are reversed.
 fn answer(challenge: &[u8], password: &str) -> Vec<u8> {
     let mut key = [0; 8];
     for (byte, character) in key.iter_mut().zip(password.bytes()) {
@@ -285,7 +285,7 @@ fn vnc_is_on_a_private_socket_or_behind_a_password() {
     assert!(accepts(port, &password) && !accepts(port, "") && !accepts(port, "password"));
     fleet.run("snapshot create web@live --memory").fails(1, "cannot both listen");
     assert_eq!(fleet.state("web"), "running");
-    // The password of the file is kept, and one that the owner has written is used.
+    // The machine keeps the password in the file, also a password that the owner has written.
     fleet.run("stop web --force").ok();
     fs::write(file, "secret\n").unwrap();
     fleet.run("start web").ok();

@@ -122,7 +122,8 @@ fn writes_wait(folder: &Path, format: &str) {
     fill(&store, folder, &mut client, &mut end);
     let large = pattern::bytes(2, LARGE);
 
-    // Without a time limit: the write waits, all other requests are served, and it completes when there is space.
+    // Without a time limit: the write waits, all other requests are served, and the write completes when there is
+    // space.
     let edited = store.run("disk edit web --on-full wait --json").json();
     assert_eq!(edited["settings"]["on_full"], "wait");
     let held = client.submit(Command::Write { offset: BEHIND, data: &large, fua: true }).unwrap();

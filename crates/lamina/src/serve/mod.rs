@@ -196,7 +196,7 @@ fn let_reach(location: &Location, arguments: &ServeArguments, group: Option<u32>
     {
         tracing::warn!(
             datastore = %location, %error,
-            "the folder cannot be opened to the users of its sockets; only its owner can do that"
+            "the folder cannot be opened to the users of the sockets in it; only the folder's owner can do that"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! Storage that fails on request, for file systems that a test mounts: a loop device on a file of nbdfuse, whose NBD
 //! server is in this module. The server runs in the outer process of the test, and continues if the inner process
-//! fails, so that the mounts can be removed. The inner process controls it over a socket.
+//! fails, so that the mounts can be removed. The inner process controls the server over a socket.
 //!
 //! nbdkit's error filter is not used, because it can fail neither flushes nor the nth request. A request that fails has
 //! no effect. Acknowledged data is kept until the power is cut: then each unit of 4 KiB written since the last flush is

@@ -210,7 +210,7 @@ pub enum VmCommand {
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,
     },
-    /// Write a picture of the screen to a file. The machine needs a graphics card, such as 'edit --vnc' gives it.
+    /// Write a picture of the screen to a file. The machine needs a graphics card, which 'edit --vnc' adds.
     Screenshot {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
