@@ -1,5 +1,6 @@
-//! Requests about backups. If the state to back up is not a snapshot, a snapshot is taken first. It is kept, so that an
-//! interrupted backup can continue and the next backup can be an increment, until the next such backup is complete.
+//! Requests about backups. If the state to back up is not a snapshot, a snapshot is taken first. This snapshot is kept,
+//! so that an interrupted backup can continue and the next backup can be an increment. The snapshot is deleted when the
+//! next backup of the disk's current state is complete.
 
 use super::{Service, Watch};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
@@ -152,7 +153,7 @@ impl Creating<'_> {
         }
     }
 
-    /// The snapshot for a file or stream, and the one since which changes are stored.
+    /// The snapshot to back up into a file or stream, and the earlier snapshot since which changes are stored.
     fn snapshots(&self) -> Result<(&str, Option<SnapshotIdentity>)> {
         let disk = &self.create.disk;
         let Some(snapshot) = &self.create.snapshot else {

@@ -119,7 +119,7 @@ pub enum DiskRequest {
         /// The disk's name.
         name: String,
     },
-    /// Return blocks that hold only zeros to the file system.
+    /// Return blocks that contain only zeros to the file system.
     PunchZero {
         /// The disk's name.
         name: String,

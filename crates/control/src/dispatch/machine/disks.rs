@@ -71,7 +71,7 @@ fn facts(info: DiskInfo) -> (String, Facts) {
 impl Disks for Bound {
     fn server(&self) -> Result<PathBuf> {
         let Reply::Status { serving, .. } = self.ask(Request::Status)? else {
-            return Err(Error::new(ErrorKind::Invalid, "the datastore does not say how it is served"));
+            return Err(Error::new(ErrorKind::Invalid, "the server's reply does not match the request for the status"));
         };
         let at = super::location(&self.target)?;
         match serving {
@@ -85,7 +85,7 @@ impl Disks for Bound {
                 Err(Error::new(ErrorKind::ReadOnly, text))
             }
             Some(serving) => serving.socket.ok_or_else(|| {
-                let text = format!("datastore '{at}' is not served on a Unix socket, and machines need that");
+                let text = format!("datastore '{at}' is not served on a Unix socket, which machines need");
                 Error::new(ErrorKind::Unsupported, text)
             }),
         }
