@@ -43,7 +43,7 @@ pub struct Registered<'a> {
 pub struct Lost {
     /// Number of the session.
     pub number: u64,
-    /// The permission that the new rules grant; with it the client may reconnect.
+    /// The permission that the new rules grant, with which the client may reconnect.
     pub left: Option<Permission>,
 }
 

@@ -94,7 +94,7 @@ impl<T> WaitingWrites<T> {
         self.writes.is_empty() || self.count() < WAITING_WRITES_MAX && self.memory + payload <= WAITING_BYTES_MAX
     }
 
-    /// Whether this change waits if it is refused for lack of space. A discard is never refused for that.
+    /// Whether this change waits if it is refused for lack of space. A discard is never refused for lack of space.
     pub fn accepts(&self, change: &Change) -> bool {
         let policy = self.space.as_ref().map_or(OnFull::Error, |space| space.policy());
         policy != OnFull::Error && !matches!(change, Change::Discard { .. })
@@ -129,7 +129,8 @@ impl<T> WaitingWrites<T> {
         }
     }
 
-    /// Tries the writes again, if it is time for that, and completes those whose time is over with their last error.
+    /// Tries the writes again if the next attempt is due, and completes the writes whose time is over with their last
+    /// error.
     pub fn try_again(&mut self, device: &dyn Device, completions: &mut VecDeque<Completion<T>>) {
         if self.writes.is_empty() {
             return;
