@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn polling_lasts_longer_while_waits_are_short_and_ends_after_a_long_one() {
         let mut polling = Polling::default();
-        assert_eq!(polling.poll(|| Some(())), None, "nothing is known yet: no looking");
+        assert_eq!(polling.poll(|| Some(())), None, "no polling before the first short wait");
         for _ in 0..10 {
             polling.slept(WINDOW_MAX / 2);
         }

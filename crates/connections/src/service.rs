@@ -382,7 +382,7 @@ impl Shared {
         register.refusals[Class::Authenticated as usize].count();
         drop(register);
         self.log_due();
-        let text = format!("all {limit} places for clients with certificates are taken");
+        let text = format!("all {limit} connections for clients with certificates are in use");
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 

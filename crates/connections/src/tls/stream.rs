@@ -141,7 +141,7 @@ fn step<D>(
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
         // Early data is not possible, because neither side enables it.
-        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to an unexpected state")),
+        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS reached an unexpected state")),
     };
     Ok(step)
 }
@@ -247,8 +247,8 @@ impl TlsStream {
         }
     }
 
-    /// Sends the pending alert, if there is one, which tells the peer the reason of a failure. One step encodes the
-    /// alert. A further step would process the input that has failed again, which rustls does not allow.
+    /// Sends the pending alert, if there is one, which reports the reason of a failure to the peer. One step encodes
+    /// the alert. A further step would process the failed input again, which rustls does not allow.
     fn say_why(&mut self) {
         let _ = self.advance_once(&mut |_| (), None);
         // An error of sending the alert is ignored, because the connection ends in any case.
