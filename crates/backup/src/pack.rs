@@ -82,9 +82,9 @@ impl BlockRun {
 pub struct Chunk {
     /// The chunk's range of the disk begins at this number times [`CHUNK`].
     pub number: u32,
-    /// The blocks that it contains.
+    /// The blocks that the chunk contains.
     pub runs: Vec<BlockRun>,
-    /// How it is stored.
+    /// How the chunk is stored.
     pub codec: Codec,
     /// Stored bytes.
     pub stored: u32,
