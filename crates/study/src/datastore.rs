@@ -65,9 +65,9 @@ impl Control {
         }
     }
 
-    /// Sends a line, if one is given, and reads one.
+    /// Sends a line, if one is given, and reads a line.
     fn exchange(&mut self, line: Option<&Value>) -> Result<Value> {
-        let doing = || "talking to the control socket".to_string();
+        let doing = || "exchanging messages over the control socket".to_string();
         if let Some(line) = line {
             self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).doing(doing)?;
         }

@@ -1,5 +1,5 @@
 //! Generates the pages of figures from stored result files, so that no figure is typed by hand: `docs/figures.md` has
-//! every finding of the files in `docs/figures`. README.md has those of [`HEADLINES`], between two markers.
+//! every finding of the files in `docs/figures`. README.md has the findings of [`HEADLINES`], between two markers.
 //!
 //! A result file is written by a study to the results folder, and may have any name that ends with `.json`. Both pages
 //! depend on the files only, and `tests/figures.rs` checks that the pages in the repository match the files.

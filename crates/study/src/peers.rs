@@ -9,7 +9,7 @@
 //! | `qcow2-ext` | qcow2 with extended_l2 and clusters of 128 KiB | writeback, threads | none, Linux AIO |
 //!
 //! The raw servers share one file that was written before, so that only the servers differ. Only one of them is used at
-//! a time. nbdkit has no direct I/O, so the direct column has its closest mode.
+//! a time. nbdkit has no direct I/O, so the direct column has nbdkit's closest mode.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the start of a server.
 pub const START_TIME_MAX: Duration = Duration::from_secs(120);
-/// Number of clients that a server must accept: the measuring client and those that check its state.
+/// Number of clients that a server must accept: the measuring client, and the clients that check the server's state.
 const CLIENTS: &str = "8";
 
 /// Kind of a server, for studies that compare with one kind.

@@ -91,7 +91,7 @@ fn disk(state: &str, side: usize) -> String {
     format!("{state}-{}", SIDES[side].0)
 }
 
-/// Creates a disk: a flat one, or an empty delta based on an empty flat one.
+/// Creates a disk: a flat one, or an empty delta based on an empty flat disk.
 fn create(datastore: &Datastore, name: &str, side: usize, size: u64) -> Result<()> {
     let delta = SIDES[side].1;
     datastore.create_vmdk(name, size, "thin", delta)?;

@@ -345,13 +345,13 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     outcome.findings.extend([
         Finding::at_least(
             PARENT_SPEED,
-            "a cloned guest's speed of writes, against one left alone",
+            "a cloned guest's speed of writes, against a guest without clones",
             ratio(together(&before), together(&after)),
             SPEED_MIN,
             "",
         ),
         Finding::note(PARENT_SPEED, "a cloned guest's speed of writes, against before", kept(0), ""),
-        Finding::note(PARENT_SPEED, "speed of writes of the one left alone, against before", kept(1), ""),
+        Finding::note(PARENT_SPEED, "speed of writes of the guest without clones, against before", kept(1), ""),
     ]);
     room.delete(&["child".into(), "cloned".into(), "alone".into()])?;
     Ok(json!({ "before_s": before, "after_s": after }))

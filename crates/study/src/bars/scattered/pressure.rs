@@ -3,8 +3,8 @@
 //!
 //! The load rises in steps, up to as many writes as the server takes. Beside it run, at fixed low rates, a client whose
 //! writes are buffered, a client that discards, and a user who takes snapshots of a quiet disk, which change the
-//! catalog and nothing else. The times of these may rise with the load, but none may suddenly be delayed for as long as
-//! a checkpoint takes.
+//! catalog and nothing else. The times of these requests may rise with the load, but no request may suddenly be delayed
+//! for as long as a checkpoint takes.
 
 use super::{CAPACITY, DEPTH, PROPERTY};
 use crate::bars::load::Load;
