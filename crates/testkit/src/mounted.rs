@@ -81,7 +81,7 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: only the run on tmpfs is made"),
         None => mounted_by(
             test,
             &["--mount"],
