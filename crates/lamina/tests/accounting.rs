@@ -270,7 +270,7 @@ fn a_snapshot_that_is_only_a_name_frees_nothing_and_one_without_children_all_its
     store.run("snapshot revert vm@a").ok();
     assert_eq!(server.stop("TERM"), Some(0));
     let dry = |names: &str| store.run(&format!("snapshot delete {names} --dry-run --json")).json();
-    // The images of the head and of b are based on that of a.
+    // The images of the head and of b are based on the image of a.
     let name_only = dry("vm@a");
     assert_eq!((number(&name_only, "images"), number(&name_only, "images_kept")), (0, 1));
     let leaf = dry("vm@b");

@@ -30,7 +30,7 @@ const SNAPSHOTS: usize = 3;
 const ROOM: u64 = 16 << 20;
 /// Number of files in the folder `reserve`, with which a datastore on btrfs reserves space, and the time within which
 /// the server must create missing ones once there is space. Until then the server may refuse writes of new blocks,
-/// because it tries only at intervals.
+/// because the server creates the files only at intervals.
 const STEPS: usize = 32;
 const STEPS_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -196,7 +196,7 @@ impl<'a> Case<'a> {
     fn take(&mut self) {
         self.taken += 1;
         self.note("all room is taken");
-        // On btrfs it takes long to use up the space for names, so the test does it less often.
+        // On btrfs, using up the space for names takes long, so the test does this less often.
         let names = if mounted::is_btrfs(self.folder) { 16 } else { 4 };
         match self.random.below(names) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),

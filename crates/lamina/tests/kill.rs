@@ -1,9 +1,9 @@
 //! A server is killed repeatedly with SIGKILL under writers that check the content afterwards.
 //!
-//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap and waits for
-//! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point in time with the
-//! command line. For every sector it tracks the versions that a crash may leave: the last version made durable by a
-//! flush or FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush
+//! Each writer has two disks and one connection to each. The writer sends rounds of requests that do not overlap and
+//! waits for all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point in time
+//! with the command line. For every sector it tracks the versions that a crash may leave: the last version made durable
+//! by a flush or FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush
 //! followed; otherwise the snapshot may lack the same writes as the disk after a crash. No later write may be in the
 //! snapshot. Content found after one crash must be found after all later ones. The kill happens at a random time, in
 //! some rounds while the server is still opening the datastore.
@@ -210,7 +210,8 @@ impl Writer {
             let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
             if status.success() { Ok(()) } else { Err(gone()) }
         };
-        // A command that finds no server waits until it can become the owner, so it must end before the next round.
+        // A command that finds no server waits until it can become the owner, so the command must end before the next
+        // round.
         run(&format!("snapshot create {a}@{name} {b}@{name}"))?;
         self.uncertain = None;
         for (model, state) in self.disks.iter_mut().zip(states) {

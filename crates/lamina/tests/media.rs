@@ -406,7 +406,7 @@ impl Case<'_> {
             }
             return;
         }
-        // After a possible loss, the next flush reports it, and so does the next request with FUA.
+        // After a possible loss, the next flush reports the loss, and so does the next request with FUA.
         self.disks[1].settle(&self.store.socket());
         self.flush(1);
         self.round(1);

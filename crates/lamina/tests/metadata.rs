@@ -202,7 +202,7 @@ fn damaged_metadata_is_detected_and_not_used() {
                         errors += verify(&socket, &contents, &what);
                         write_scratch(&socket);
                         errors += verify(&socket, &contents, &format!("{what}; then written to"));
-                        // If the server cannot write back its metadata, it must report that when it stops.
+                        // If the server cannot write back its metadata, it must report this failure when it stops.
                         let end = server.stop("TERM");
                         assert!(matches!(end, Some(0 | 1 | 6)), "{what}: {end:?}");
                         errors += usize::from(end != Some(0));

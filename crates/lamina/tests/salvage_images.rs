@@ -69,7 +69,7 @@ impl Made {
         entries.map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect()
     }
 
-    /// Salvages a state of the disk from the datastore, and compares it; returns the report.
+    /// Salvages a state of the disk from the datastore, and compares the content; returns the report.
     fn salvaged(&self, snapshot: &str) -> (Lost, Value) {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("target.raw");

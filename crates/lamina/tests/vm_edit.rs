@@ -293,7 +293,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         room.until("the guest sees the new size", || room.shell("web", "cat /sys/block/vdb/size") == "32768");
         assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), pattern);
         if round == 1 {
-            // A saved state includes the added devices. After a revert, the guest's clock is that of the host.
+            // A saved state includes the added devices. After a revert, the guest's clock shows the host's time.
             room.shell("web", "date -s '2001-02-03 04:05:06'");
             room.run("vm snapshot create web@live --memory").ok();
             room.shell("web", "echo changed >/run/changed");

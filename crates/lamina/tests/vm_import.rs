@@ -1,5 +1,5 @@
 //! Machines of VMware, VirtualBox and libvirt, and disks alone: each is imported by one command, boots, and has disks
-//! with the same bytes as those of its source, which is not changed.
+//! with the same bytes as its source. The source is not changed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -129,7 +129,7 @@ fn every_controller_is_the_one_of_the_source() {
         );
         assert_eq!(notes(&machine).contains("53C895A"), bus == "lsi", "{}", notes(&machine));
     }
-    // The user chooses other hardware than that of the source.
+    // The user chooses other hardware than the source has.
     let machine = boots(&fleet, &left, "lsi.vmx", "by-virtio", "--name by-virtio --virtio", &["lsi-root", "lsi-data"]);
     assert_eq!(machine["disks"][1]["bus"], "virtio");
     let machine =

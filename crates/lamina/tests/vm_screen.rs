@@ -141,7 +141,7 @@ fn accepts(port: u16, password: &str) -> bool {
     has_password(&mut stream, password).unwrap()
 }
 
-/// Answers the challenge of the server; whether it accepts the password.
+/// Answers the challenge of the server; returns whether the server accepts the password.
 fn has_password(stream: &mut (impl Read + Write), password: &str) -> std::io::Result<bool> {
     let mut challenge = [0; 16];
     stream.read_exact(&mut challenge)?;
@@ -177,7 +177,7 @@ impl Drop for Tls {
     }
 }
 
-/// Negotiates TLS (VeNCrypt 0.2, X509Vnc), and begins it with the certificates of a folder: with its authority, and
+/// Negotiates TLS (VeNCrypt 0.2, X509Vnc), and begins TLS with the certificates of a folder: with its authority, and
 /// with its client's certificate if `own`.
 fn encrypt(port: u16, keys: &Path, own: bool) -> Tls {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -235,7 +235,7 @@ fn vnc_with_certificates_is_encrypted_and_reached_from_other_hosts() {
     assert_eq!(shown["vnc_tls"], json!({ "folder": ours, "clients": false }));
     assert!(fleet.run("show web").ok().contains("encrypted by "));
     let password = fs::read_to_string(shown["vnc_password"].as_str().unwrap()).unwrap().trim().to_owned();
-    // A viewer that trusts the authority gets the screen with the password, and not without it.
+    // A viewer that trusts the authority gets the screen with the password, and not without the password.
     let mut viewer = encrypt(port, &ours, false);
     assert!(has_password(&mut viewer, &password).unwrap());
     viewer.write_all(&[1]).unwrap();

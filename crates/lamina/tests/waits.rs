@@ -144,7 +144,7 @@ fn writes_wait(folder: &Path, format: &str) {
     let mut other = Client::connect(&store.socket(), "web").unwrap();
     assert_eq!(other.read(BLOCK, BLOCK as u32).unwrap(), changed);
     other.flush().unwrap();
-    // The snapshot may be refused for lack of space. If it is taken, it lacks the waiting write, which is not
+    // The snapshot may be refused for lack of space. If the snapshot is taken, it lacks the waiting write, which is not
     // acknowledged.
     let snapshot = store.run("snapshot create web@full").code;
     assert!(snapshot == 0 || snapshot == 5, "{snapshot}");

@@ -225,9 +225,9 @@ impl Inside {
     }
 }
 
-/// Carries out commands of the inner process. A command either sets failures or switches the power. To set failures, it
-/// names a kind of request, the number of requests that succeed first, and the number of requests that fail after them;
-/// the reply is the number of failures since the last command.
+/// Carries out commands of the inner process. A command either sets failures or switches the power. To set failures,
+/// the command names a kind of request, the number of requests that succeed first, and the number of requests that fail
+/// after them; the reply is the number of failures since the last command.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;

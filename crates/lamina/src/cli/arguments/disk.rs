@@ -164,7 +164,7 @@ pub struct DiskTune {
     /// Limit of the metadata cache, in extents.
     #[arg(long, value_name = "N", group = "tunables")]
     pub metadata_entries: Option<u64>,
-    /// Bytes around a cache miss that are looked up together with it.
+    /// Bytes around a cache miss that are looked up together with the miss.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub prefetch: Option<u64>,
     /// Limit of the extents that one prefetch adds to the metadata cache.

@@ -38,7 +38,7 @@ impl SeedArguments {
     }
 }
 
-/// The text of a file. Data in other forms, such as compressed ones, cannot be in a definition.
+/// The text of a file. Data in other forms, such as compressed data, cannot be in a definition.
 fn text(path: &Path) -> Result<String, String> {
     let failed = |what: String| format!("'{}': {what}", path.display());
     let length = fs::metadata(path).map_err(|error| failed(error.to_string()))?.len();

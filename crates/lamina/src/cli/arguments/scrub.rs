@@ -36,7 +36,7 @@ pub enum ScrubCommand {
         #[arg(long)]
         restart: bool,
     },
-    /// Show the state of the scrub, and the damage with the disks and snapshots that refer to it.
+    /// Show the state of the scrub, and each damaged place with the disks and snapshots that refer to it.
     Status,
     /// Stop the running scrub. 'scrub start' continues it.
     Cancel,

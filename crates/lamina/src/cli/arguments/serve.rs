@@ -13,7 +13,7 @@ use std::time::Duration;
 const CONNECTIONS_MAX: i64 = 16_384;
 /// The smallest metadata cache: with less, the pages of one change and of concurrent reads evict each other.
 const METADATA_CACHE_MIN: usize = 256 << 10;
-/// The smallest write buffer: with less, every write waits until the one before it is written back.
+/// The smallest write buffer: with less, every write waits until the previous write is written back.
 const WRITE_BUFFER_MIN: usize = 1 << 20;
 
 /// Show exports.
