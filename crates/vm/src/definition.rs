@@ -160,7 +160,7 @@ pub struct Definition {
     /// The kernel to boot; without it the firmware boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// How the guest is given an identity of its own at the next start; `None` if it has one.
+    /// How the guest is given an identity of its own at the next start; `None` if the guest has an identity of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_identity: Option<NewIdentity>,
     /// The configuration of cloud-init in the guest. Without it, the machine has no disk for cloud-init.

@@ -148,7 +148,7 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // The probe's folder is not named as a machine can be, because it would be taken for the folder of a machine.
+        // The probe's folder has a name that no machine can have, so that it is not taken for the folder of a machine.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };

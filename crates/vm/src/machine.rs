@@ -7,7 +7,7 @@
 //! NAME/snapshots/     its snapshots
 //! NAME/nvram          the variables of its UEFI, if it has UEFI
 //! NAME/vnc-password   the password of VNC, if VNC listens on a TCP port
-//! NAME/held           exists while a command has the guest paused: what the next command undoes if this one is killed
+//! NAME/held           exists while a command has the guest paused: if it is killed, the next command resumes the guest
 //! ```
 //!
 //! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
@@ -187,8 +187,8 @@ impl Machine {
     /// can replace the run folders by links, so that a QEMU of root would write to any file, or root would end any
     /// process.
     pub(crate) fn check_owner(&self) -> Result<()> {
-        // The folder of the machine, that in which the machine is created or deleted, that of all machines, and that of
-        // the datastore. A machine can have the name of the folder of all machines.
+        // The folder of the machine, the folder in which the machine is created or deleted, the folder of all machines,
+        // and the datastore's folder. A machine can have the name of the folder of all machines.
         let between = self.folder.ancestors().skip(1).position(|folder| folder.ends_with(FOLDER)).unwrap_or(0);
         let Some((folder, user)) = of_another_user(self.folder.ancestors().take(between + 3))? else { return Ok(()) };
         let text = format!(

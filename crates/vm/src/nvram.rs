@@ -63,7 +63,7 @@ pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Replaces the UEFI variables of a machine by those of a snapshot.
+/// Replaces the UEFI variables of a machine by the variables of a snapshot.
 pub(crate) fn restore(snapshot: &Path, machine: &Path) -> Result<()> {
     match file(snapshot).exists() {
         true => keep(&file(snapshot), machine),

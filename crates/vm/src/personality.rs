@@ -9,8 +9,8 @@
 //! 1. Entropy comes first, because the guest generates the new identity from it. Reseeding the kernel's generator at
 //!    once takes an ioctl, which a shell cannot call; `reseed-kernel`, Perl or Python calls it, whichever the guest
 //!    has. Without any of them the kernel uses the new entropy only within a minute, which [`Given::reseeded`] reports.
-//! 2. The steps are a POSIX shell script that is passed by standard input. No value in it comes from the guest, and all
-//!    values are checked for characters with a meaning in shells.
+//! 2. The steps are a POSIX shell script that is passed by standard input. No value in the script comes from the guest,
+//!    and all values are checked for characters with a meaning in shells.
 //! 3. A network card is identified by its PCI slot, which is the same in every copy, and its MAC address is verified
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
@@ -44,7 +44,8 @@ const NOT_RESEEDED: &str = "lamina: not reseeded";
 /// Result of changing a guest's identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
-    /// Whether the guest's kernel has reseeded its random number generator; otherwise it does so within a minute.
+    /// Whether the guest's kernel has reseeded its random number generator; otherwise the kernel reseeds it within a
+    /// minute.
     pub reseeded: bool,
 }
 

@@ -75,9 +75,9 @@ pub fn add_network(
     })
 }
 
-/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether it was added.
-/// If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then contain the state
-/// of QEMU's network, so the mark for passt is removed.
+/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether the user
+/// network was added. If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then
+/// contain the state of QEMU's network, so the mark for passt is removed.
 fn has_passt(monitor: &mut Client, machine: &Machine, features: &Features, card: &Network) -> Result<bool> {
     if !matches!(card.link, Link::User | Link::Forward(_)) || !machine.uses_passt() {
         return Ok(false);

@@ -170,7 +170,7 @@ impl Client {
         control.push(SendAncillaryMessage::ScmRights(&files));
         let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
             .map_err(|e| self.lost(e.into()))?;
-        // The file descriptor was sent with the first bytes of the line; the rest follows without it.
+        // The file descriptor was sent with the first bytes of the line; the rest follows without a descriptor.
         self.send_bytes(&line.as_bytes()[sent..])?;
         self.answer(command)
     }

@@ -30,7 +30,7 @@ const KEY_INTERVAL: Duration = Duration::from_millis(3 * HOLD_MILLIS);
 const PASSWORD: &str = "vnc-password";
 /// Characters of the password: as many as VNC uses.
 const PASSWORD_LENGTH: usize = 8;
-/// Names of keys besides those of QEMU.
+/// Names of keys in addition to QEMU's names.
 const NAMES: [(&str, &str); 13] = [
     ("control", "ctrl"),
     ("del", "delete"),
@@ -87,7 +87,7 @@ pub(crate) fn check(definition: &Definition) -> Result<()> {
     Ok(())
 }
 
-/// Sets the password of VNC in a process that has started, if its VNC has one.
+/// Sets the password of VNC in a process that has started, if VNC has a password.
 pub(crate) fn set_password(machine: &Machine, vnc: Option<Vnc>, monitor: &mut Client) -> Result<()> {
     let Some(Vnc::Tcp(_)) = vnc else { return Ok(()) };
     let file = password_file(machine);

@@ -198,7 +198,7 @@ mod tests {
         make("", "other", Some("daemon"));
         make("", "broken", Some("nobody"));
         fs::write(folder.join("broken/machine.toml"), "x").unwrap();
-        // An instant clone runs before it exists.
+        // An instant clone runs while it is still being created.
         make(".new-1234", "clone", Some("nobody"));
         make(".old-1234", "gone", Some("nobody"));
         let of = |user: u32| disks_of(&folder, user).unwrap().into_iter().collect::<Vec<_>>();

@@ -72,7 +72,7 @@ pub struct Options {
 pub struct Made {
     /// The clone's name.
     pub name: String,
-    /// Time from the beginning of the operation until the clone's guest executed, if it runs.
+    /// Time from the beginning of the operation until the clone's guest executed, if the clone runs.
     pub running: Option<Duration>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,

@@ -30,7 +30,7 @@ impl Definition {
         }
     }
 
-    /// Why the running guest's state cannot be saved; `None` if it can.
+    /// Why the running guest's state cannot be saved; `None` if the state can be saved.
     pub fn unsavable(&self) -> Option<&'static str> {
         if self.platform.firmware == Firmware::Uefi {
             return Some("the variables of UEFI are not part of saved states");

@@ -1,7 +1,7 @@
 //! Domains of libvirt, in the XML that `virsh dumpxml` prints.
 //!
-//! libvirt names disks by absolute paths, usually in another folder than that of the XML. The user has to permit that
-//! folder with `--allow-folder`, because the XML may come from another host.
+//! libvirt names disks by absolute paths, usually in another folder than the XML. The user has to permit that folder
+//! with `--allow-folder`, because the XML may come from another host.
 
 use super::paths::Permitted;
 use super::xml_source::XmlSource;

@@ -1,6 +1,6 @@
 //! Machines of ESXi, Workstation and Fusion: the configuration (`NAME.vmx`), and the list of snapshots (`NAME.vmsd`).
 //!
-//! VMware documents only some keys. The others were found in files that VMware's programs write.
+//! VMware documents only some keys. The other keys were found in files that VMware's programs write.
 
 use super::dictionary::Dictionary;
 use super::paths::Permitted;

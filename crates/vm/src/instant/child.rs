@@ -39,7 +39,7 @@ fn load(successor: &mut Successor, image: &Image, features: &Features) -> Result
     state::prepare(&mut successor.monitor, features)?;
     state::load(&mut successor.monitor, features, &image.state())?;
     for network in &image.record.machine.networks {
-        // Until the guest's identity is changed, it has the parent's MAC address.
+        // Until the guest's identity is changed, the guest has the parent's MAC address.
         successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": false }))?;
     }
     Ok(())

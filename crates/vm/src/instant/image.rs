@@ -50,8 +50,8 @@ pub struct Record {
     /// Whether an agent answered in the guest; `None` if the agent was not queried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
-    /// Whether the image can be continued with the user networks of passt. Otherwise it contains the state of QEMU's
-    /// own user network.
+    /// Whether the image can be continued with the user networks of passt. Otherwise the image contains the state of
+    /// QEMU's own user network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub passt: bool,
     /// Path of the guest's memory file.

@@ -13,7 +13,7 @@
 //!                       since the last clone matter
 //! ```
 //!
-//! 1. Until the successor executes the guest, the old process can continue: an error resumes it.
+//! 1. Until the successor executes the guest, the old process can continue: after an error, the old process is resumed.
 //! 2. The image's record exists and the link to the successor's folder is replaced ([`Change::take_over`]) before the
 //!    successor executes the guest. So at every moment only the machine's current process can change the disks, and its
 //!    memory is named by a record.

@@ -23,7 +23,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long saving or loading a device state may take. Memory is not part of it.
+/// How long saving or loading a device state may take. Memory is not part of the device state.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The name under which a file is passed to QEMU.
 const NAME: &str = "state";

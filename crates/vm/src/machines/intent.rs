@@ -76,7 +76,7 @@ impl Intent {
     }
 
     /// Reads the intent of a folder; `None` if the command was killed before it wrote the intent, and so before it
-    /// created anything else. `Corrupt` if a name in it is not valid.
+    /// created anything else. `Corrupt` if a name in the intent is not valid.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };
@@ -119,7 +119,7 @@ impl Intent {
     }
 }
 
-/// Whether a name can be that of a disk; datastores may allow fewer names.
+/// Whether a name can be the name of a disk; datastores may allow fewer names.
 fn is_disk_name(name: &str) -> bool {
     !name.is_empty() && !name.contains(['/', '\0'])
 }

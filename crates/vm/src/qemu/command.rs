@@ -280,8 +280,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.into_iter().map(OsString::from).collect()
 }
 
-/// Whether QEMU filters its system calls. It does not if the definition has an option `-sandbox` of its own, or if QEMU
-/// has to start the helper program for a bridge, which may be setuid root.
+/// Whether QEMU filters its system calls. QEMU does not filter them if the definition has an option `-sandbox` of its
+/// own, or if QEMU has to start the helper program for a bridge, which may be setuid root.
 fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
     let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
     let helper = definition.networks.iter().any(|card| matches!(card.link, Link::Bridge(_)));
@@ -337,7 +337,7 @@ fn translated(machine: &Machine<'_>) -> u64 {
     }
 }
 
-/// Where VNC listens. On a TCP port it refuses every client until a password is set.
+/// Where VNC listens. On a TCP port, VNC refuses every client until a password is set.
 fn listening(vnc: Vnc, run: &RunFolder) -> String {
     match vnc {
         Vnc::Unix => format!("unix:{}", value(run.vnc())),

@@ -75,7 +75,7 @@ pub fn backend(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> Value 
 /// Checks that the host has what the cards of a machine need.
 ///
 /// # Errors
-/// `NotFound` with what is missing and how to make it.
+/// `NotFound`, with what is missing and a command that creates it.
 pub fn check(definition: &Definition) -> Result<()> {
     definition.networks.iter().try_for_each(check_one)
 }

@@ -5,11 +5,12 @@
 //!    file, so passt opens none of the machine's files. passt ends when QEMU closes the connection.
 //! 2. The guest has the addresses that it has on QEMU's own network.
 //! 3. If a process has QEMU's own network, the states that it saves contain the state of this network, and can be
-//!    loaded only into a process with QEMU's own network. So states record whether passt is allowed for them. A state
-//!    that was saved with passt can be loaded with both.
+//!    loaded only into a process with QEMU's own network. So a state records whether it can be loaded with passt. A
+//!    state that was saved with passt can be loaded with passt and with QEMU's own network.
 //! 4. passt of 2023 (Debian 12) acknowledges the guest's answer to a forwarded connection only with data of the client.
 //!    So protocols in which the server speaks first hang, and passt is used only if its version is known to be newer.
-//! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most of them.
+//! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most instant
+//!    clones.
 
 use super::command::RunFolder;
 use super::features::Features;
@@ -39,7 +40,7 @@ const LISTEN_PATIENCE: Duration = Duration::from_secs(20);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 /// Longest message of passt that is read, in bytes.
 const COMPLAINT_MAX: u64 = 4096;
-/// The beginning of a line that passt writes if the host has no system log; it is not the reason of a failure.
+/// The beginning of a line that passt writes if the host has no system log; this line is not the reason of a failure.
 const NO_SYSTEM_LOG: &str = "Failed to send ";
 
 /// The installed passt.
