@@ -180,7 +180,7 @@ impl Creating<'_> {
         Ok(all.into_iter().map(|snapshot| snapshot.name).filter(|name| name.starts_with(prefix)).collect())
     }
 
-    /// Backs up the current state: continues an interrupted backup of it, or takes a snapshot.
+    /// Backs up the current state: continues an interrupted backup of that state, or takes a snapshot.
     fn store_now(&self, repository: &Repository) -> Result<Created> {
         let disk = &self.create.disk;
         let prefix = format!("backup-{}-", &repository.id()[..SUFFIX]);
@@ -202,7 +202,7 @@ impl Creating<'_> {
         let created = match self.store(repository, &name) {
             Ok(created) => created,
             Err(error) => {
-                // The snapshot is kept only if the backup has begun, so that the same command continues it.
+                // The snapshot is kept only if the backup has begun, so that the same command continues the backup.
                 let begun = repository.unfinished().unwrap_or_default();
                 if !begun.iter().any(|backup| backup.disk == *disk && backup.point.name == name) {
                     self.forget(&name);

@@ -31,8 +31,7 @@ pub enum Deed<'a> {
 }
 
 impl Deed<'_> {
-    /// Whether the operation removes or changes the export `export`, which is that of the disk or of one of its
-    /// snapshots.
+    /// Whether the operation removes or changes the export `export`, which is the disk or one of its snapshots.
     fn concerns(self, disk: &str, export: &str) -> bool {
         let snapshot = match export.strip_prefix(disk) {
             Some("") => None,

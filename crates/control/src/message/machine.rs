@@ -2,7 +2,7 @@
 //!
 //! QEMU is started by the requesting process, never by the server of the datastore, so that a machine continues when
 //! either process ends (`docs/adr/0015-machines-without-a-daemon.md`). So these requests are not sent over the control
-//! socket; only the requests about disks that result from them are.
+//! socket; only the resulting requests about disks are sent over it.
 
 use super::line::Failure;
 use super::send::SendHow;
