@@ -7,7 +7,7 @@
 //!
 //! 1. A write waits only after the device has refused it for lack of space. It is not acknowledged, and no flush waits
 //!    for it.
-//! 2. Writes are tried again in the order in which they were refused. The first one that is refused again ends the
+//! 2. Writes are tried again in the order in which they were refused. The first write that is refused again ends the
 //!    round, so that a large write does not wait for ever behind small ones.
 //! 3. Trying takes at most a fifth of the session's time.
 //! 4. [`SpaceWait`] counts a waiting write until it has left this list, also if the session ends by an error.
