@@ -476,8 +476,8 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             }
         }
     }
-    // Clients in the backlog get a reply that the service is stopping. Their number is limited, because others may
-    // connect meanwhile.
+    // Clients in the backlog get a reply that the service is stopping. The number of these replies is limited, because
+    // further clients may connect meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
         protocol.refuse(&socket, Refusal::Stopping);

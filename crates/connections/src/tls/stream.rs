@@ -64,7 +64,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 }
 
 impl Out {
-    /// Makes room for `more` bytes after those in use.
+    /// Makes room for `more` bytes after the bytes in use.
     fn reserve(&mut self, more: usize) {
         if self.bytes.len() < self.used + more {
             self.bytes.resize(self.used + more, 0);
@@ -329,7 +329,7 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Encrypts the bytes. They are sent by this call or by a later one.
+    /// Encrypts the bytes. The encrypted bytes are sent by this call or by a later call.
     pub fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         // The bytes are encrypted in small parts, which are still in the processor's cache when they are sent.
         for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {
