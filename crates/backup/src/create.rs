@@ -64,7 +64,7 @@ pub struct Created {
     pub capacity: u64,
     /// Bytes of data before compression.
     pub data: u64,
-    /// Bytes that read as zeros, but do not in the parent.
+    /// Bytes that are zero in the snapshot, but not in the parent.
     pub zeros: u64,
     /// Bytes stored.
     pub stored: u64,

@@ -103,7 +103,7 @@ impl Chunk {
     }
 }
 
-/// Blocks that read as zeros, but do not in the parent of the backup.
+/// Blocks that are zero in the snapshot, but not in the parent of the backup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Zeros {
     /// The first block.

@@ -1,4 +1,5 @@
-//! Making a backup in a repository: which backup it is based on, and how an interrupted backup continues.
+//! Making a backup in a repository: on which earlier backup the new backup is based, and how an interrupted backup
+//! continues.
 
 use crate::create::{CreateOptions, Created, Sink, Written, describe, is_same, run};
 use crate::level::record_of;
