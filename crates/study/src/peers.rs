@@ -188,7 +188,7 @@ struct Invocation {
     program: &'static str,
     socket_option: &'static str,
     arguments: Vec<String>,
-    /// Name of the export; empty for the default one.
+    /// Name of the export; empty for the default export.
     export: String,
 }
 

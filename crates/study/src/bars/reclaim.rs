@@ -145,7 +145,7 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
         Finding::at_most(PROPERTY, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
         Finding::note(
             PROPERTY,
-            "overwritten ten times: space with that of the empty datastore",
+            "overwritten ten times: space including the empty datastore's",
             ratio(after as f64, live),
             "",
         ),

@@ -10,8 +10,8 @@
 //!          out
 //! ```
 //!
-//! The guests are built by `scripts/guest`, in a folder next to that of the program. The times of clones are those that
-//! lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
+//! The guests are built by `scripts/guest`, in a folder next to the program's folder. The times of clones are those
+//! that lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
 //! commands, including the change of identity inside the guests.
 
 use super::{Setting, no_cell, say};

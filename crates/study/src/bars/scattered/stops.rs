@@ -181,7 +181,7 @@ impl Bench<'_> {
         let datastore = &self.datastore;
         let half = load / 2;
         let kept = std::thread::scope(|scope| {
-            // The writes of the first half are flushed. A kill may lose those of the second half.
+            // The writes of the first half are flushed. A kill may lose the writes of the second half.
             let writer = scope.spawn(|| {
                 let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
                 places.write(&mut client, half, latencies)?;
