@@ -87,7 +87,7 @@ impl Room {
     }
 
     /// Creates and starts a machine with Debian: systemd, cloud-init, an SSH server and QEMU's guest agent. Returns
-    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on that of a clone.
+    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on the card of a clone.
     pub fn boot_debian(&self, name: &str) {
         let mut import = self.store.command("disk import");
         import.arg(debian().join("debian.img")).args([name, "--from", "raw"]);
