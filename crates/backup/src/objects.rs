@@ -132,7 +132,8 @@ impl Objects for Folder {
         match self.directory.lock(LOCK_FILE) {
             Ok(lock) => Ok(Some(lock)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                let text = format!("another command changes the repository '{}': wait for its end", self.place);
+                let text =
+                    format!("another command changes the repository '{}': wait until that command ends", self.place);
                 Err(Error::new(ErrorKind::Busy, text))
             }
             Err(error) => Err(Error::io(format!("locking the repository '{}'", self.place), error)),

@@ -56,7 +56,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         let image = images.get(&id).map_err(|error| {
             error.context(format_args!(
                 "machine '{}' cannot continue from its frozen state; 'lamina vm stop --force' discards that state, and \
-                 its disks stay as they were then",
+                 its disks keep the content that they had then",
                 machine.name()
             ))
         })?;

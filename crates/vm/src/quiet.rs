@@ -106,8 +106,8 @@ fn frozen(
             let why = format!("the guest thawed {} of {count} file systems by itself meanwhile", count - thawed);
             Quiet::Running { why: Some(why) }
         }
-        Err(error) => {
-            Quiet::Running { why: Some(format!("it is not known whether its file systems were frozen: {error}")) }
-        }
+        Err(error) => Quiet::Running {
+            why: Some(format!("it is not known whether the guest's file systems were frozen: {error}")),
+        },
     }))
 }

@@ -27,8 +27,8 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
-            "an instant clone has the present state of its parent, not that of snapshot '{snapshot}': revert to it and \
-             freeze, or make linked clones of it"
+            "an instant clone has the present state of its parent, not the state of snapshot '{snapshot}': revert to \
+             the snapshot and freeze the machine, or make linked clones of the snapshot"
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }

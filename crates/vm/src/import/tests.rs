@@ -174,7 +174,7 @@ fn what_libvirt_writes() {
     for words in [
         "sda: it is a CD drive ('/x.iso'); 'lamina vm edit --cdrom FILE' adds one",
         "fda: machines have no floppy drives",
-        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts it to those of the source",
+        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts the guest to the features of the source's CPU",
         "hyperv: Windows runs slower without",
     ] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));

@@ -85,7 +85,7 @@ impl Reader<'_> {
         }
         for (name, reason) in [
             ("AudioAdapter", "machines have no sound card"),
-            ("TrustedPlatformModule", "machines have no TPM. What is sealed with it cannot be opened"),
+            ("TrustedPlatformModule", "machines have no TPM. Data that is sealed with a TPM cannot be opened"),
         ] {
             let enabled = |it: &Element| {
                 it.attribute("enabled") == Some("true")

@@ -116,7 +116,7 @@ fn platform(machine: &mut Foreign, file: &Dictionary, windows: bool) -> Result<(
         machine.note(format!("nvram '{nvram}'"), Effect::Changed, format!("{OTHER_FORM}: {then}"));
     }
     if file.get("checkpoint.vmState").is_some() {
-        let reason = "the machine is suspended; here it boots, and finds its disks as after a power cut";
+        let reason = "the machine is suspended in VMware; in lamina it boots, and finds its disks as after a power cut";
         machine.note("checkpoint.vmState", Effect::LeftOut, reason);
     }
     Ok(())
@@ -202,11 +202,11 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
             machine.note(
                 device,
                 Effect::Changed,
-                "VMware discards the writes to this disk at power-off; here they stay",
+                "VMware discards the writes to this disk at power-off; in lamina they stay",
             );
         }
         Some("independent-persistent") => {
-            machine.note(device, Effect::Changed, "the disk is not part of VMware's snapshots; here snapshots have it");
+            machine.note(device, Effect::Changed, "VMware's snapshots do not include the disk; lamina's do");
         }
         _ => {}
     }
@@ -276,7 +276,7 @@ fn others(machine: &mut Foreign, file: &Dictionary) {
         ("vmci0.present", "only VMware has this device"),
         (
             "vtpm.present",
-            "machines have no TPM. What is sealed with it cannot be opened: have the recovery key of BitLocker ready",
+            "machines have no TPM. Data that is sealed with a TPM cannot be opened: have BitLocker's key ready",
         ),
         ("vhv.enable", "nested virtualization depends on the host"),
     ];
