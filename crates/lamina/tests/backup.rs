@@ -211,7 +211,7 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     let made = here.run(&format!("--json backup create web@a file:{file}")).json();
     assert_eq!(number(&made, "data"), 3 * PIECE);
     assert!(number(&made, "stored") < std::fs::metadata(&file).unwrap().len(), "{made}");
-    // A file that was cut anywhere continues, and a damaged one is found.
+    // A backup continues in a file that was cut anywhere, and a damaged file is detected.
     let whole = std::fs::read(&file).unwrap();
     let mut random = Random::new(5);
     for _ in 0..8 {

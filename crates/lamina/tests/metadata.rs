@@ -62,7 +62,8 @@ fn build(killed: bool) -> (Store, Contents) {
     let [vm1, vm2] = images;
     contents.insert("vm1".into(), vm1);
     contents.insert("vm2".into(), vm2);
-    // Writes for the last batches of the journal, whose damage cannot be detected.
+    // Damage in the last batches of the journal cannot be detected, so these batches contain only writes to another
+    // disk.
     let mut scratch = Client::connect(&store.socket(), "scratch").unwrap();
     for _ in 0..3 {
         scratch.write(0, &[1; 4096]).unwrap();

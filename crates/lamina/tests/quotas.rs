@@ -107,7 +107,8 @@ fn a_quota_is_exact_beside_concurrent_writers() {
     let label = &labels["labels"][0];
     assert_eq!((&label["name"], &label["disks"]), (&"tenant=x".into(), &2.into()));
     let used = label["used"].as_u64().unwrap();
-    // All writes were whole blocks, so there is no slack. Each writer may have ended with another's last block.
+    // All writes were whole blocks, so the quota is used up almost exactly. The last block of each writer may be
+    // missing.
     assert!((16 * MIB - 4 * BLOCK..=16 * MIB).contains(&used), "{used}");
     let table = store.run("label list").ok();
     assert!(table.contains("tenant=x") && table.contains("16 MiB"), "{table}");

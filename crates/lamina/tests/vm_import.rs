@@ -258,7 +258,7 @@ fn a_disk_alone() {
     import(&fleet, &left.path().join("notes.txt"), "").fails(2, "notes.txt");
 }
 
-/// Creates a machine with two snapshots of its first disk; the second snapshot also includes its second disk.
+/// Creates a machine with two snapshots of its first disk; the second snapshot also includes the machine's second disk.
 fn with_snapshots(left: &Left) {
     left.disk("snap.vmdk", "snap-root", "thin");
     left.disk("data.vmdk", "snap-data", "thin");

@@ -1,5 +1,5 @@
-//! Files of VMware and similar ones that mislead a reader: lamina imports them correctly, or refuses them with an error
-//! that says what to do.
+//! Files of VMware, and similar files, that a program can easily misread: lamina imports them correctly, or refuses
+//! them with an error that says what to do.
 //!
 //! The tests use only the command line, so that they also run on another version of the program: copy the test program
 //! to FOLDER/deps, and that version to FOLDER/lamina. Version 0.1.0 fails each of these tests.
@@ -106,7 +106,7 @@ fn a_table_is_read_by_the_directory_that_is_right() {
     let content = pattern::bytes(3, 34 * MIB);
     fs::write(path.join("raw.img"), &content).unwrap();
     run_in(path, "convert --from raw -d monolithicsparse raw.img web.vmdk").ok();
-    // The entry of the first directory is in the file and on a sector, but not at the table.
+    // The first entry of the directory is a sector within the file, but not the sector of the table.
     change(&path.join("web.vmdk"), |bytes| {
         let first = word(bytes, 56) as usize * 512;
         bytes[first] += 1;

@@ -87,7 +87,7 @@ With --json, the member 'exit_code' has the program's exit code, and is null if 
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
-    /// Create machines from those of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
+    /// Create machines from machines of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
     /// source.
     Import(VmImport),
     /// Change a machine. Disks, network cards and images in CD-ROM drives can be changed while the machine runs, the
