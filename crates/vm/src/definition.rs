@@ -154,7 +154,7 @@ pub struct Definition {
     /// Where the machine's screen is served by VNC, which needs a graphics card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vnc>,
-    /// How VNC on a TCP port is encrypted; without it only loopback addresses are possible.
+    /// How VNC on a TCP port is encrypted; without encryption only loopback addresses are possible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc_tls: Option<VncTls>,
     /// The kernel to boot; without it the firmware boots.

@@ -183,7 +183,6 @@ impl Host {
 
     /// Removes files that no machine needs, unless another command is running. In a datastore of another user, root
     /// leaves the removal to the next command of that user, who could make root remove other files.
-    /// could have root remove other files, root leaves this to the next command of that user.
     fn sweep(&self) -> Result<()> {
         if self.machines.are_of_another_user()? {
             return Ok(());
@@ -277,7 +276,7 @@ impl Found {
 }
 
 /// The folder for memory files of a datastore's machines, named after device and inode of the datastore's folder, so
-/// that renaming the datastore does not change it.
+/// that the folder stays the same when the datastore is renamed.
 fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
     let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
     let user = rustix::process::geteuid().as_raw();

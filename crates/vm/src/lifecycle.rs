@@ -252,7 +252,6 @@ pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
     // A start from an image may have been killed before its end, and is completed here. The disks may change after this
     // call.
-    // on.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

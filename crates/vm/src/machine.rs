@@ -13,7 +13,7 @@
 //! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
 //!    contradict it.
 //! 2. A new process becomes the machine's process when the link is replaced, so that at every moment the machine has
-//!    exactly one.
+//!    exactly one process.
 //! 3. Changes of a machine are serialized ([`Machine::change`]); reading its state does not wait for a change.
 //! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or the
 //!    previous process, whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).

@@ -44,7 +44,8 @@ use work::{Progress, Unreported};
 pub enum Inside {
     /// The guest's agent changes the identity; without an agent, the clone is kept with its network disconnected.
     IfAgent,
-    /// The guest's agent changes the identity; without an agent, an instant clone is not made, and another is stopped.
+    /// The guest's agent changes the identity; without an agent, an instant clone is not made, and a clone of another
+    /// kind is stopped.
     Required,
     /// The guest keeps the parent's identity.
     Kept,

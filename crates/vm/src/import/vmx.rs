@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 use uuid::Uuid;
 
-/// Memory of a machine whose configuration does not name it, in MiB.
+/// Memory, in MiB, of a machine whose configuration does not name the size.
 const MEMORY_DEFAULT: u64 = 32;
 /// The first virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS 2.7).
 const LITTLE_ENDIAN_SINCE: u64 = 13;

@@ -101,8 +101,9 @@ impl Intent {
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
     }
 
-    /// Removes the intent and the folder, if the folder contains nothing else: for root in a datastore of another user,
-    /// who could have replaced the folder by a link. `opened` is the folder.
+    /// Removes the intent and the folder, if the folder contains nothing else. Root calls this in a datastore of
+    /// another user. This user could have replaced the folder by a link, so the intent is removed from the open folder
+    /// `opened`.
     pub fn remove_if_last(folder: &Path, opened: &File) -> Result<()> {
         let removing = || format!("removing '{}'", folder.display());
         for entry in Dir::read_from(opened).map_err(std::io::Error::from).during(removing)? {

@@ -47,7 +47,7 @@ const VNC_CERTIFICATES: &str = "vnc-tls";
 /// scheduling.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 /// As [`SANDBOX`], but for a process that changes to another user itself, and so needs the calls that change the user.
-/// After the change, the process cannot change its user again, and cannot start a program that can.
+/// After the change, the process cannot change its user again, and cannot start a program that changes its user.
 const SANDBOX_OF_USER: &str = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.

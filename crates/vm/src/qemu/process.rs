@@ -72,7 +72,7 @@ impl Starting {
         Ok(starting)
     }
 
-    /// Waits until QEMU answers on its monitor; afterwards the process runs independently of this one.
+    /// Waits until QEMU answers on its monitor; afterwards the process runs independently of the calling process.
     ///
     /// # Errors
     /// If QEMU ends instead; the error has its error output.
