@@ -552,8 +552,8 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
-    /// Whether passt provides the machine's user networks while the machine runs, or would if the machine started now;
-    /// an error has the reason why it does not. `None` if the machine has no user network.
+    /// Whether passt provides the user networks of the running machine, or would provide the user networks if the
+    /// machine started now; otherwise an error with the reason. `None` if the machine has no user network.
     pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,
