@@ -1,9 +1,9 @@
 //! Polling for a short time before sleeping.
 //!
 //! A client with few requests at a time responds within microseconds, and storage with many requests in flight
-//! completes the next one as fast. Sleeping and waking up takes longer, especially in virtual machines. As in QEMU's
-//! event loop, the polling time adapts: it grows while waits are short, and drops to zero when they become long, so
-//! that an idle client costs no CPU time. The thread yields the processor between two polls.
+//! completes the next request as fast. Sleeping and waking up takes longer, especially in virtual machines. As in
+//! QEMU's event loop, the polling time adapts: it grows while waits are short, and drops to zero when they become long,
+//! so that an idle client costs no CPU time. The thread yields the processor between two polls.
 
 use std::time::{Duration, Instant};
 
