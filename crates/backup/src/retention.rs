@@ -37,8 +37,8 @@ pub struct Keep {
 pub struct Judged {
     /// The backup.
     pub backup: BackupInfo,
-    /// The rules that keep it, such as `daily`; `base` if a kept backup is based on it. Empty for a backup that is
-    /// deleted.
+    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup. Empty for a
+    /// backup that is deleted.
     pub reasons: Vec<String>,
 }
 
@@ -162,7 +162,8 @@ impl Keep {
             .filter_map(|manifest| Some((&manifest.backup.id, manifest.backup.parent.as_ref()?.backup.as_ref()?)))
             .collect();
         for mut id in kept.keys().cloned().collect::<Vec<_>>() {
-            // Ends at a backup whose bases were marked before, so also in a damaged circle.
+            // Ends at a backup whose bases were marked before, and so also if damaged backups are based on each other
+            // in a circle.
             while let Some(parent) = parents.get(&id) {
                 let reasons = kept.entry((*parent).clone()).or_default();
                 if reasons.iter().any(|reason| reason == "base") {
