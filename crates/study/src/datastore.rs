@@ -1,8 +1,8 @@
 //! lamina's command line, as used by the studies.
 //!
-//! If a server is running, commands use it. Their time includes the start of a process, as in a script. If this would
-//! dominate the measured time, a study uses [`Control`], which sends the same requests over the datastore's control
-//! socket.
+//! If a server is running, commands use it. Their time includes the start of a process, as in a script. If this start
+//! would dominate the measured time, a study uses [`Control`], which sends the same requests over the datastore's
+//! control socket.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
