@@ -306,7 +306,7 @@ pub enum DiskCommand {
         /// The new capacity.
         #[arg(value_parser = parse_size)]
         size: u64,
-        /// Allow a smaller capacity; data beyond it is lost.
+        /// Allow a smaller capacity; data beyond the new capacity is lost.
         #[arg(long)]
         shrink: bool,
         /// End the connections of all clients of the disk after finishing their requests, so that they reconnect and
