@@ -157,7 +157,7 @@ pub struct Definition {
     /// How VNC on a TCP port is encrypted; without encryption only loopback addresses are possible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc_tls: Option<VncTls>,
-    /// The kernel to boot; without it the firmware boots.
+    /// The kernel that QEMU starts; without a kernel, the firmware boots from a device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
     /// How the guest is given an identity of its own at the next start; `None` if the guest has an identity of its own.
