@@ -81,7 +81,7 @@ impl fmt::Display for Class {
 /// How connections end when the service stops. A step ends early if no connection is open any more.
 #[derive(Clone, Copy, Debug)]
 pub struct Drain {
-    /// How long connections continue undisturbed.
+    /// How long connections continue before their end is requested.
     pub undisturbed: Duration,
     /// How long connections may take to finish their requests after their end was requested.
     pub finish: Duration,
