@@ -133,7 +133,7 @@ pub struct Head {
     pub number: u32,
     /// First segment that the pack covers.
     pub first: u32,
-    /// Segment after the last one.
+    /// The segment after the last segment that the pack covers.
     pub end: u32,
     /// Bytes of the index.
     pub index: u32,
