@@ -127,7 +127,7 @@ fn qemu(raw: &Path, target: &Path, format: &str, options: &str) {
     tool("qemu-img", &[&arguments[..], &[raw.to_str().unwrap(), target.to_str().unwrap()]].concat());
 }
 
-/// Writes the configuration of a machine of VMware with these lines.
+/// Writes the configuration of a machine of VMware with the given lines.
 fn configure(place: &Path, name: &str, lines: &[String]) {
     let text = vmx(name, &(lines.concat() + &vmx_card(0, "vmxnet3")));
     fs::write(place.join(format!("{name}.vmx")), text.replace("memSize = \"64\"", "memSize = \"256\"")).unwrap();

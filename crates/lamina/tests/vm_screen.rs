@@ -194,7 +194,7 @@ fn encrypt(port: u16, keys: &Path, own: bool) -> Tls {
     let mut accepted = [0];
     stream.read_exact(&mut accepted).unwrap();
     assert_eq!(accepted, [1]);
-    // openssl connects to a relay, which passes on what follows the negotiation.
+    // openssl connects to a relay, which passes on the bytes that follow the negotiation.
     let relay = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let address = relay.local_addr().unwrap().to_string();
     let file = |name: &str| keys.join(name).display().to_string();
@@ -258,7 +258,8 @@ fn vnc_with_certificates_is_encrypted_and_reached_from_other_hosts() {
     fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
     has_password(&mut encrypt(port, &theirs, true), &password).unwrap_err();
 
-    // A clone has a socket of its own, and without certificates the address is refused.
+    // A clone has VNC on a socket of its own. Without certificates, VNC on an address that other hosts reach is
+    // refused.
     fleet.run("stop web --force").ok();
     fleet.run("clone web copy").ok();
     assert_eq!((&fleet.show("copy")["vnc"], &fleet.show("copy")["vnc_tls"]), (&json!("unix"), &json!(null)));
