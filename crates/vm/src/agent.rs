@@ -180,8 +180,8 @@ impl Agent {
     pub fn set_time(&mut self) -> Result<()> {
         let nanoseconds = backend::clock::nanoseconds();
         match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
-            // An agent whose guest has no `hwclock` (which would set the hardware clock) refuses. The hardware clock is
-            // right already, because QEMU emulates it.
+            // An agent whose guest has no `hwclock` (which would set the hardware clock) refuses the command. The
+            // hardware clock is right already, because QEMU emulates it.
             Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) => self.set_date(error),
             outcome => outcome.map(drop),
         }

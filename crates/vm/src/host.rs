@@ -14,8 +14,8 @@
 //!    one of them.
 //! 3. Root removes no files in a datastore of another user: the next command of that user does.
 //! 4. Memory files contain the memory of guests. Only the user who created their folder can read it, and a folder that
-//!    another user created is refused. The folder is removed when its last file is removed, so that none remains after
-//!    the datastore was deleted.
+//!    another user created is refused. The folder is removed when its last file is removed, so that no folder remains
+//!    after the datastore was deleted.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;

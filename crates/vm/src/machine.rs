@@ -323,7 +323,7 @@ impl Machine {
     }
 }
 
-/// If this process is root, the first of these folders that belongs to another user, and this user. The owner of a
+/// If this process is root, the first of the given folders that belongs to another user, and this user. The owner of a
 /// folder can replace what the folder contains.
 pub(crate) fn of_another_user<'a>(folders: impl Iterator<Item = &'a Path>) -> Result<Option<(&'a Path, u32)>> {
     if !rustix::process::geteuid().is_root() {

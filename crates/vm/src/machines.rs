@@ -44,7 +44,7 @@ pub const FOLDER: &str = "machines";
 const NEW: &str = ".new-";
 /// Prefix of folders in which machines are deleted.
 const OLD: &str = ".old-";
-/// The lock file for creating and listing the folders with these prefixes.
+/// The lock file for creating and listing folders with the prefixes [`NEW`] and [`OLD`].
 const LOCK: &str = ".lock";
 
 /// The machines of a datastore.

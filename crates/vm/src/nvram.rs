@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Name of the file.
+/// Name of the file with the UEFI variables.
 const FILE: &str = "nvram";
 /// Longest accepted file, in bytes. The files of OVMF have up to 4 MiB.
 pub const LENGTH_MAX: u64 = 64 << 20;

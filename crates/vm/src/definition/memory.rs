@@ -1,4 +1,4 @@
-//! Memory sizes in the file, such as `256M`.
+//! Memory sizes in the definition file, such as `256M`.
 
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serializer};

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Name of the file.
+/// Name of the file with an intent.
 const INTENT: &str = "intent.toml";
-/// Version of the file.
+/// Version of the intent file.
 const VERSION: u32 = 1;
 
 /// The machines of an intent, and the snapshots that are deleted with those machines.
