@@ -98,7 +98,7 @@ pub enum Change {
         refused: u64,
         /// Number of waiting writes that were not answered, because their connections ended.
         dropped: u64,
-        /// Time since the first of these writes began to wait, in seconds.
+        /// Time since the first of the waiting writes began to wait, in seconds.
         seconds: u64,
     },
     /// A disk was received from another server, as a new disk or as an update.

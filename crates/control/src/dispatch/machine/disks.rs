@@ -25,7 +25,7 @@ pub fn disks(target: Target) -> Arc<dyn Disks> {
 
 // Requests about disks of a machine use `force`: the machine's processes have ended, so that none of them reconnects.
 
-/// Reports the progress of a copy to the progress of the machine's operation.
+/// Passes the progress of a copy on to the progress of the machine's operation.
 struct Copy<'a>(&'a dyn Progress);
 
 impl Progress for Copy<'_> {
