@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. A client may open an export only if a rule for the client permits it. If several rules apply, the most permissive
-//!    one decides.
+//!    rule decides.
 //! 2. A client cannot distinguish an export that it may not open from one that does not exist: neither is listed, the
 //!    replies are the same, and the server does not look for either.
 //! 3. A client that may open a disk may read its snapshots.

@@ -262,7 +262,7 @@ impl Clients {
     }
 
     /// Requests the matching sessions of an export to finish the requests that they have begun, and then to end;
-    /// returns their numbers.
+    /// returns the numbers of the sessions.
     pub(super) fn retire(&self, export: &str, selection: ClientSelection) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
@@ -281,7 +281,7 @@ impl Clients {
         numbers
     }
 
-    /// Cuts the connections of these sessions.
+    /// Cuts the connections of the given sessions.
     pub(super) fn cut(&self, numbers: &[u64]) {
         let state = self.shared.state.lock();
         for session in numbers.iter().filter_map(|number| state.sessions.get(number)) {
@@ -291,7 +291,7 @@ impl Clients {
         }
     }
 
-    /// Waits until these sessions have ended; returns those that have not ended when `patience` is over.
+    /// Waits until the given sessions have ended; returns the sessions that have not ended when `patience` is over.
     pub(super) fn wait_ended(&self, numbers: &[u64], patience: Duration) -> Vec<u64> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();

@@ -48,7 +48,7 @@ pub struct Lost {
 }
 
 impl CurrentRules {
-    /// Uses these rules until they are replaced.
+    /// Uses the given rules until they are replaced.
     pub fn new(rules: Rules) -> Self {
         Self { state: Mutex::new(RulesState { rules: Arc::new(rules), sessions: BTreeMap::new() }) }
     }

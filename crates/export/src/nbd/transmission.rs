@@ -363,7 +363,7 @@ impl Transmission<'_> {
                 let all: Vec<usize> = (0..self.contexts.len()).collect();
                 return self.status(head, length, only_one, &all);
             }
-            // These requests are handled when their payload arrives.
+            // Requests with a payload are carried out when the payload has arrived.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
             Action::Cache { length } => {
                 let done = device.prefetch(offset, length.min(CACHE_BYTES_MAX));

@@ -127,7 +127,8 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
         }
         assert_eq!(reply(&mut a, codes[at], name), absent[at], "{name}");
     }
-    // The option EXPORT_NAME, which has no error reply, ends the connection in both cases.
+    // The option EXPORT_NAME, which has no error reply, ends the connection for an export of another tenant and for an
+    // absent export.
     for name in ["b-1", "b-9"] {
         let mut a = tenants.client("a.example");
         a.send_option(OPT_EXPORT_NAME, name.as_bytes());
