@@ -166,7 +166,7 @@ impl TlsStream {
     /// Begins TLS as the client over a connected socket, to a server with that name.
     ///
     /// # Errors
-    /// `InvalidData` if TLS cannot be set up with these values.
+    /// `InvalidData` if TLS cannot be set up with the given values.
     pub fn connect(socket: Arc<OwnedFd>, identity: &ClientIdentity, name: &CertificateName) -> io::Result<Self> {
         let session = UnbufferedClientConnection::new(Arc::clone(&identity.config), name.0.clone()).map_err(invalid)?;
         Ok(Self::over(socket, Session::Client(Box::new(session))))
@@ -175,7 +175,7 @@ impl TlsStream {
     /// Begins TLS as the server over an accepted socket.
     ///
     /// # Errors
-    /// `InvalidData` if TLS cannot be set up with these values.
+    /// `InvalidData` if TLS cannot be set up with the given values.
     pub fn accept(socket: Arc<OwnedFd>, identity: &TlsIdentity) -> io::Result<Self> {
         let session = UnbufferedServerConnection::new(Arc::clone(&identity.config)).map_err(invalid)?;
         Ok(Self::over(socket, Session::Server(Box::new(session))))
