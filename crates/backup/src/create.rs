@@ -434,7 +434,7 @@ fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<BlockRun>, Vec<u64>) {
     (runs, zeros)
 }
 
-/// Whether a description belongs to a backup of this snapshot with these options.
+/// Whether a description belongs to a backup of the given snapshot with the given options.
 pub(crate) fn is_same(
     description: &Description,
     outgoing: &Outgoing,

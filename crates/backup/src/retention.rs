@@ -49,7 +49,7 @@ pub struct Pruned {
     pub backups: Vec<Judged>,
     /// Number of backups that were deleted, or would be in a dry run.
     pub deleted: u64,
-    /// Stored bytes of these backups.
+    /// Stored bytes of the deleted backups.
     pub freed: u64,
     /// Number of packs without a backup that were removed.
     pub swept: u64,
