@@ -358,7 +358,7 @@ fn headlines(kept: &[Kept]) -> String {
     out
 }
 
-/// Returns README.md with the table of these files between its markers.
+/// Returns README.md with the table of the given files between its markers.
 pub fn with_headlines(readme: &str, kept: &[Kept]) -> Result<String> {
     let parts = readme.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
     let (before, after) = parts.ok_or_else(|| Error::Answer(format!("{README} lacks the lines {BEGIN} and {END}")))?;

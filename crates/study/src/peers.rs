@@ -172,7 +172,7 @@ pub fn start_named(
     start_one(scratch, name, Kind::Image, image, command)
 }
 
-/// Starts nbdkit on a folder of empty raw files with these names. Each file is an export.
+/// Starts nbdkit on a folder of empty raw files with the given names. Each file is an export.
 pub fn start_folder(scratch: &Scratch, names: &[String], size: u64, mode: Mode) -> Result<Server> {
     let folder = scratch.path("files");
     std::fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;

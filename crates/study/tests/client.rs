@@ -15,7 +15,7 @@ struct Memory {
     service: Option<Service>,
 }
 
-/// Starts nbdkit with a disk of 64 MiB in memory and these filters.
+/// Starts nbdkit with a disk of 64 MiB in memory and the given filters.
 fn serve(name: &str, words: &[&str]) -> Memory {
     let folder = std::env::temp_dir().join(format!("study-client-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();

@@ -140,7 +140,7 @@ fn by_side(found: &Value) -> [Vec<f64>; 3] {
     SIDES.map(|(word, _)| found[word].as_array().into_iter().flatten().filter_map(Value::as_f64).collect())
 }
 
-/// Measures these cells for each side.
+/// Measures the given cells for each side.
 fn run(setting: &Setting, cells: &[&Cell]) -> Result<Vec<Value>> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "grains")?;

@@ -60,7 +60,7 @@ const STUDY_PER_HOUR: [f64; 2] = [700.0, 1400.0];
 
 /// A part of the measurement. It adds findings and returns raw samples.
 type Measure = fn(&Setting, &Room<'_>, &mut Outcome) -> Result<Value>;
-/// The parts by their names.
+/// The parts of the measurement, by name.
 const PARTS: [(&str, Measure); 3] = [("frozen", frozen), ("running", running), ("speed", speed)];
 
 /// Machines on a served datastore. Dropping this value stops all of them.
