@@ -41,7 +41,7 @@ impl Room {
         Self::serving("")
     }
 
-    /// A datastore that is served with these options.
+    /// A datastore that is served with the given options.
     pub fn serving(options: &str) -> Self {
         Self::in_store(Store::new(), options)
     }
@@ -56,7 +56,7 @@ impl Room {
         Self { store, server }
     }
 
-    /// Kills the server, and serves the datastore again with these options.
+    /// Kills the server, and serves the datastore again with the given options.
     pub fn serve_again(&mut self, options: &str) {
         self.server.take().unwrap().kill();
         self.server = Some(self.store.serve(options));
