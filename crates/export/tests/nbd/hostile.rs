@@ -37,7 +37,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy.
+/// How long a test waits for the server: many times the server's timeouts, because the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
