@@ -1,6 +1,7 @@
 //! Instant clones: one memory image for all clones, one request for their disks, then a process for each clone.
 //!
-//! A clone exists once its guest has its own identity. An earlier error removes the clone with its process.
+//! A clone exists once its guest has its own identity. After an error before that, the clone and its process are
+//! removed.
 
 use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::definition::{CloneKind, Definition};
