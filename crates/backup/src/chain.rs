@@ -156,7 +156,8 @@ impl Chain {
         Ok(plan)
     }
 
-    /// Reads the data of a segment that was planned last, into memory of one segment; other bytes of it become zero.
+    /// Reads the data of a segment that was planned last, into memory of one segment; other bytes of this memory become
+    /// zero.
     pub fn read(&mut self, plan: &SegmentPlan, into: &mut [u8]) -> Result<()> {
         if into.len() as u64 != SEGMENT {
             return Err(Error::new(ErrorKind::Invalid, format!("a segment needs {SEGMENT} bytes of memory")));

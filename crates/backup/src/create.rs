@@ -64,7 +64,7 @@ pub struct Created {
     pub capacity: u64,
     /// Bytes of data before compression.
     pub data: u64,
-    /// Bytes that read as zeros, but do not in the parent.
+    /// Bytes that are zero in the snapshot, but not in the parent.
     pub zeros: u64,
     /// Bytes stored.
     pub stored: u64,
@@ -126,9 +126,9 @@ pub fn describe(
 pub struct Written {
     /// The packs.
     pub packs: Vec<PackRecord>,
-    /// Bytes of data in them before compression.
+    /// Bytes of data in the packs before compression.
     pub data: u64,
-    /// Bytes that they declare zero.
+    /// Bytes that the packs declare zero.
     pub zeros: u64,
 }
 
@@ -400,7 +400,7 @@ fn add_jobs(jobs: &mut Vec<Job>, extent: Extent) {
             jobs.push(Job { number, runs: Vec::new() });
         }
         if let Some(job) = jobs.last_mut() {
-            // The extent before may end in the block in which this one begins.
+            // The previous extent may end in the block in which this extent begins.
             match job.runs.last_mut() {
                 Some(run) if usize::from(run.last) + 1 >= usize::from(first) => run.last = run.last.max(last_in),
                 _ => job.runs.push(BlockRun { first, last: last_in }),
@@ -410,7 +410,7 @@ fn add_jobs(jobs: &mut Vec<Job>, extent: Extent) {
     }
 }
 
-/// Removes blocks of zeros. Returns the runs of the others, and the removed blocks by their numbers on the disk.
+/// Removes blocks of zeros. Returns the runs of the other blocks, and the removed blocks by their numbers on the disk.
 fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<BlockRun>, Vec<u64>) {
     let blocks = job.runs.iter().flat_map(|run| run.first..=run.last);
     let (mut runs, mut zeros): (Vec<BlockRun>, Vec<u64>) = (Vec::new(), Vec::new());
@@ -434,7 +434,7 @@ fn drop_zeros(job: &Job, plain: &mut Vec<u8>) -> (Vec<BlockRun>, Vec<u64>) {
     (runs, zeros)
 }
 
-/// Whether a description is that of a backup of a snapshot, with these options.
+/// Whether a description belongs to a backup of the given snapshot with the given options.
 pub(crate) fn is_same(
     description: &Description,
     outgoing: &Outgoing,

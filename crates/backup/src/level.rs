@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 /// A backup that is being read.
 pub trait Level {
-    /// The content of a segment; `None` if the backup has none there. Segments of streams are read in ascending order
-    /// only.
+    /// The content of a segment; `None` if the backup has no content in this segment. Segments of streams are read in
+    /// ascending order only.
     fn content(&mut self, segment: u32) -> Result<Option<Content>>;
 
     /// Bytes of the pack that covers the segment for which [`Level::content`] was called last.
@@ -71,7 +71,7 @@ pub(crate) fn check_head(packs: &[PackRecord], number: usize, backup: [u8; 16], 
     let same = packs.get(number).is_some_and(|pack| *pack == record_of(&head, bytes));
     match same && head.backup == backup && head.number as usize == number && head.first == first {
         true => Ok(head),
-        false => Err(Error::new(ErrorKind::Corrupt, "the pack is not the one that the manifest lists")),
+        false => Err(Error::new(ErrorKind::Corrupt, "the head of the pack differs from its record in the manifest")),
     }
 }
 

@@ -6,7 +6,7 @@
 //!     `-- stream     one sequence of bytes
 //!  level      one backup that is read, pack by pack
 //!  chain      a backup with those on which it is based, as one range of bytes
-//!     `-- restore    a disk of a datastore, received as one from another datastore is
+//!     `-- restore    a disk of a datastore, received as a disk from another datastore is
 //!  verify     reads everything without a datastore
 //!  retention  which backups are kept, by rules
 //!

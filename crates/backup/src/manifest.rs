@@ -68,7 +68,7 @@ pub struct Description {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PackRecord {
-    /// The pack covers all segments from the end of the pack before to this one, which it does not include.
+    /// The segment after the last segment of the pack. The pack begins where the previous pack ends.
     pub end: u32,
     /// Bytes of the pack.
     pub length: u64,
@@ -86,7 +86,7 @@ pub struct Manifest {
     pub finished: u64,
     /// Bytes of data before compression.
     pub data: u64,
-    /// Bytes that read as zeros, but do not in the parent.
+    /// Bytes that are zero in the snapshot, but not in the parent.
     pub zeros: u64,
     /// The packs.
     pub packs: Vec<PackRecord>,

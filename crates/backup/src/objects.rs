@@ -18,8 +18,8 @@ pub trait Objects: Send + Sync {
     /// The place, for messages.
     fn place(&self) -> &str;
 
-    /// Stores an object, replacing one with that name. On return the object is durable; an interruption leaves the
-    /// object as it was before.
+    /// Stores an object, replacing an object with the same name. On return the object is durable; an interruption
+    /// leaves the object as it was before.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
     /// A range of an object: `NotFound` if there is no such object, `Corrupt` if it is shorter.
@@ -37,8 +37,8 @@ pub trait Objects: Send + Sync {
     /// Makes removals durable.
     fn settle(&self) -> Result<()>;
 
-    /// Excludes other writers until the result is dropped: `Busy` while there is one. `None` where writers cannot be
-    /// excluded.
+    /// Excludes other writers until the result is dropped: `Busy` while there is another writer. `None` where writers
+    /// cannot be excluded.
     fn lock(&self) -> Result<Option<Box<dyn Lock>>>;
 }
 
@@ -132,7 +132,8 @@ impl Objects for Folder {
         match self.directory.lock(LOCK_FILE) {
             Ok(lock) => Ok(Some(lock)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                let text = format!("another command changes the repository '{}': wait for its end", self.place);
+                let text =
+                    format!("another command changes the repository '{}': wait until that command ends", self.place);
                 Err(Error::new(ErrorKind::Busy, text))
             }
             Err(error) => Err(Error::io(format!("locking the repository '{}'", self.place), error)),

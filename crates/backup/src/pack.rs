@@ -82,9 +82,9 @@ impl BlockRun {
 pub struct Chunk {
     /// The chunk's range of the disk begins at this number times [`CHUNK`].
     pub number: u32,
-    /// The blocks that it contains.
+    /// The blocks that the chunk contains.
     pub runs: Vec<BlockRun>,
-    /// How it is stored.
+    /// How the chunk is stored.
     pub codec: Codec,
     /// Stored bytes.
     pub stored: u32,
@@ -103,7 +103,7 @@ impl Chunk {
     }
 }
 
-/// Blocks that read as zeros, but do not in the parent of the backup.
+/// Blocks that are zero in the snapshot, but not in the parent of the backup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Zeros {
     /// The first block.
@@ -133,7 +133,7 @@ pub struct Head {
     pub number: u32,
     /// First segment that the pack covers.
     pub first: u32,
-    /// Segment after the last one.
+    /// The segment after the last segment that the pack covers.
     pub end: u32,
     /// Bytes of the index.
     pub index: u32,

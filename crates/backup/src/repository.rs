@@ -364,8 +364,8 @@ impl Repository {
         self.objects.remove(&format!("{UNFINISHED}{id}"))
     }
 
-    /// Deletes the backup whose manifest cannot be read, or the unfinished backup, with that identity or beginning of
-    /// one. False if there is none, or more than one. The caller holds the lock.
+    /// Deletes the backup whose manifest cannot be read, or the unfinished backup, whose identity is `which` or begins
+    /// with it. False if there is none, or more than one. The caller holds the lock.
     pub fn delete_damaged(&self, which: &str) -> Result<bool> {
         let damaged = self.found()?.into_iter().filter(|found| found.manifest.is_err()).map(|found| found.id);
         let all: BTreeSet<String> = damaged.chain(self.unfinished_ids()?).collect();

@@ -1,9 +1,9 @@
 //! Retention: which backups of each disk are kept, and which are deleted.
 //!
-//! 1. Each rule keeps the newest backup of each of its newest periods that have one. Periods are those of the calendar
-//!    in UTC; weeks begin on Monday. The time of a backup is the time at which its snapshot was taken.
-//! 2. A backup on which a kept one is based is kept too.
-//! 3. The backups of a disk that no rule applies to because it has none are never deleted: without rules, nothing is.
+//! 1. Each rule keeps the newest backup of each of its newest periods that have a backup. Periods are those of the
+//!    calendar in UTC; weeks begin on Monday. The time of a backup is the time at which its snapshot was taken.
+//! 2. A backup on which a kept backup is based is kept too.
+//! 3. Without rules, no backup is deleted.
 
 use crate::manifest::Manifest;
 use crate::repository::{BackupInfo, Repository};
@@ -22,13 +22,13 @@ pub struct Keep {
     pub last: u32,
     /// Hours of which the newest backup is kept.
     pub hourly: u32,
-    /// Days.
+    /// Days of which the newest backup is kept.
     pub daily: u32,
-    /// Weeks.
+    /// Weeks of which the newest backup is kept.
     pub weekly: u32,
-    /// Months.
+    /// Months of which the newest backup is kept.
     pub monthly: u32,
-    /// Years.
+    /// Years of which the newest backup is kept.
     pub yearly: u32,
 }
 
@@ -37,7 +37,8 @@ pub struct Keep {
 pub struct Judged {
     /// The backup.
     pub backup: BackupInfo,
-    /// The rules that keep it, such as `daily`; `base` if a kept backup is based on it. Empty for one that is deleted.
+    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup. Empty for a
+    /// backup that is deleted.
     pub reasons: Vec<String>,
 }
 
@@ -48,7 +49,7 @@ pub struct Pruned {
     pub backups: Vec<Judged>,
     /// Number of backups that were deleted, or would be in a dry run.
     pub deleted: u64,
-    /// Stored bytes of these backups.
+    /// Stored bytes of the deleted backups.
     pub freed: u64,
     /// Number of packs without a backup that were removed.
     pub swept: u64,
@@ -161,7 +162,8 @@ impl Keep {
             .filter_map(|manifest| Some((&manifest.backup.id, manifest.backup.parent.as_ref()?.backup.as_ref()?)))
             .collect();
         for mut id in kept.keys().cloned().collect::<Vec<_>>() {
-            // Ends at a backup whose bases were marked before, so also in a damaged circle.
+            // Ends at a backup whose bases were marked before, and so also if damaged backups are based on each other
+            // in a circle.
             while let Some(parent) = parents.get(&id) {
                 let reasons = kept.entry((*parent).clone()).or_default();
                 if reasons.iter().any(|reason| reason == "base") {
@@ -183,7 +185,7 @@ impl Repository {
     /// needed.
     pub fn prune(&self, keep: &Keep, dry_run: bool) -> Result<Pruned> {
         if keep.is_empty() {
-            return Err(Error::new(ErrorKind::Invalid, "no rule says what is kept, and everything would be deleted"));
+            return Err(Error::new(ErrorKind::Invalid, "no rule is given, so all backups would be deleted"));
         }
         let lock = match dry_run {
             true => None,
@@ -222,7 +224,7 @@ mod tests {
     /// Thursday, 2026-11-26, 02:00.
     const NOW: u64 = 1_795_658_400;
 
-    /// A backup of a disk that was taken `hours` ago, based on another one.
+    /// A backup of a disk that was taken `hours` ago, based on another backup.
     fn backup(number: u32, disk: &str, hours: u64, parent: Option<u32>) -> Manifest {
         let id = |number: u32| format!("0f0e0d0c-0b0a-4908-8706-05040302{number:04}");
         let mut manifest = testbed::manifest(40 << 20);

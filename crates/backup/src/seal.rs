@@ -4,8 +4,8 @@
 //! stored body:  salt (16 bytes) | piece 0 and its tag | piece 1 and its tag | ...
 //! ```
 //!
-//! 1. The body is cut into pieces of 64 KiB. Each is encrypted by ChaCha20-Poly1305 (RFC 8439), whose tag of 16 bytes
-//!    follows it, so that any part of a pack can be read alone.
+//! 1. The body is cut into pieces of 64 KiB. Each piece is encrypted by ChaCha20-Poly1305 (RFC 8439), and followed by
+//!    its tag of 16 bytes, so that any part of a pack can be read alone.
 //! 2. Each pack has a key of its own, derived by HKDF (RFC 5869, SHA-256) from the secret and a random salt. The nonce
 //!    is the number of the piece, so no nonce is used twice with a key.
 //! 3. The authenticated data is the beginning of the head: a piece cannot be moved to another pack, and the lengths and
@@ -32,7 +32,8 @@ const PIECE: u64 = 64 << 10;
 const TAG: u64 = 16;
 /// Bytes of the head that are authenticated: all before the checksums.
 const AUTHENTICATED: usize = 52;
-/// What is derived from a secret, and from a secret and a salt.
+/// The labels for HKDF: of the identity, which is derived from a secret, and of a pack's key, which is derived from a
+/// secret and a salt.
 const IDENTITY: &[&[u8]] = &[b"lamina backup key identity"];
 const PACK: &[&[u8]] = &[b"lamina backup pack"];
 /// The beginning of a key file.
@@ -98,7 +99,7 @@ impl Key {
         Self::new(secret)
     }
 
-    /// The identity of the key, which does not reveal it.
+    /// The identity of the key, which does not reveal the key.
     pub fn id(&self) -> &str {
         &self.id
     }

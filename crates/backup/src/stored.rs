@@ -1,4 +1,5 @@
-//! Making a backup in a repository: which backup it is based on, and how an interrupted one continues.
+//! Making a backup in a repository: on which earlier backup the new backup is based, and how an interrupted backup
+//! continues.
 
 use crate::create::{CreateOptions, Created, Sink, Written, describe, is_same, run};
 use crate::level::record_of;
@@ -91,8 +92,8 @@ impl Repository {
             if same && known.parent == parent && resumed.is_none() {
                 resumed = Some(known);
             } else if (known.disk.as_str(), &known.point.name) == (disk, &outgoing.point().name) {
-                // This unfinished backup cannot continue: its snapshot was deleted, and another one has the name now,
-                // or it is based on another backup.
+                // This unfinished backup cannot continue: its snapshot was deleted, and another snapshot has the name
+                // now, or it is based on another backup.
                 self.remove(&known.id)?;
             }
         }

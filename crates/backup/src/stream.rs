@@ -402,7 +402,7 @@ pub fn manifest_of(path: &Path) -> Result<Manifest> {
     let found = length > TAIL as u64 && file.read_exact(&mut tail).is_ok() && tail[8..] == END;
     let part = u64::from_le_bytes(std::array::from_fn(|place| tail[place]));
     if !found || part > at {
-        // The beginning says whether this is an unfinished backup or something else.
+        // The beginning of the file shows whether the file is an unfinished backup.
         file.seek(SeekFrom::Start(0)).during(during)?;
         StreamReader::without_key(&mut file, &name)?;
         return Err(cut(&name, length));

@@ -236,7 +236,7 @@ fn an_increment_in_a_stream_is_restored_on_its_parent() {
         assert!(there.content_of(name) == second, "{name}");
     }
     assert!(there.content_of("vm@s0") == first);
-    // A cut stream leaves what was restored; the whole stream completes it.
+    // A restore from a cut stream keeps what was restored; a restore from the whole stream completes the disk.
     let cut = receive(&full[..full.len() * 2 / 3], "again", false).unwrap_err();
     assert_eq!(cut.kind(), ErrorKind::Io, "{cut}");
     assert_eq!(there.datastore.receptions().unwrap().len(), 1);

@@ -63,8 +63,8 @@ impl Connection {
         &self.stop
     }
 
-    /// Tells the protocol to finish the requests it has begun and to end the connection. A thread that waits for input
-    /// receives the end of the stream.
+    /// Requests the protocol to finish the requests that it has begun, and then to end the connection. A thread that
+    /// waits for input receives the end of the stream.
     pub fn finish(&self) {
         self.stop.store(true, Ordering::SeqCst);
         self.shut_down(Shutdown::Read);
@@ -115,7 +115,7 @@ impl Connection {
     }
 
     /// Waits until no other connection of the service has a peer that has disconnected. Returns false if there still is
-    /// one after `patience`, or if this connection has to end.
+    /// such a connection after `patience`, or if this connection has to end.
     pub fn others_settled(&self, patience: Duration) -> bool {
         self.service.settled(patience, || self.ends())
     }

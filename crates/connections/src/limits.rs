@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// How many connections of each class may be open at a time. Each class has its own limit, so that connections of one
-/// class never prevent those of another.
+/// class never prevent connections of another class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Connections over unix sockets.

@@ -67,7 +67,7 @@ pub struct Access {
 }
 
 impl Access {
-    /// For a service that listens on unix sockets only.
+    /// The conditions for a service that listens on unix sockets only.
     pub const LOCAL: Self = Self { tls: None, insecure_tcp: false, exposes: "connect", remedy: "use a unix socket" };
 
     fn check(&self, address: SocketAddr) -> Result<()> {
@@ -223,7 +223,8 @@ fn bind_unix(path: &Path, mode: u32, group: Option<u32>, owned: bool) -> Result<
     }
     // Restores permission bits that the umask has removed.
     rustix::fs::chmod(path, mode).map_err(|error| Error::io(what(), error.into()))?;
-    let file = SocketFile::of(path).ok_or_else(|| Error::new(ErrorKind::Io, format!("{}: it vanished", what())))?;
+    let file = SocketFile::of(path)
+        .ok_or_else(|| Error::new(ErrorKind::Io, format!("{}: the socket file was removed", what())))?;
     Ok(Listener { socket, address: Address::Unix(path.to_owned()), file: Some(file) })
 }
 

@@ -37,8 +37,8 @@ impl Peer {
         }
     }
 
-    /// Whether a connection from `other` may be one of the same client: from the same process, or from the same host
-    /// with any port. A process of root may have become one of another user meanwhile. Two unknown peers count as
+    /// Whether a connection from `other` may belong to the same client: from the same process, or from the same host
+    /// with any port. A process of root may have changed to another user meanwhile. Two unknown peers count as
     /// different clients.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {

@@ -1,9 +1,9 @@
 //! Polling for a short time before sleeping.
 //!
 //! A client with few requests at a time responds within microseconds, and storage with many requests in flight
-//! completes the next one as fast. Sleeping and waking up takes longer, especially in virtual machines. As in QEMU's
-//! event loop, the polling time adapts: it grows while waits are short, and drops to zero when they become long, so
-//! that an idle client costs no CPU time. The thread yields the processor between two polls.
+//! completes the next request as fast. Sleeping and waking up takes longer, especially in virtual machines. As in
+//! QEMU's event loop, the polling time adapts: it grows while waits are short, and drops to zero when they become long,
+//! so that an idle client costs no CPU time. The thread yields the processor between two polls.
 
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn polling_lasts_longer_while_waits_are_short_and_ends_after_a_long_one() {
         let mut polling = Polling::default();
-        assert_eq!(polling.poll(|| Some(())), None, "nothing is known yet: no looking");
+        assert_eq!(polling.poll(|| Some(())), None, "no polling before the first short wait");
         for _ in 0..10 {
             polling.slept(WINDOW_MAX / 2);
         }

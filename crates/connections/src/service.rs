@@ -81,7 +81,7 @@ impl fmt::Display for Class {
 /// How connections end when the service stops. A step ends early if no connection is open any more.
 #[derive(Clone, Copy, Debug)]
 pub struct Drain {
-    /// How long connections continue undisturbed.
+    /// How long connections continue before their end is requested.
     pub undisturbed: Duration,
     /// How long connections may take to finish their requests after their end was requested.
     pub finish: Duration,
@@ -382,7 +382,7 @@ impl Shared {
         register.refusals[Class::Authenticated as usize].count();
         drop(register);
         self.log_due();
-        let text = format!("all {limit} places for clients with certificates are taken");
+        let text = format!("all {limit} connections for clients with certificates are in use");
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 
@@ -476,8 +476,8 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             }
         }
     }
-    // Clients in the backlog get a reply that the service is stopping. Their number is limited, because others may
-    // connect meanwhile.
+    // Clients in the backlog get a reply that the service is stopping. The number of these replies is limited, because
+    // further clients may connect meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
         protocol.refuse(&socket, Refusal::Stopping);

@@ -49,7 +49,7 @@ struct EventsState {
 #[derive(Default)]
 struct Queue {
     events: Vec<Event>,
-    /// Number of events dropped since `events` was full, and the number of the last of them.
+    /// Number of events dropped since `events` was full, and the number of the last dropped event.
     missed: u64,
     last_missed: u64,
 }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. A client may open an export only if a rule for the client permits it. If several rules apply, the most permissive
-//!    one decides.
+//!    rule decides.
 //! 2. A client cannot distinguish an export that it may not open from one that does not exist: neither is listed, the
 //!    replies are the same, and the server does not look for either.
 //! 3. A client that may open a disk may read its snapshots.
@@ -205,7 +205,7 @@ mod tests {
             assert!(yes.iter().all(|name| matches(pattern, name)), "{pattern}");
             assert!(!no.iter().any(|name| matches(pattern, name)), "{pattern}");
         }
-        // For no pattern does the time grow exponentially with the pattern's length.
+        // The time does not grow exponentially with the length of the pattern.
         assert!(!matches(&"a*".repeat(200), &"a".repeat(199)));
         assert!(!matches(&format!("{}b", "a*".repeat(50)), &"a".repeat(2000)));
     }

@@ -127,7 +127,7 @@ struct Session {
     /// Whether the client may no longer open the export, so that it cannot reconnect.
     revoked: bool,
     /// A client in grace with unknown identity, which may be the same client as this one. If this client sends a
-    /// disconnect request, the other returns to grace, because the two may be different clients.
+    /// disconnect request, the other client returns to grace, because the two may be different clients.
     taken: Option<Waiting>,
 }
 
@@ -204,8 +204,8 @@ impl Clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
             }
-            // If the end of the connection is in the future because of a wrong clock, the grace time would begin again
-            // at each call.
+            // If the recorded end of the connection is in the future because of a wrong clock, it is corrected:
+            // otherwise the grace time would begin again at each call.
             if gone.ended.is_none_or(|ended| ended > now) {
                 gone.ended = Some(now);
                 state.changed = true;
@@ -261,8 +261,8 @@ impl Clients {
         Visit { shared: Arc::clone(&self.shared), number, stop, connection, departure: Departure::Lost }
     }
 
-    /// Tells the matching sessions of an export to finish the requests they have begun and to end; returns their
-    /// numbers.
+    /// Requests the matching sessions of an export to finish the requests that they have begun, and then to end;
+    /// returns the numbers of the sessions.
     pub(super) fn retire(&self, export: &str, selection: ClientSelection) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
@@ -281,7 +281,7 @@ impl Clients {
         numbers
     }
 
-    /// Cuts the connections of these sessions.
+    /// Cuts the connections of the given sessions.
     pub(super) fn cut(&self, numbers: &[u64]) {
         let state = self.shared.state.lock();
         for session in numbers.iter().filter_map(|number| state.sessions.get(number)) {
@@ -291,7 +291,7 @@ impl Clients {
         }
     }
 
-    /// Waits until these sessions have ended; returns those that have not ended when `patience` is over.
+    /// Waits until the given sessions have ended; returns the sessions that have not ended when `patience` is over.
     pub(super) fn wait_ended(&self, numbers: &[u64], patience: Duration) -> Vec<u64> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();

@@ -42,7 +42,9 @@ impl Drop for Raw {
 /// Attaches to the console; with `said`, prints the output so far instead.
 pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result<End, End> {
     let Reply::Machine(MachineReply::Console { name, socket, lock, log }) = reply else {
-        return Err(Error::new(ErrorKind::Invalid, "the answer does not say where the console is").into());
+        return Err(
+            Error::new(ErrorKind::Invalid, "the reply does not contain the path of the console's socket").into()
+        );
     };
     let mut out = io::stdout().lock();
     if said {
@@ -88,7 +90,7 @@ fn exchange(
 ) -> std::result::Result<End, End> {
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let (mut buffer, mut input_open, mut heard) = (vec![0; 16 << 10], true, Instant::now());
-    let lost = |e| Error::io("talking to the console", e);
+    let lost = |e| Error::io("exchanging data with the console", e);
     loop {
         if interrupted.load(Ordering::Relaxed) {
             return Ok(End::Code(exit::INTERRUPTED));

@@ -162,7 +162,7 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
 }
 
 /// Raises the limit of open files as far as this process may, because every disk in a VMware format keeps files open.
-/// If the limit cannot be raised, fewer disks can be open, and opening one too many reports this.
+/// If the limit cannot be raised, fewer disks can be open, and opening one disk too many fails with an error.
 fn raise_file_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;

@@ -41,7 +41,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Prepares the stream of a request, if the request has one, and enters the socket in the request.
+    /// Prepares the stream of a request, if the request has one, and writes the path of its socket into the request.
     pub fn prepare(request: &mut Request, datastore: &Location) -> Result<Option<Self>> {
         let Request::Backup(request) = request else { return Ok(None) };
         let direction = match request {
@@ -89,7 +89,8 @@ impl Stream {
     pub fn finish(mut self) -> io::Result<()> {
         self.over.store(true, Ordering::Release);
         match self.thread.take() {
-            // The thread may wait for standard input, and no process may ever close the other end.
+            // A thread that reads standard input is not joined, because the other end of standard input may never be
+            // closed.
             Some(thread) if self.direction == Direction::Out => {
                 thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread of the backup failed")))
             }
@@ -101,12 +102,12 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Release);
-        // Usually the thread has removed it.
+        // Usually the thread has already removed the socket's file.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// The connection of the process that carries out the request; `None` if the request has ended without one.
+/// The connection of the process that carries out the request; `None` if the request has ended without a connection.
 fn accept(listener: &UnixListener, over: &AtomicBool) -> io::Result<Option<UnixStream>> {
     loop {
         match listener.accept() {

@@ -33,7 +33,7 @@ fn scatter(client: &mut Client, random: &mut Random, writes: u64, end: u64) {
     }
 }
 
-/// A disk `base` with the snapshots `old`, `mid`, `golden`, and a clone `busy` of the last.
+/// A disk `base` with the snapshots `old`, `mid`, `golden`, and a clone `busy` of `golden`.
 fn family(store: &Store) {
     store.run("disk create base 64M").ok();
     let mut server = store.serve("");
@@ -49,7 +49,7 @@ fn family(store: &Store) {
     assert_eq!(server.stop("TERM"), Some(0));
 }
 
-/// Makes a dry run, then deletes, and compares what both report.
+/// Makes a dry run, then deletes, and compares the reports with the space in use.
 fn delete(store: &Store, dry: &str, really: &[&str]) -> Value {
     let said = store.run(&format!("{dry} --dry-run --json")).json();
     let before = used(store);
@@ -270,13 +270,13 @@ fn a_snapshot_that_is_only_a_name_frees_nothing_and_one_without_children_all_its
     store.run("snapshot revert vm@a").ok();
     assert_eq!(server.stop("TERM"), Some(0));
     let dry = |names: &str| store.run(&format!("snapshot delete {names} --dry-run --json")).json();
-    // The images of the head and of b are based on that of a.
+    // The images of the head and of b are based on the image of a.
     let name_only = dry("vm@a");
     assert_eq!((number(&name_only, "images"), number(&name_only, "images_kept")), (0, 1));
     let leaf = dry("vm@b");
     assert_eq!((&leaf["estimate"], number(&leaf, "images_merged")), (&Value::Null, 0));
-    // Without snapshot b, the image of snapshot a has one child, with which it is merged. If a is deleted first, its
-    // image is merged after b is deleted, so it does not stay either.
+    // Without snapshot b, the image of snapshot a has one child, with which it is merged. If a is deleted first, a's
+    // image is merged after b is deleted, so a's image does not stay either.
     for names in ["vm@b vm@a", "vm@a vm@b"] {
         let both = dry(names);
         assert_eq!((number(&both, "images_merged"), number(&both, "images_kept")), (1, 0), "{names}");

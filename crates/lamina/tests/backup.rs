@@ -53,8 +53,8 @@ fn list(repository: &str) -> Vec<Value> {
     run(&format!("backup list {repository} --json")).json()["backups"].as_array().unwrap().clone()
 }
 
-/// Deletes what restores that failed have restored. A further restore would continue it, and not read those bytes
-/// again.
+/// Deletes the receptions of failed restores. A further restore would continue a reception, and not read the bytes
+/// again that the reception has.
 fn forget_receptions(store: &Store) {
     for reception in store.run("--json receive list").json()["receptions"].as_array().unwrap() {
         store.run(&format!("receive delete {}", reception["id"].as_str().unwrap())).ok();
@@ -99,8 +99,8 @@ fn a_repository_has_increments_and_restores_each_of_them_equal() {
     assert!(backups.iter().all(|backup| backup["problem"].is_null() && backup["finished"].is_u64()), "{backups:?}");
     let verified = run(&format!("backup verify {repository}")).ok();
     assert!(verified.starts_with("5 backups verified") && verified.ends_with("clean\n"), "{verified}");
-    // The backups are restored without a server, and compared through a server. Each id is that of the increment, not
-    // of the full backup.
+    // The backups are restored without a server, and compared through a server. Each id belongs to the incremental
+    // backup, not to the full backup.
     for (round, backup) in backups.iter().take(4).enumerate() {
         let id = &backup["id"].as_str().unwrap()[..8];
         let restored = there.run(&format!("--json backup restore {repository} r{round} --backup {id}")).json();
@@ -211,7 +211,7 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     let made = here.run(&format!("--json backup create web@a file:{file}")).json();
     assert_eq!(number(&made, "data"), 3 * PIECE);
     assert!(number(&made, "stored") < std::fs::metadata(&file).unwrap().len(), "{made}");
-    // A file that was cut anywhere continues, and a damaged one is found.
+    // A backup continues in a file that was cut anywhere, and a damaged file is detected.
     let whole = std::fs::read(&file).unwrap();
     let mut random = Random::new(5);
     for _ in 0..8 {

@@ -112,7 +112,7 @@ fn exchanged_blocks_are_detected() {
     let (other, other_offset) = find(&store, 40);
     write_medium(&path, offset, &pattern::bytes(40, BLOCK));
     write_medium(&other, other_offset, &pattern::bytes(3, BLOCK));
-    // Zeros replace data, as if the file had a hole: they must be detected too.
+    // Zeros replace data, as if the file had a hole: these zeros must be detected too.
     let (lost, lost_offset) = find(&store, 50);
     write_medium(&lost, lost_offset, &[0; BLOCK]);
     let _server = store.serve("");

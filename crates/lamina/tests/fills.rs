@@ -30,7 +30,7 @@ const SNAPSHOTS: usize = 3;
 const ROOM: u64 = 16 << 20;
 /// Number of files in the folder `reserve`, with which a datastore on btrfs reserves space, and the time within which
 /// the server must create missing ones once there is space. Until then the server may refuse writes of new blocks,
-/// because it tries only at intervals.
+/// because the server creates the files only at intervals.
 const STEPS: usize = 32;
 const STEPS_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -144,7 +144,8 @@ impl<'a> Case<'a> {
         let store = Store::at(folder, "4M");
         let random = Random(seed ^ 0x6669_6c6c);
         let (mut disks, mut merged) = (Vec::new(), Vec::new());
-        // Consecutive seeds test each format once, together with another one in every round through the formats.
+        // Consecutive seeds test every format once. In each further pass through the formats, a format is combined with
+        // a different second format.
         let other = 2 * seed + 1 + seed / FORMATS.len() as u64;
         for (number, format) in [2 * seed, other].into_iter().enumerate() {
             let (options, thick) = FORMATS[format as usize % FORMATS.len()];
@@ -195,7 +196,7 @@ impl<'a> Case<'a> {
     fn take(&mut self) {
         self.taken += 1;
         self.note("all room is taken");
-        // On btrfs it takes long to use up the space for names, so the test does it less often.
+        // On btrfs, using up the space for names takes long, so the test does this less often.
         let names = if mounted::is_btrfs(self.folder) { 16 } else { 4 };
         match self.random.below(names) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),
@@ -478,7 +479,8 @@ impl<'a> Case<'a> {
         }
         self.clients.clear();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
-        // An image that was killed and since then only read causes a warning, which does not count as a problem.
+        // An image whose server was killed, and that was only read since, causes a warning, which does not count as a
+        // problem.
         let checked = self.store.run("check --data");
         assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
         for disk in &self.disks {

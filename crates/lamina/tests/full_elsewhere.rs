@@ -159,7 +159,7 @@ fn filled(folder: &Path) {
     store.run("disk create native 64M").ok();
     store.run("disk create images 64M --format vmdk").ok();
     // The folders of these disks have so many names that XFS needs another block for the next name, and a deletion
-    // creates one.
+    // creates a name.
     let tight = ["x", "xx", "xxx"];
     for name in tight {
         store.run(&format!("disk create {name} 8M --format vmfssparse")).ok();

@@ -79,7 +79,7 @@ fn rates_are_shown_with_and_without_a_server() {
         for disk in space["disks"].as_array().unwrap() {
             let day = &disk["growth"]["day"];
             assert!((22 << 20..=24 << 20).contains(&day["bytes"].as_i64().unwrap()), "{disk}");
-            // 63 of 64 MiB are not mapped; a flat disk counts in blocks of 1 MiB.
+            // 63 of 64 MiB are not mapped; the space of a flat disk is counted in blocks of 1 MiB.
             let full = day["full_in"].as_u64().unwrap();
             assert!((60 * HOUR..=70 * HOUR).contains(&full), "{disk}");
         }

@@ -1,9 +1,9 @@
 //! A server is killed repeatedly with SIGKILL under writers that check the content afterwards.
 //!
-//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap and waits for
-//! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point in time with the
-//! command line. For every sector it tracks the versions that a crash may leave: the last version made durable by a
-//! flush or FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush
+//! Each writer has two disks and one connection to each. The writer sends rounds of requests that do not overlap and
+//! waits for all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point in time
+//! with the command line. For every sector it tracks the versions that a crash may leave: the last version made durable
+//! by a flush or FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush
 //! followed; otherwise the snapshot may lack the same writes as the disk after a crash. No later write may be in the
 //! snapshot. Content found after one crash must be found after all later ones. The kill happens at a random time, in
 //! some rounds while the server is still opening the datastore.
@@ -68,8 +68,8 @@ impl Model {
     }
 }
 
-/// Reads an export and checks each sector against the allowed versions; the version found is then the durable one.
-/// Returns the number of sectors that were newer than the durable version.
+/// Reads an export and checks each sector against the allowed versions; from then on, the version that is found counts
+/// as durable. Returns the number of sectors that were newer than the durable version.
 fn verify(store: &Store, export: &str, number: u64, sectors: &mut Sectors) -> usize {
     let content = read_export(store, export);
     let mut younger = 0;
@@ -210,7 +210,8 @@ impl Writer {
             let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
             if status.success() { Ok(()) } else { Err(gone()) }
         };
-        // A command that finds no server waits until it can become the owner, so it must end before the next round.
+        // A command that finds no server waits until it can become the owner, so the command must end before the next
+        // round.
         run(&format!("snapshot create {a}@{name} {b}@{name}"))?;
         self.uncertain = None;
         for (model, state) in self.disks.iter_mut().zip(states) {
@@ -288,8 +289,8 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
             assert_eq!(process::wait(&mut opening), None);
             kills += 1;
         }
-        // In half of the cases `check` is the first to open the datastore, so that it also handles one that is not
-        // recovered.
+        // In half of the cases `check` is the first to open the datastore, so that the test covers a `check` of a
+        // datastore that is not recovered.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

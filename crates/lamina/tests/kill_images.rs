@@ -5,7 +5,7 @@
 //! are killed: snapshots are taken, deleted upwards and downwards and reverted to; levels are wiped, shrunk and
 //! consolidated; the base is inflated and punched; clones are made. The kill happens at a random time. Afterwards the
 //! datastore must open, every sector of the disk and of each listed snapshot must have an allowed version
-//! ([`history`]), the check must be clean, and QEMU must read the same from the files.
+//! ([`history`]), the check must be clean, and QEMU must read the same content from the files.
 
 #![allow(clippy::unwrap_used)]
 

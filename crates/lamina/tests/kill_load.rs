@@ -67,8 +67,8 @@ fn a_server_killed_under_load_loses_nothing_that_was_flushed() {
         kills >= kills_asked && families.iter().all(|family| family.tally.requests > 5 * kills_asked)
     };
     while !enough(&families, kills) && kills < 4 * kills_asked {
-        // In half of the cases `check` is the first to open the datastore, so that it also handles one that is not
-        // recovered.
+        // In half of the cases `check` is the first to open the datastore, so that the test covers a `check` of a
+        // datastore that is not recovered.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

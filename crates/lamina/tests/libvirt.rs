@@ -1,5 +1,5 @@
 //! A guest of libvirt on a disk of the datastore, with a real libvirtd: restarts of the server under load, growing,
-//! discards, snapshots with frozen file systems, and what libvirt's own snapshots do.
+//! discards, snapshots with frozen file systems, and libvirt's own snapshots.
 //!
 //! libvirtd runs as root in a mount namespace, with its configuration, sockets and logs in a folder of the test. QEMU
 //! runs as a user of its own, which can use the datastore's socket by `--socket-group`. `scripts/guest` builds the
@@ -205,7 +205,7 @@ fn needs_recovery(store: &Store, export: &str, folder: &Path) -> bool {
     let image = image.to_str().unwrap();
     tool("nbdcopy", &[&store.uri(export), image]);
     let needs = tool("dumpe2fs", &["-h", image]).contains("needs_recovery");
-    // Replays the journal of the copy; 1 means that it has changed the copy.
+    // Replays the journal of the copy; exit code 1 means that e2fsck has changed the copy.
     tool("sh", &["-c", "e2fsck -fp \"$1\" || [ $? = 1 ]", "sh", image]);
     tool("e2fsck", &["-fn", image]);
     needs
@@ -242,7 +242,7 @@ fn a_guest_of_libvirt_outlives_restarts_grows_trims_and_is_frozen_for_snapshots(
     libvirt.until_load_continues();
 
     store.run("disk resize vm1 320M --reconnect-clients").ok();
-    // QEMU reads the new size when it reconnects, which the next request of the guest causes.
+    // QEMU reads the new size when it reconnects; the guest's next request causes the reconnection.
     libvirt.until("libvirt grows the disk", || libvirt.ask("blockresize web vda 320M").code == 0);
     libvirt.until("the guest sees it", || libvirt.shell("cat /sys/block/vda/size") == (320 << 11).to_string());
     libvirt.until_load_continues();

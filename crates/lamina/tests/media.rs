@@ -29,7 +29,7 @@ const SIZE: usize = 6 << 20;
 const SNAPSHOTS: usize = 3;
 const RESTARTED: u64 = 49;
 const REQUESTS: [Request; 4] = [Request::Read, Request::Write, Request::Flush, Request::Punch];
-/// The case [`RESTARTED`] draws one of the first formats.
+/// The case [`RESTARTED`] draws one of the first [`DRAWN`] formats. In the other cases, the seed determines the format.
 const FORMATS: [&str; 11] = [
     "--format vmdk --delta vmfssparse",
     "--format vmdk --delta sesparse",
@@ -43,7 +43,7 @@ const FORMATS: [&str; 11] = [
     "--format 2gbflat --delta vmfssparse",
     "--format monolithicflat --delta sesparse",
 ];
-/// The number of formats of which a case draws one.
+/// The number of formats from which the case [`RESTARTED`] draws.
 const DRAWN: usize = 7;
 
 #[test]
@@ -108,8 +108,8 @@ fn cases(medium: &mut Medium, xfs: bool, otherwise: u64) {
     let (begin, first) = (Instant::now(), number("LAMINA_MEDIUM_FROM", 0));
     let wanted = number("LAMINA_MEDIA", otherwise);
     let mut tally = Tally::default();
-    // One more case: after a restart without a new mount, data was read from the page cache that had never been
-    // written.
+    // One more case: an earlier version returned data of the page cache, after a restart without a new mount, that had
+    // never been written to the storage.
     let remembered = (first == 0 && wanted <= RESTARTED).then_some(RESTARTED);
     for seed in (first..first + wanted).chain(remembered) {
         case(medium, xfs, seed, &mut tally);
@@ -406,7 +406,7 @@ impl Case<'_> {
             }
             return;
         }
-        // After a possible loss, the next flush reports it, and so does the next request with FUA.
+        // After a possible loss, the next flush reports the loss, and so does the next request with FUA.
         self.disks[1].settle(&self.store.socket());
         self.flush(1);
         self.round(1);

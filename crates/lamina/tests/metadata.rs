@@ -62,7 +62,8 @@ fn build(killed: bool) -> (Store, Contents) {
     let [vm1, vm2] = images;
     contents.insert("vm1".into(), vm1);
     contents.insert("vm2".into(), vm2);
-    // Writes for the last batches of the journal, whose damage cannot be detected.
+    // Damage in the last batches of the journal cannot be detected, so these batches contain only writes to another
+    // disk.
     let mut scratch = Client::connect(&store.socket(), "scratch").unwrap();
     for _ in 0..3 {
         scratch.write(0, &[1; 4096]).unwrap();
@@ -202,7 +203,7 @@ fn damaged_metadata_is_detected_and_not_used() {
                         errors += verify(&socket, &contents, &what);
                         write_scratch(&socket);
                         errors += verify(&socket, &contents, &format!("{what}; then written to"));
-                        // If the server cannot write back its metadata, it must report that when it stops.
+                        // If the server cannot write back its metadata, it must report this failure when it stops.
                         let end = server.stop("TERM");
                         assert!(matches!(end, Some(0 | 1 | 6)), "{what}: {end:?}");
                         errors += usize::from(end != Some(0));

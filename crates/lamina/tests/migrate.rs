@@ -91,7 +91,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks each sector against the allowed versions. The version found is then the durable one.
+    /// Checks each sector against the allowed versions. From then on, the version that is found counts as durable.
     fn verify(&mut self, store: &Store, export: &str) {
         let content = read_export(store, export);
         for (at, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {
@@ -115,7 +115,7 @@ fn read_export(store: &Store, export: &str) -> Vec<u8> {
 fn format(store: &Store) -> String {
     let listed = store.run("disk list --json").json();
     let disks = listed["disks"].as_array().unwrap();
-    assert_eq!(disks.len(), 1, "there is one disk, whichever of the two: {listed}");
+    assert_eq!(disks.len(), 1, "there must be exactly one disk: {listed}");
     assert_eq!(disks[0]["name"], "a");
     let of = |member: &str| disks[0][member].as_str().unwrap().to_owned();
     if of("format") == "vmdk" { of("provisioning") } else { of("format") }

@@ -66,7 +66,8 @@ fn a_quota_limits_what_clients_map() {
         drop(client);
         assert_eq!(server.stop("TERM"), Some(0));
 
-        // After a restart the disk is counted when it first needs space, and then the quota is as exact as before.
+        // After a restart the space of the disk is counted when the disk first needs more space, and then the quota is
+        // as exact as before.
         let mut server = store.serve("");
         assert_eq!(limit(&store, name)["used"], Value::Null);
         let mut client = connect(&store, name);
@@ -106,7 +107,8 @@ fn a_quota_is_exact_beside_concurrent_writers() {
     let label = &labels["labels"][0];
     assert_eq!((&label["name"], &label["disks"]), (&"tenant=x".into(), &2.into()));
     let used = label["used"].as_u64().unwrap();
-    // All writes were whole blocks, so there is no slack. Each writer may have ended with another's last block.
+    // All writes were whole blocks, so the quota is used up almost exactly. The last block of each writer may be
+    // missing.
     assert!((16 * MIB - 4 * BLOCK..=16 * MIB).contains(&used), "{used}");
     let table = store.run("label list").ok();
     assert!(table.contains("tenant=x") && table.contains("16 MiB"), "{table}");

@@ -271,8 +271,8 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     let outcome: Done = process::output(&mut command("last")).into();
     let sent = outcome.json();
     assert_eq!(sent["incremental"], 2, "{sent}");
-    // The first transfer to a new name would send everything, but snapshots of transfers to other names are on both
-    // sides.
+    // Also the first transfer to a new name sends only differences, because both sides have snapshots of transfers to
+    // other names.
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
     let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");

@@ -60,7 +60,7 @@ impl Monitor {
         node["image"]["virtual-size"].as_u64().unwrap()
     }
 
-    /// Makes QEMU read, so that it detects that its connection has ended.
+    /// Makes QEMU read, so that QEMU detects that its connection has ended.
     fn read(&mut self, node: &str) {
         let line = format!("qemu-io {node} \"read -q 0 512\"");
         self.execute("human-monitor-command", json!({ "command-line": line })).unwrap();

@@ -69,7 +69,7 @@ impl Made {
         entries.map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect()
     }
 
-    /// Salvages a state of the disk from the datastore, and compares it; returns the report.
+    /// Salvages a state of the disk from the datastore, and compares the content; returns the report.
     fn salvaged(&self, snapshot: &str) -> (Lost, Value) {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("target.raw");
@@ -91,7 +91,7 @@ impl Made {
         compared(content, &target, done)
     }
 
-    /// Salvages every state in every way, while the files stay as they are.
+    /// Salvages every state in every way, and checks that the files do not change.
     fn all_salvaged(&self) -> BTreeMap<&'static str, Lost> {
         let before = self.files();
         let lost = ["s1", "s2", ""].into_iter().map(|snapshot| (snapshot, self.salvaged(snapshot).0)).collect();
@@ -100,7 +100,7 @@ impl Made {
     }
 }
 
-/// Checks that a target has the content, and zeros where the report says that it is lost.
+/// Checks that a target has the content, and zeros in the ranges that the report lists as lost.
 fn compared(content: &[u8], target: &Path, done: Done) -> (Lost, Value) {
     let report: Value = serde_json::from_str(&done.stdout).unwrap_or_else(|_| panic!("{done:?}"));
     let mut expected = content.to_vec();
@@ -127,7 +127,8 @@ fn put(path: &Path, at: u64, bytes: &[u8]) {
     OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, at).unwrap();
 }
 
-/// The offset of the entry of a SEsparse table for a byte of the disk, and that of its grain's owner in the backmap.
+/// The offset of the entry for a byte of the disk in a SEsparse table, and the offset of the entry for the same grain
+/// in the backmap.
 fn se_entry(path: &Path, at: u64) -> (u64, u64) {
     let area = |number: u64| word(path, 80 + 16 * number) * 512;
     let (directory, tables, backmap) = (area(3), area(4), area(6));
@@ -142,7 +143,8 @@ fn se_entry(path: &Path, at: u64) -> (u64, u64) {
 
 #[test]
 fn a_damaged_entry_of_sesparse_is_proven_by_the_backmap_or_lost_alone() {
-    // Not the first grain: a wrong byte in its entry may also come from an entry that names no grain.
+    // The test does not damage the first grain: an entry of the first grain with a wrong byte may also be a damaged
+    // entry that names no grain.
     const AT: u64 = 4 * MIB + (72 << 10);
     let made = Made::new(&std::env::temp_dir(), "--format vmdk --delta sesparse");
     let nothing: BTreeMap<_, _> = ["s1", "s2", ""].map(|name| (name, Lost::new())).into();
@@ -153,7 +155,7 @@ fn a_damaged_entry_of_sesparse_is_proven_by_the_backmap_or_lost_alone() {
     assert_eq!(made.all_salvaged(), nothing);
     let (_, report) = made.salvaged("");
     assert!(report["notes"].to_string().contains("prove grain"), "{report}");
-    // Without the backmap nothing proves the entry. The image below has older data there.
+    // Without the entry of the backmap, nothing proves the table entry. The parent image has older data in this range.
     put(&delta, owner, &[0; 8]);
     let lost = vec![(AT, PAGE as u64)];
     assert_eq!(made.all_salvaged(), BTreeMap::from([("s1", vec![]), ("s2", vec![]), ("", lost.clone())]));
@@ -174,7 +176,8 @@ fn a_damaged_entry_of_sesparse_is_proven_by_the_backmap_or_lost_alone() {
     assert_eq!((lost_of(&list, Value::Null), lost_of(&list, json!("s2"))), (json!(4096), json!(0)), "{list}");
     let done = run(&format!("salvage {} --disk vm1 --to {}", made.store.path().display(), target.display()));
     assert!(done.code == 6 && done.stdout.contains(&format!("lost: bytes {AT} to {}\n", AT + 4096)), "{done:?}");
-    // Two entries that name one grain: the backmap shows which one is wrong, and its data is not the other's.
+    // Two table entries name one grain: the backmap shows which entry is wrong. The range of the wrong entry must not
+    // get the data of the other entry.
     let (other, _) = se_entry(&delta, 512 << 10);
     put(&delta, entry, &word(&delta, other).to_le_bytes());
     assert_eq!(made.salvaged("").0, lost);
@@ -208,7 +211,7 @@ fn a_directory_of_hosted_damaged_in_both_copies_loses_the_range_of_its_table() {
     put(&base, redundant + 4, &[0xde; 4]);
     let lost = made.all_salvaged();
     assert_eq!(lost["s1"], [(32 * MIB, 16 * MIB)]);
-    // What the deltas have there is not lost.
+    // Data that the deltas have in the damaged range is not lost.
     let parts = |lost: &Lost| lost.iter().map(|(_, length)| length).sum::<u64>();
     assert_eq!(parts(&lost["s2"]), 16 * MIB - 8 * (16 << 10));
     assert_eq!(parts(&lost[""]), 16 * MIB - 8 * (16 << 10) - 4 * PAGE as u64);
@@ -262,7 +265,7 @@ fn a_missing_image_of_a_chain_loses_what_the_images_above_lack() {
 fn a_damaged_page_of_vsansparse_loses_its_range() {
     let made = Made::new(&std::env::temp_dir(), "--format vmdk --delta vsansparse");
     let delta = made.file("vm1-000002-vsan.vmdk");
-    // The pages of the map follow two root blocks; both copies of the page for bytes 4 MiB to 6 MiB.
+    // The pages of the map follow two root blocks. The test damages both copies of the page for bytes 4 MiB to 6 MiB.
     let page = (260 + 2 * 2) * PAGE as u64;
     let mut magic = [0; 4];
     File::open(&delta).unwrap().read_exact_at(&mut magic, page).unwrap();
@@ -271,7 +274,7 @@ fn a_damaged_page_of_vsansparse_loses_its_range() {
     put(&delta, page + PAGE as u64 + 64, &[0x77; 8]);
     let found = made.all_salvaged();
     assert_eq!((&found["s2"], &found[""]), (&Lost::new(), &Lost::from([(4 * MIB, 2 * MIB)])));
-    // The root describes 16 GiB.
+    // The root block describes 16 GiB, so that the whole disk is lost.
     put(&delta, 258 * PAGE as u64 + 64, &[0x77; 8]);
     put(&delta, 259 * PAGE as u64 + 64, &[0x77; 8]);
     assert_eq!(made.salvaged("").0, [(0, CAPACITY as u64)]);

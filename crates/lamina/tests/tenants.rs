@@ -189,7 +189,7 @@ fn everything(stream: &mut dyn Stream, bytes: &[u8]) -> Vec<u8> {
     received
 }
 
-/// A reply in which the name of the other tenant's disk is replaced by the absent one.
+/// A reply in which the name of the other tenant's disk is replaced by the name that no disk has.
 fn neutral(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes).into_owned();
     text.replace(THEIRS, ABSENT)

@@ -94,7 +94,8 @@ fn a_broken_definition_affects_no_other_machine_and_protects_its_disks() {
     fleet.run("start db").ok();
     fleet.run("stop db --force").ok();
 
-    // The text of the definition still names the disk `web`. No definition names the other machine's disk any more.
+    // The text of web's definition still names the disk `web`. The definition of zoo was removed, so no definition
+    // names the disk `zoo`.
     fleet.store.run("disk delete web").fails(4, "belongs to machine 'web'");
     fleet.store.run("disk rename web other").fails(4, "belongs to machine 'web'");
     fleet.run("create new --disk web").fails(4, "belongs to machine 'web'");
@@ -234,8 +235,8 @@ fn snapshots_with_and_without_memory() {
     let taken = fleet.run("snapshot create web@live --memory --json").json();
     assert_eq!((&taken["memory"], &taken["disks"]), (&json!(true), &json!(["web@live"])));
     assert_eq!(fleet.state("web"), "running");
-    // Takes another snapshot, now that the machine's memory is a mapping of an image, while the machine is paused. It
-    // stays paused.
+    // Takes another snapshot, now that the machine's memory is a mapping of an image, while the machine is paused. The
+    // machine stays paused.
     fleet.run("snapshot create web@later --memory").ok();
     fleet.run("pause web").ok();
     fleet.run("snapshot create web@still --memory").ok();

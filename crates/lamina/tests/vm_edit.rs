@@ -117,7 +117,7 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
     fleet.run("stop web --force").ok();
     fleet.run("edit web --cpu-model default --cores 0 --clock utc").ok();
     assert_eq!(of("web"), json!([null, null, "utc"]));
-    // QEMU checks whether it knows the model, and its message is passed on.
+    // QEMU checks the name of the model, and lamina prints QEMU's message.
     fleet.run("edit copy --cpu-model nonsense").ok();
     fleet.run("start copy").fails(1, "unable to find CPU model 'nonsense'");
     fleet.run("edit copy --cpus 2 --cpu-model default").ok();
@@ -293,7 +293,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         room.until("the guest sees the new size", || room.shell("web", "cat /sys/block/vdb/size") == "32768");
         assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), pattern);
         if round == 1 {
-            // A saved state includes the added devices. After a revert, the guest's clock is that of the host.
+            // A saved state includes the added devices. After a revert, the guest's clock shows the host's time.
             room.shell("web", "date -s '2001-02-03 04:05:06'");
             room.run("vm snapshot create web@live --memory").ok();
             room.shell("web", "echo changed >/run/changed");

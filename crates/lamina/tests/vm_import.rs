@@ -1,5 +1,5 @@
 //! Machines of VMware, VirtualBox and libvirt, and disks alone: each is imported by one command, boots, and has disks
-//! with the same bytes as those of its source, which is not changed.
+//! with the same bytes as its source. The source is not changed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -129,7 +129,7 @@ fn every_controller_is_the_one_of_the_source() {
         );
         assert_eq!(notes(&machine).contains("53C895A"), bus == "lsi", "{}", notes(&machine));
     }
-    // The user chooses other hardware than that of the source.
+    // The user chooses other hardware than the source has.
     let machine = boots(&fleet, &left, "lsi.vmx", "by-virtio", "--name by-virtio --virtio", &["lsi-root", "lsi-data"]);
     assert_eq!(machine["disks"][1]["bus"], "virtio");
     let machine =
@@ -258,7 +258,7 @@ fn a_disk_alone() {
     import(&fleet, &left.path().join("notes.txt"), "").fails(2, "notes.txt");
 }
 
-/// Creates a machine with two snapshots of its first disk; the second snapshot also includes its second disk.
+/// Creates a machine with two snapshots of its first disk; the second snapshot also includes the machine's second disk.
 fn with_snapshots(left: &Left) {
     left.disk("snap.vmdk", "snap-root", "thin");
     left.disk("data.vmdk", "snap-data", "thin");

@@ -21,14 +21,14 @@ use testkit::machines::guest;
 use testkit::process::{Done, lamina, output, tool, until};
 use testkit::{Random, pattern};
 
-/// Capacity of a disk from which a guest boots, and of another one.
+/// Capacity of a disk from which a guest boots, and of another disk.
 const ROOT: u64 = 48 * MIB;
 const DATA: u64 = 8 * MIB;
-/// Rounds without the environment variable.
+/// Number of rounds if the environment variable is not set.
 const ROUNDS: u64 = 1;
 /// How long a guest may take to answer on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// What the boot loader gives the kernel, with a name of this length.
+/// The argument of the kernel in the boot image. In the disk of a machine, the machine's name replaces the underscores.
 const PLACEHOLDER: &str = "machine=____________";
 
 /// A machine of the tree: its name and description, its firmware, the controllers of its disks, the contents of its
@@ -54,14 +54,14 @@ impl Tree {
         self.folder.path().join("tree")
     }
 
-    /// The folder of a machine, which is made.
+    /// Creates the folder of a machine; returns its path.
     fn place(&self, name: &str) -> PathBuf {
         let place = self.path().join(name);
         fs::create_dir_all(&place).unwrap();
         place
     }
 
-    /// The content of a disk from which a machine boots, by BIOS and by UEFI.
+    /// Makes the content of a disk from which a machine boots, by BIOS and by UEFI; returns its path.
     fn root(&self, name: &str) -> PathBuf {
         let file = self.folder.path().join(format!("{name}-root"));
         let mut bytes = self.template.clone();
@@ -84,7 +84,7 @@ impl Tree {
         file
     }
 
-    /// The content of another disk.
+    /// Makes the content of a disk from which no machine boots; returns its path.
     fn data(&self, name: &str) -> PathBuf {
         let file = self.folder.path().join(format!("{name}-data"));
         raw_disk(&file, &format!("{name}-data"), DATA);
@@ -111,7 +111,7 @@ impl Tree {
     }
 }
 
-/// Writes a disk in a format of `lamina convert`, as ESXi has them.
+/// Converts a raw disk to a format of VMware.
 fn vmware(raw: &Path, target: &Path, format: &str) {
     let mut command = lamina();
     let done: Done = output(command.args(["convert", "--from", "raw", "-d", format]).arg(raw).arg(target)).into();
@@ -127,7 +127,7 @@ fn qemu(raw: &Path, target: &Path, format: &str, options: &str) {
     tool("qemu-img", &[&arguments[..], &[raw.to_str().unwrap(), target.to_str().unwrap()]].concat());
 }
 
-/// Writes the configuration of a machine of VMware with these lines.
+/// Writes the configuration of a machine of VMware with the given lines.
 fn configure(place: &Path, name: &str, lines: &[String]) {
     let text = vmx(name, &(lines.concat() + &vmx_card(0, "vmxnet3")));
     fs::write(place.join(format!("{name}.vmx")), text.replace("memSize = \"64\"", "memSize = \"256\"")).unwrap();
@@ -311,7 +311,8 @@ fn tree() -> Tree {
     tree
 }
 
-/// Waits until the agent of a guest answers; checks that it is this machine's guest, and how it was booted.
+/// Waits until the agent of a guest answers; checks that the guest belongs to this machine, and whether BIOS or UEFI
+/// has booted it.
 #[track_caller]
 fn answers(fleet: &Fleet, expected: &Expected) {
     let name = expected.name;

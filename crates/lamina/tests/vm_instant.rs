@@ -120,7 +120,7 @@ fn children_of_a_running_parent() {
         assert_eq!(room.shell(&name, "sha256sum </run/random | cmp - /run/sum && echo same"), "same");
         is_itself(&room, &name);
         room.memory_is_right(&name);
-        // The pause of the parent was so short that no number is missing or repeated.
+        // The parent's workload continues where it was paused: it prints every number exactly once.
         room.until_counts("parent");
         room.memory_is_right("parent");
         assert_eq!(room.state("parent"), "running");

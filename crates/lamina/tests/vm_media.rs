@@ -64,7 +64,7 @@ fn the_firmware_tries_the_devices_in_the_order_of_the_definition() {
         let options = format!("--memory 128M --disk {firmware} --network none --firmware {firmware}");
         room.run(&format!("vm create {firmware} {options} --cdrom {}", image.display())).ok();
     }
-    // Each step changes the order of the one before.
+    // Each step changes the boot order that the previous step has set.
     for (order, name) in
         [(None, "disk"), (Some("cdrom,disk"), "image"), (Some("disk"), "disk"), (Some("default"), "disk")]
     {
@@ -115,7 +115,7 @@ fn images_are_inserted_and_ejected_while_a_machine_runs() {
     room.run("vm edit web --boot cdrom").fails(7, "stop it first");
     room.run("vm edit web --eject three.iso").fails(3, "no CD-ROM drive with");
     room.run("vm snapshot create web@live --memory").ok();
-    // A file name suffices.
+    // `--eject` also accepts the file name of an image.
     room.run("vm edit web --eject one.iso").ok();
     assert_eq!(
         (room.show("web")["cdroms"][0]["file"].clone(), in_process(&room, "web")),

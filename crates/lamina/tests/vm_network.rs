@@ -42,7 +42,7 @@ fn a_forwarded_port_leads_into_the_guest() {
     room.boot_from("vm-initrd", "web", &networks, "");
     assert_eq!(room.show("web")["networks"][0]["link"], format!("user,forward={first}:8080,forward={second}:8081"));
     until_answered(&room, first, second);
-    room.run("vm snapshot create web@live --memory").fails(1, "two processes cannot have");
+    room.run("vm snapshot create web@live --memory").fails(1, "cannot have its tap device or forwarded ports");
     room.run("vm clone web twin").ok();
     assert_eq!(room.show("twin")["networks"][0]["link"], "user");
     room.close();
@@ -93,7 +93,7 @@ fn a_passt_process_serves_a_card_as_long_as_the_machine_runs() {
     room.run(&format!("vm edit web --remove-network {mac}")).ok();
     room.until("its process has ended", || gone(second));
 
-    // States that are saved with passt continue with it, and instant clones without it.
+    // States that are saved with passt continue with passt, and instant clones continue without passt.
     room.run("vm snapshot create web@live --memory").ok();
     assert_eq!(room.show("web")["passt"], json!(true));
     room.run("vm clone web twin --instant --identity required").ok();

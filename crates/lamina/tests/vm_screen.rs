@@ -116,7 +116,7 @@ fn greet(stream: &mut (impl Read + Write)) -> Vec<u8> {
     kinds
 }
 
-/// The answer to a challenge of VNC: DES with the password as the key, each byte of it mirrored.
+/// The answer to a challenge of VNC: DES with the password as the key, in which the bits of each byte are reversed.
 fn answer(challenge: &[u8], password: &str) -> Vec<u8> {
     let mut key = [0; 8];
     for (byte, character) in key.iter_mut().zip(password.bytes()) {
@@ -141,7 +141,7 @@ fn accepts(port: u16, password: &str) -> bool {
     has_password(&mut stream, password).unwrap()
 }
 
-/// Answers the challenge of the server; whether it accepts the password.
+/// Answers the challenge of the server; returns whether the server accepts the password.
 fn has_password(stream: &mut (impl Read + Write), password: &str) -> std::io::Result<bool> {
     let mut challenge = [0; 16];
     stream.read_exact(&mut challenge)?;
@@ -177,7 +177,7 @@ impl Drop for Tls {
     }
 }
 
-/// Negotiates TLS (VeNCrypt 0.2, X509Vnc), and begins it with the certificates of a folder: with its authority, and
+/// Negotiates TLS (VeNCrypt 0.2, X509Vnc), and begins TLS with the certificates of a folder: with its authority, and
 /// with its client's certificate if `own`.
 fn encrypt(port: u16, keys: &Path, own: bool) -> Tls {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -194,7 +194,7 @@ fn encrypt(port: u16, keys: &Path, own: bool) -> Tls {
     let mut accepted = [0];
     stream.read_exact(&mut accepted).unwrap();
     assert_eq!(accepted, [1]);
-    // openssl connects to a relay, which passes on what follows the negotiation.
+    // openssl connects to a relay, which passes on the bytes that follow the negotiation.
     let relay = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let address = relay.local_addr().unwrap().to_string();
     let file = |name: &str| keys.join(name).display().to_string();
@@ -235,7 +235,7 @@ fn vnc_with_certificates_is_encrypted_and_reached_from_other_hosts() {
     assert_eq!(shown["vnc_tls"], json!({ "folder": ours, "clients": false }));
     assert!(fleet.run("show web").ok().contains("encrypted by "));
     let password = fs::read_to_string(shown["vnc_password"].as_str().unwrap()).unwrap().trim().to_owned();
-    // A viewer that trusts the authority gets the screen with the password, and not without it.
+    // A viewer that trusts the authority gets the screen with the password, and not without the password.
     let mut viewer = encrypt(port, &ours, false);
     assert!(has_password(&mut viewer, &password).unwrap());
     viewer.write_all(&[1]).unwrap();
@@ -258,7 +258,8 @@ fn vnc_with_certificates_is_encrypted_and_reached_from_other_hosts() {
     fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
     has_password(&mut encrypt(port, &theirs, true), &password).unwrap_err();
 
-    // A clone has a socket of its own, and without certificates the address is refused.
+    // A clone has VNC on a socket of its own. Without certificates, VNC on an address that other hosts reach is
+    // refused.
     fleet.run("stop web --force").ok();
     fleet.run("clone web copy").ok();
     assert_eq!((&fleet.show("copy")["vnc"], &fleet.show("copy")["vnc_tls"]), (&json!("unix"), &json!(null)));
@@ -285,7 +286,7 @@ fn vnc_is_on_a_private_socket_or_behind_a_password() {
     assert!(accepts(port, &password) && !accepts(port, "") && !accepts(port, "password"));
     fleet.run("snapshot create web@live --memory").fails(1, "cannot both listen");
     assert_eq!(fleet.state("web"), "running");
-    // The password of the file is kept, and one that the owner has written is used.
+    // The machine keeps the password in the file, also a password that the owner has written.
     fleet.run("stop web --force").ok();
     fs::write(file, "secret\n").unwrap();
     fleet.run("start web").ok();

@@ -48,7 +48,7 @@ fn a_guest_and_its_clones_find_their_own_seeds() {
     room.run("vm start web").ok();
     room.until_says("web", "guest: up");
     room.until_answers("web");
-    // The guest's first disk is still its first one, and it prints what it finds on the other one.
+    // The seed is not the guest's first disk. The guest prints the files of the seed.
     let uuid = room.show("web")["uuid"].clone();
     assert_eq!(room.shell("web", "cat /sys/block/vdb/ro; grep -c vda /proc/mounts"), "1\n1");
     let console = room.console("web").replace('\r', "");

@@ -15,7 +15,7 @@ use testkit::process::{Done, Store, output, program, tool};
 /// The user and its group, as every Debian has them.
 const USER: (&str, &str, u32) = ("nobody", "nogroup", 65534);
 
-/// Opens the folder above a datastore, which only this test uses.
+/// Lets other users reach a datastore. Only this test uses the datastore's parent folder.
 fn open_parent(store: &Store) {
     fs::set_permissions(store.path().parent().unwrap(), Permissions::from_mode(0o755)).unwrap();
 }
@@ -60,7 +60,7 @@ fn a_guest_works_in_a_process_of_another_user() {
     assert_eq!(exposed(&room.store), "");
     assert_eq!(fs::metadata(room.store.path()).unwrap().mode() & 0o777, 0o710);
 
-    // The user finds the disk of its machine, and no other; the control socket is not its own.
+    // The user can open the disk of its machine and no other disk, and cannot connect to the control socket.
     let socket = room.store.socket();
     let list = || {
         let uri = format!("nbd+unix:///?socket={}", socket.display());

@@ -1,7 +1,8 @@
-//! Files of VMware and similar ones that mislead a reader: they are imported right, or refused with what to do.
+//! Files of VMware, and similar files, that a program can easily misread: lamina imports them correctly, or refuses
+//! them with an error that says what to do.
 //!
 //! The tests use only the command line, so that they also run on another version of the program: copy the test program
-//! to FOLDER/deps, and that version to FOLDER/lamina. Version 0.1.0 fails each of them.
+//! to FOLDER/deps, and that version to FOLDER/lamina. Version 0.1.0 fails each of these tests.
 
 #![allow(clippy::unwrap_used)]
 
@@ -105,7 +106,7 @@ fn a_table_is_read_by_the_directory_that_is_right() {
     let content = pattern::bytes(3, 34 * MIB);
     fs::write(path.join("raw.img"), &content).unwrap();
     run_in(path, "convert --from raw -d monolithicsparse raw.img web.vmdk").ok();
-    // The entry of the first directory is in the file and on a sector, but not at the table.
+    // The first entry of the directory is a sector within the file, but not the sector of the table.
     change(&path.join("web.vmdk"), |bytes| {
         let first = word(bytes, 56) as usize * 512;
         bytes[first] += 1;
@@ -124,7 +125,7 @@ fn an_entry_of_sesparse_without_its_type_is_repaired() {
         fs::write(path.join("raw.img"), &content).unwrap();
         run_in(path, "convert --from raw -d sesparse raw.img web.vmdk").ok();
         change(&path.join("web-sesparse.vmdk"), |bytes| {
-            // The fifth grain of the disk, by an entry that now means zeros.
+            // Marks grain 5 of the disk as zeros, in its table entry.
             let entry = word(bytes, 144) as usize * 512 + 5 * 8;
             assert_eq!(bytes[entry + 7] >> 4, 3);
             bytes[entry + 7] = kind << 4 | bytes[entry + 7] & 15;

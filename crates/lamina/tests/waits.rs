@@ -122,7 +122,8 @@ fn writes_wait(folder: &Path, format: &str) {
     fill(&store, folder, &mut client, &mut end);
     let large = pattern::bytes(2, LARGE);
 
-    // Without a time limit: the write waits, all other requests are served, and it completes when there is space.
+    // Without a time limit: the write waits, all other requests are served, and the write completes when there is
+    // space.
     let edited = store.run("disk edit web --on-full wait --json").json();
     assert_eq!(edited["settings"]["on_full"], "wait");
     let held = client.submit(Command::Write { offset: BEHIND, data: &large, fua: true }).unwrap();
@@ -143,7 +144,7 @@ fn writes_wait(folder: &Path, format: &str) {
     let mut other = Client::connect(&store.socket(), "web").unwrap();
     assert_eq!(other.read(BLOCK, BLOCK as u32).unwrap(), changed);
     other.flush().unwrap();
-    // The snapshot may be refused for lack of space. If it is taken, it lacks the waiting write, which is not
+    // The snapshot may be refused for lack of space. If the snapshot is taken, it lacks the waiting write, which is not
     // acknowledged.
     let snapshot = store.run("snapshot create web@full").code;
     assert!(snapshot == 0 || snapshot == 5, "{snapshot}");

@@ -45,7 +45,7 @@ pub mod resource {
 
 /// The elements that describe a device.
 const ITEMS: [&str; 3] = ["Item", "StorageItem", "EthernetPortItem"];
-/// The unit of an amount of memory that has none.
+/// The unit, in bytes, of an amount of memory without a unit.
 const MEMORY_UNIT: u64 = 1 << 20;
 
 /// A descriptor.
@@ -112,7 +112,7 @@ impl Envelope {
     /// Where a file is, as the text names it.
     ///
     /// # Errors
-    /// `Invalid` if the text does not name it; `Unsupported` if the file is compressed or cut into chunks.
+    /// `Invalid` if the text does not name the file; `Unsupported` if the file is compressed or cut into chunks.
     pub fn href<'a>(&self, file: &'a Element) -> Result<&'a str> {
         let name = file.attribute("href").ok_or_else(|| self.wrong(file, "the file has no href"))?;
         for feature in ["compression", "chunkSize"] {
@@ -134,8 +134,8 @@ impl Envelope {
     /// The capacity of a disk in bytes, greater than 0.
     ///
     /// # Errors
-    /// `Invalid` if it is no such number of bytes; `Unsupported` if it is a property (`${size}`), which the user of the
-    /// descriptor would have to set.
+    /// `Invalid` if the text has no such number of bytes; `Unsupported` if the capacity is a property (`${size}`),
+    /// which the user of the descriptor would have to set.
     pub fn capacity(&self, disk: &Element) -> Result<u64> {
         let wrong = |what: &str| self.wrong(disk, format!("the capacity of the disk {what}"));
         let count = disk.attribute("capacity").ok_or_else(|| wrong("is missing"))?.trim();

@@ -78,7 +78,8 @@ impl<S: ByteStream> Conversation<S> {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 Error::new(ErrorKind::Io, format!("{peer} has sent nothing for too long"))
             }
-            // Before that point, this error is due to keys and certificates, or to bytes that were modified in transit.
+            // Before certificates and versions are accepted, this error is due to keys and certificates, or to bytes
+            // that were modified in transit.
             io::ErrorKind::InvalidData if !self.established => {
                 Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
             }

@@ -112,7 +112,7 @@ fn fill(endpoint: &Endpoint, size: u64) -> Result<()> {
     client.flush()
 }
 
-/// Writes blocks of `bytes` bytes with these indices, and makes them durable.
+/// Writes blocks of `bytes` bytes with the given indices, and makes them durable.
 fn write_blocks(endpoint: &Endpoint, indices: impl IntoIterator<Item = u64>, bytes: u64) -> Result<()> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let requests = indices.into_iter().map(|i| Request::Write { offset: i * bytes, length: bytes as u32 });

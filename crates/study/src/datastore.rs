@@ -1,8 +1,8 @@
 //! lamina's command line, as used by the studies.
 //!
-//! If a server is running, commands use it. Their time includes the start of a process, as in a script. If this would
-//! dominate the measured time, a study uses [`Control`], which sends the same requests over the datastore's control
-//! socket.
+//! If a server is running, commands use it. Their time includes the start of a process, as in a script. If this start
+//! would dominate the measured time, a study uses [`Control`], which sends the same requests over the datastore's
+//! control socket.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -65,9 +65,9 @@ impl Control {
         }
     }
 
-    /// Sends a line, if one is given, and reads one.
+    /// Sends a line, if one is given, and reads a line.
     fn exchange(&mut self, line: Option<&Value>) -> Result<Value> {
-        let doing = || "talking to the control socket".to_string();
+        let doing = || "exchanging messages over the control socket".to_string();
         if let Some(line) = line {
             self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).doing(doing)?;
         }

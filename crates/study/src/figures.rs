@@ -1,5 +1,5 @@
 //! Generates the pages of figures from stored result files, so that no figure is typed by hand: `docs/figures.md` has
-//! every finding of the files in `docs/figures`. README.md has those of [`HEADLINES`], between two markers.
+//! every finding of the files in `docs/figures`. README.md has the findings of [`HEADLINES`], between two markers.
 //!
 //! A result file is written by a study to the results folder, and may have any name that ends with `.json`. Both pages
 //! depend on the files only, and `tests/figures.rs` checks that the pages in the repository match the files.
@@ -358,7 +358,7 @@ fn headlines(kept: &[Kept]) -> String {
     out
 }
 
-/// Returns README.md with the table of these files between its markers.
+/// Returns README.md with the table of the given files between its markers.
 pub fn with_headlines(readme: &str, kept: &[Kept]) -> Result<String> {
     let parts = readme.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
     let (before, after) = parts.ok_or_else(|| Error::Answer(format!("{README} lacks the lines {BEGIN} and {END}")))?;

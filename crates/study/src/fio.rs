@@ -20,7 +20,7 @@ const GRACE: Duration = Duration::from_secs(120);
 pub struct Endpoint {
     /// Unix socket.
     pub socket: PathBuf,
-    /// Export name; empty for the default one.
+    /// Export name; empty for the default export.
     pub export: String,
 }
 

@@ -320,8 +320,8 @@ impl Client {
         Ok(slot)
     }
 
-    /// Reads as many blocks at `offset` as there are versions; returns the number of blocks whose content is not that
-    /// of [`Request::Stamped`].
+    /// Reads as many blocks at `offset` as there are versions; returns the number of blocks whose content differs from
+    /// what [`Request::Stamped`] writes for the version.
     pub fn compare(&mut self, offset: u64, versions: &[u32]) -> Result<u64> {
         let doing = || "comparing what was written".to_string();
         let length = u32::try_from(versions.len() * BLOCK).ok().filter(|length| *length <= LENGTH_MAX);

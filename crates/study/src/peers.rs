@@ -9,7 +9,7 @@
 //! | `qcow2-ext` | qcow2 with extended_l2 and clusters of 128 KiB | writeback, threads | none, Linux AIO |
 //!
 //! The raw servers share one file that was written before, so that only the servers differ. Only one of them is used at
-//! a time. nbdkit has no direct I/O, so the direct column has its closest mode.
+//! a time. nbdkit has no direct I/O, so the direct column has nbdkit's closest mode.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the start of a server.
 pub const START_TIME_MAX: Duration = Duration::from_secs(120);
-/// Number of clients that a server must accept: the measuring client and those that check its state.
+/// Number of clients that a server must accept: the measuring client, and the clients that check the server's state.
 const CLIENTS: &str = "8";
 
 /// Kind of a server, for studies that compare with one kind.
@@ -172,7 +172,7 @@ pub fn start_named(
     start_one(scratch, name, Kind::Image, image, command)
 }
 
-/// Starts nbdkit on a folder of empty raw files with these names. Each file is an export.
+/// Starts nbdkit on a folder of empty raw files with the given names. Each file is an export.
 pub fn start_folder(scratch: &Scratch, names: &[String], size: u64, mode: Mode) -> Result<Server> {
     let folder = scratch.path("files");
     std::fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
@@ -188,7 +188,7 @@ struct Invocation {
     program: &'static str,
     socket_option: &'static str,
     arguments: Vec<String>,
-    /// Name of the export; empty for the default one.
+    /// Name of the export; empty for the default export.
     export: String,
 }
 

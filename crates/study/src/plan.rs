@@ -13,7 +13,7 @@ pub struct Options {
     /// What to measure
     #[command(subcommand)]
     pub study: Study,
-    /// How
+    /// How to measure
     #[command(flatten)]
     pub settings: Settings,
 }
@@ -195,8 +195,8 @@ pub struct Settings {
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
     /// Seconds of each run [default: 2.5, quick 1]; in chains, grains and speed --baseline-only, of all slices of a
-    /// cell together; in scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of all
-    /// [default: 3600, quick 60]
+    /// cell together; in scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of the whole
+    /// load [default: 3600, quick 60]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
     /// Only this mode [default: both, if the study has two]

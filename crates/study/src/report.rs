@@ -153,7 +153,7 @@ pub fn earlier(folder: &Path, study: &str) -> Result<Vec<Value>> {
     let mut paths: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).collect();
     let name = |path: &PathBuf| path.file_name().is_some_and(|name| is_of(&name.to_string_lossy(), study));
     paths.retain(name);
-    // The names end with the time, so this order is that of the measurements.
+    // The names end with the time, so this order is the order of the measurements.
     paths.sort();
     let mut cells: Vec<Value> = Vec::new();
     for path in paths {

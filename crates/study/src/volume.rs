@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Attempts to unmount. More than one may be needed, because a killed server may have files open for a moment.
+/// Attempts to unmount. More than one attempt may be needed, because a killed server may have files open for a moment.
 const UNMOUNT_TRIES: u32 = 50;
 
 /// A mounted file system.

@@ -104,7 +104,7 @@ fn crates_use_what_the_page_allows() {
 fn every_dependency_is_used() {
     let mut complaints = Vec::new();
     for (name, path) in crates() {
-        // The sources of this crate are those of another crate.
+        // This crate compiles the sources of another crate.
         if name == "schedules" {
             continue;
         }
@@ -144,7 +144,8 @@ fn expanded(path: &str) -> Vec<String> {
     }
 }
 
-/// Adds the path at the beginning of `text`, or those of the group there, and all their beginnings, after `prefix`.
+/// Adds the paths at the beginning of `text`, which are one path or a group in braces, to `out`, each after `prefix`
+/// and with every beginning of the path.
 fn paths(text: &str, prefix: &str, out: &mut Names) {
     if let Some(group) = text.strip_prefix('{') {
         let (mut depth, mut start) = (0, 0);

@@ -15,7 +15,7 @@ struct Memory {
     service: Option<Service>,
 }
 
-/// Starts nbdkit with a disk of 64 MiB in memory and these filters.
+/// Starts nbdkit with a disk of 64 MiB in memory and the given filters.
 fn serve(name: &str, words: &[&str]) -> Memory {
     let folder = std::env::temp_dir().join(format!("study-client-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -52,7 +52,7 @@ fn every_request_is_answered_once_and_writes_its_own_range() {
     let mut client = client(&memory);
     assert_eq!(client.size(), 64 << 20);
     for depth in [1, 3, 64] {
-        // Writes every third block, then discards every sixth of them.
+        // Writes every third block, then discards every second one of these blocks.
         let write = (0..3000).step_by(3).map(|b| Request::Write { offset: b * 4096, length: 4096 });
         let mut answered = 0;
         let count = client.run(depth, write, |t| {

@@ -2,9 +2,9 @@
 //! may leave.
 //!
 //! The requests of a round do not overlap, are sent together, and are answered before the next round. The first version
-//! in the list of a sector is the last one that a flush or FUA made durable, the last version is the newest. Without a
-//! crash a read must return the newest version; after a crash it may return any of the versions, and from then on must
-//! return the same one.
+//! in the list of a sector is the last version that a flush or FUA made durable, the last version is the newest.
+//! Without a crash a read must return the newest version; after a crash it may return any of the versions, and later
+//! reads must return the same version.
 
 use crate::Random;
 use crate::nbd::{Client, Command, Failure};

@@ -41,7 +41,7 @@ impl Room {
         Self::serving("")
     }
 
-    /// A datastore that is served with these options.
+    /// A datastore that is served with the given options.
     pub fn serving(options: &str) -> Self {
         Self::in_store(Store::new(), options)
     }
@@ -56,7 +56,7 @@ impl Room {
         Self { store, server }
     }
 
-    /// Kills the server, and serves the datastore again with these options.
+    /// Kills the server, and serves the datastore again with the given options.
     pub fn serve_again(&mut self, options: &str) {
         self.server.take().unwrap().kill();
         self.server = Some(self.store.serve(options));
@@ -87,7 +87,7 @@ impl Room {
     }
 
     /// Creates and starts a machine with Debian: systemd, cloud-init, an SSH server and QEMU's guest agent. Returns
-    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on that of a clone.
+    /// when cloud-init has ended. The guest gets an address by DHCP on every card, also on the card of a clone.
     pub fn boot_debian(&self, name: &str) {
         let mut import = self.store.command("disk import");
         import.arg(debian().join("debian.img")).args([name, "--from", "raw"]);

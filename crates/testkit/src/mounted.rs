@@ -81,7 +81,7 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: only the run on tmpfs is made"),
         None => mounted_by(
             test,
             &["--mount"],
@@ -171,7 +171,7 @@ pub fn fill_with_names(folder: &Path, name: &str) {
     fill_rest(folder, name);
     let names = folder.join(format!("{name}-names"));
     if std::fs::create_dir(&names).is_ok() {
-        // The names are long, because fewer of them fill the space.
+        // The names are long, because fewer long names fill the space.
         (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("{i:0>250}"))).is_err());
     }
 }
@@ -180,7 +180,7 @@ pub fn is_btrfs(folder: &Path) -> bool {
     tool("stat", &["-f", "-c", "%T", folder.to_str().unwrap()]).trim() == "btrfs"
 }
 
-/// Deletes the files that these functions have created, by the prefix of their names.
+/// Deletes the files that the functions of this module have created, by the prefix of their names.
 pub fn make_room(folder: &Path, names: &str) {
     for entry in std::fs::read_dir(folder).unwrap().flatten() {
         if entry.file_name().to_string_lossy().starts_with(names) {

@@ -86,7 +86,8 @@ pub fn run(arguments: &str) -> Done {
     output(lamina().args(arguments.split_whitespace())).into()
 }
 
-/// Runs a command. If the command does not end, the test fails, and prints for each of its threads what it waits for.
+/// Runs a command. If the command does not end, the test fails, and prints the system call in which each thread of the
+/// command waits.
 #[track_caller]
 pub fn output(command: &mut Command) -> Output {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

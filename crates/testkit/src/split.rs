@@ -25,7 +25,7 @@ pub fn create(store: &Store, name: &str, size: u64, options: &str) {
         if sparse { format!("RW {sectors} SPARSE \"{file}\"\n") } else { format!("RW {sectors} FLAT \"{file}\" 0\n") }
     };
     if sparse {
-        // Each extent is that of an empty disk of this size.
+        // Each extent equals the extent of an empty disk of this size.
         let part = format!("{name}-extent");
         store.run(&format!("disk create {part} {each} {options}")).ok();
         let made = store.path().join("images").join(&part).join(extent(&part, 1));

@@ -115,7 +115,7 @@ impl Agent {
     /// Runs a program in the guest and waits for its end.
     ///
     /// # Errors
-    /// If it cannot be started, or has not ended within `patience`.
+    /// If the program cannot be started, or has not ended within `patience`.
     pub fn execute(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Ended> {
         let failed = |kind, what: String| Err(Error::new(kind, format!("'{program}' in the guest {what}")));
         match self.run(program, arguments, input, patience)? {
@@ -176,12 +176,12 @@ impl Agent {
         }
     }
 
-    /// Sets the guest's clock to that of the host.
+    /// Sets the guest's clock to the host's time.
     pub fn set_time(&mut self) -> Result<()> {
         let nanoseconds = backend::clock::nanoseconds();
         match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
-            // An agent whose guest has no `hwclock` (which would set the hardware clock) refuses. The hardware clock is
-            // right already, because QEMU emulates it.
+            // An agent whose guest has no `hwclock` (which would set the hardware clock) refuses the command. The
+            // hardware clock is right already, because QEMU emulates it.
             Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) => self.set_date(error),
             outcome => outcome.map(drop),
         }
@@ -215,8 +215,9 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Thaws the file systems and returns their number. If it is lower than [`Frozen::count`], the guest has thawed
-    /// some file systems on its own, and copies made while they were to be frozen are only crash-consistent.
+    /// Thaws the file systems and returns their number. If this number is lower than [`Frozen::count`], the guest has
+    /// thawed some file systems on its own, and copies made while the file systems were to be frozen are only
+    /// crash-consistent.
     pub fn thaw(mut self) -> Result<(Agent, u64)> {
         let mut agent = self.agent.take().ok_or_else(|| Error::new(ErrorKind::Stopped, "thawed already"))?;
         let count = agent.thaw()?;

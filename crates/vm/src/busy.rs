@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// of the process yet.
 pub(crate) const DISK_OF_ENDED_PROCESS: Duration = Duration::from_secs(20);
 /// How long clients of a disk that a machine needs may take to disconnect. A disk that another client really uses is
-/// refused after this time, so it is short.
+/// refused after this time, so the time is short.
 pub(crate) const DISK_OF_CLIENTS: Duration = Duration::from_secs(3);
 /// How long a guest may take to release a device.
 pub(crate) const DEVICE: Duration = Duration::from_secs(30);

@@ -85,15 +85,17 @@ pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..24;
 /// The end of the slots for network cards in definitions of version 1.
 const FIRST_VERSION_SLOTS_END: u8 = 20;
-/// The slot number that stands for the first port. Devices in ports have the numbers from here on, instead of slots.
+/// The slot number of a device in the first port. A device in port N has this number plus N in place of a PCI slot.
 pub const FIRST_PORT: u8 = 32;
 /// Most ports for devices that are added while the machine runs.
 pub const PORTS_MAX: u8 = 8;
 /// Ports of a new machine.
 pub const PORTS_DEFAULT: u8 = 4;
-/// Least limit of the memory that QEMU takes besides the memory of the guest, in bytes: less does not start a guest.
+/// Lowest limit, in bytes, of the memory that QEMU uses besides the guest's memory. With a lower limit QEMU cannot
+/// start a guest.
 pub const QEMU_MEMORY_MIN: u64 = 256 << 20;
-/// The text that stands for no model of CPUs in requests, so that the machine has the usual one.
+/// The value of `cpu_model` in requests that removes the model from the definition, so that the machine has the default
+/// model.
 pub const CPU_MODEL_USUAL: &str = "default";
 /// Longest model of CPUs with its features, in bytes.
 pub const CPU_MODEL_MAX: usize = 1024;
@@ -105,9 +107,9 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `cpu_model`, `ports`, `autostart`, `qemu_arguments`, `run_as`,
-    /// `write_errors`, `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`, and of disks and cards
-    /// `bus`, `unit` and `model`, and more slots.
+    /// have version 1; version 2 adds `platform`, `cpu_model`, `ports`, `autostart`, `qemu_arguments`, `run_as`,
+    /// `write_errors`, `boot_order`, `vnc`, `vnc_tls`, `new_identity`, `cdrom` and `seed`; the fields `bus`, `unit` and
+    /// `model` of disks and cards; and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// The machine's name, which is also the name of its folder and the host name of its guest.
@@ -117,7 +119,8 @@ pub struct Definition {
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
-    /// QEMU's name for the model of the CPUs, with features; `None` for all that the host or QEMU's emulation has.
+    /// QEMU's name for the model of the CPUs, with features; `None` for a CPU with all features that the host, or
+    /// QEMU's emulation, supports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<String>,
     /// Memory in bytes; written in the file as `256M`.
@@ -151,13 +154,13 @@ pub struct Definition {
     /// Where the machine's screen is served by VNC, which needs a graphics card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc: Option<Vnc>,
-    /// How VNC on a TCP port is encrypted; without it only loopback addresses are possible.
+    /// How VNC on a TCP port is encrypted; without encryption only loopback addresses are possible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vnc_tls: Option<VncTls>,
-    /// The kernel to boot; without it the firmware boots.
+    /// The kernel that QEMU starts; without a kernel, the firmware boots from a device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// How the guest is given an identity of its own at the next start; `None` if it has one.
+    /// How the guest is given an identity of its own at the next start; `None` if the guest has an identity of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new_identity: Option<NewIdentity>,
     /// The configuration of cloud-init in the guest. Without it, the machine has no disk for cloud-init.
@@ -381,7 +384,7 @@ impl Definition {
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("machine '{}' cannot be written: {e}", self.name)))
     }
 
-    /// The lowest version that has all fields with other values than their defaults.
+    /// The lowest version that has every field whose value in this definition differs from the default.
     pub fn needed_version(&self) -> u32 {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)

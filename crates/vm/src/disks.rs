@@ -36,7 +36,7 @@ pub trait Disks: Send + Sync {
     /// The Unix socket of the datastore's NBD server.
     ///
     /// # Errors
-    /// If the datastore is not served; the error tells how to serve it.
+    /// If the datastore is not served; the error names the command that serves it.
     fn server(&self) -> Result<PathBuf>;
 
     /// All disks by their names.

@@ -87,7 +87,7 @@ pub fn write_many(files: &[(PathBuf, String)]) -> Result<()> {
     }
     thread::scope(|scope| {
         let workers: Vec<_> = (0..SYNCED_AT_ONCE.min(files.len())).map(|_| scope.spawn(worker)).collect();
-        let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread that wrote has panicked"));
+        let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread that wrote files has panicked"));
         workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(panicked))
     })
 }

@@ -2,9 +2,10 @@
 //! their controllers, images in CD-ROM drives, and network cards.
 //!
 //! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]), and images are
-//!    inserted and ejected ([`crate::media`]). All other properties are those of a process that starts, so they are
+//!    inserted and ejected ([`crate::media`]). All other properties take effect when a process starts, so they are
 //!    changed only while the machine is off.
-//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
+//! 2. The name of a machine is the name of its folder: a rename of the folder changes the name. The name in the
+//!    definition follows.
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
 use crate::busy::{DISK_OF_CLIENTS, while_busy};

@@ -14,8 +14,8 @@
 //!    one of them.
 //! 3. Root removes no files in a datastore of another user: the next command of that user does.
 //! 4. Memory files contain the memory of guests. Only the user who created their folder can read it, and a folder that
-//!    another user created is refused. The folder is removed when its last file is removed, so that none remains after
-//!    the datastore was deleted.
+//!    another user created is refused. The folder is removed when its last file is removed, so that no folder remains
+//!    after the datastore was deleted.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;
@@ -148,7 +148,7 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // The probe uses a folder outside those of the machines, because such a folder would be taken for a machine.
+        // The probe's folder has a name that no machine can have, so that it is not taken for the folder of a machine.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
@@ -181,8 +181,8 @@ impl Host {
         Ok(())
     }
 
-    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, who
-    /// could have root remove other files, root leaves this to the next command of that user.
+    /// Removes files that no machine needs, unless another command is running. In a datastore of another user, root
+    /// leaves the removal to the next command of that user, who could make root remove other files.
     fn sweep(&self) -> Result<()> {
         if self.machines.are_of_another_user()? {
             return Ok(());
@@ -276,7 +276,7 @@ impl Found {
 }
 
 /// The folder for memory files of a datastore's machines, named after device and inode of the datastore's folder, so
-/// that renaming the datastore does not change it.
+/// that the folder stays the same when the datastore is renamed.
 fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
     let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
     let user = rustix::process::geteuid().as_raw();

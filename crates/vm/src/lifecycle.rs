@@ -56,7 +56,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         let image = images.get(&id).map_err(|error| {
             error.context(format_args!(
                 "machine '{}' cannot continue from its frozen state; 'lamina vm stop --force' discards that state, and \
-                 its disks stay as they were then",
+                 its disks keep the content that they had then",
                 machine.name()
             ))
         })?;
@@ -91,7 +91,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         incoming: false,
         passt: true,
     };
-    // If this command is killed from here on, the machine ends up stopped or running, but not in between.
+    // If this command is killed from here on, the next command ends the new process or resumes its guest.
     let holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
     match begun {
@@ -250,8 +250,8 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Resumes the guest.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
-    // A start from an image may have been killed before its end; it is completed here. The disks may change from here
-    // on.
+    // A start from an image may have been killed before its end, and is completed here. The disks may change after this
+    // call.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

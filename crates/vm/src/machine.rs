@@ -5,18 +5,18 @@
 //! NAME/run            link to the folder of its current process: run.1, run.2, ..
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
-//! NAME/nvram          the variables of its UEFI, if it has that
-//! NAME/vnc-password   the password of VNC, if it listens on a TCP port
-//! NAME/held           exists while a command has the guest paused: what to undo if the command is killed
+//! NAME/nvram          the variables of its UEFI, if it has UEFI
+//! NAME/vnc-password   the password of VNC, if VNC listens on a TCP port
+//! NAME/held           exists while a command has the guest paused: if it is killed, the next command resumes the guest
 //! ```
 //!
 //! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
 //!    contradict it.
 //! 2. A new process becomes the machine's process when the link is replaced, so that at every moment the machine has
-//!    exactly one.
+//!    exactly one process.
 //! 3. Changes of a machine are serialized ([`Machine::change`]); reading its state does not wait for a change.
-//! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or a
-//!    predecessor whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).
+//! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or the
+//!    previous process, whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).
 //! 5. If a command that has paused a guest is killed, the next command resumes the guest.
 //! 6. Root changes no machine of another user, and so neither starts nor ends processes of the machine.
 
@@ -117,7 +117,7 @@ pub struct Start<'a> {
     pub record: MemoryRecord,
     /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,
-    /// Whether user networks may be those of passt.
+    /// Whether passt may serve the user networks.
     pub passt: bool,
 }
 
@@ -187,8 +187,8 @@ impl Machine {
     /// can replace the run folders by links, so that a QEMU of root would write to any file, or root would end any
     /// process.
     pub(crate) fn check_owner(&self) -> Result<()> {
-        // The folder of the machine, that in which the machine is created or deleted, that of all machines, and that of
-        // the datastore. A machine can have the name of the folder of all machines.
+        // The folder of the machine, the folder in which the machine is created or deleted, the folder of all machines,
+        // and the datastore's folder. A machine can have the name of the folder of all machines.
         let between = self.folder.ancestors().skip(1).position(|folder| folder.ends_with(FOLDER)).unwrap_or(0);
         let Some((folder, user)) = of_another_user(self.folder.ancestors().take(between + 3))? else { return Ok(()) };
         let text = format!(
@@ -307,7 +307,7 @@ impl Machine {
         self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
     }
 
-    /// Whether the user networks of the machine's current process are those of passt.
+    /// Whether passt serves the user networks of the machine's current process.
     pub fn uses_passt(&self) -> bool {
         self.run().passt().exists()
     }
@@ -323,7 +323,7 @@ impl Machine {
     }
 }
 
-/// If this process is root, the first of these folders that belongs to another user, and this user. The owner of a
+/// If this process is root, the first of the given folders that belongs to another user, and this user. The owner of a
 /// folder can replace what the folder contains.
 pub(crate) fn of_another_user<'a>(folders: impl Iterator<Item = &'a Path>) -> Result<Option<(&'a Path, u32)>> {
     if !rustix::process::geteuid().is_root() {
@@ -387,7 +387,8 @@ impl Change {
         let folder = self.next_run_folder()?;
         let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
         result.inspect_err(|_| {
-            // If the machine has no other process, its log is kept, because the error message refers to the log.
+            // If the machine has no other process, the log of the failed process is kept, because the error message
+            // refers to the log.
             let _ = fs::remove_dir_all(&folder);
         })
     }
@@ -396,8 +397,8 @@ impl Change {
         let longest = run.console().as_os_str().len();
         if longest > SOCKET_PATH_MAX {
             let text = format!(
-                "the path of a socket, '{}', has {longest} bytes, at most {SOCKET_PATH_MAX} work: keep the datastore in a \
-                 folder with a shorter path",
+                "the path of a socket, '{}', has {longest} bytes, at most {SOCKET_PATH_MAX} are allowed: keep the \
+                 datastore in a folder with a shorter path",
                 run.console().display()
             );
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -521,7 +522,8 @@ impl Change {
         // If the file is empty, the command was killed before it paused the guest.
         let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
         if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-            // The machine is frozen, so it continues from its image, and its old process must not continue as well.
+            // The machine is frozen, so the machine continues from its image, and its old process must not execute the
+            // guest.
             for process in self.machine.processes()? {
                 process.end()?;
             }

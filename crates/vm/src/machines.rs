@@ -13,8 +13,8 @@
 //! 2. `intent.toml` is durable before the first disk is created. If the command is killed, [`Machines::recover`]
 //!    deletes the disks of every machine whose folder is still in the folder `.new-*` or `.old-*`.
 //! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
-//! 4. In a datastore of another user, root removes only the empty folder of its own command. The next command of that
-//!    user removes the rest.
+//! 4. In a datastore of another user, a command of root removes only its own folder, if the folder is empty. The next
+//!    command of that user removes the rest.
 
 mod intent;
 mod making;
@@ -44,7 +44,7 @@ pub const FOLDER: &str = "machines";
 const NEW: &str = ".new-";
 /// Prefix of folders in which machines are deleted.
 const OLD: &str = ".old-";
-/// The lock file for creating and listing the folders with these prefixes.
+/// The lock file for creating and listing folders with the prefixes [`NEW`] and [`OLD`].
 const LOCK: &str = ".lock";
 
 /// The machines of a datastore.

@@ -1,8 +1,8 @@
 //! Images in the CD-ROM drives of machines: checking them, and inserting and ejecting them while a machine runs.
 //!
-//! 1. An image is only read, so several machines may have it at the same time.
-//! 2. The definition names every image of the process: it is changed before an image is inserted, and after one is
-//!    ejected. If the command is killed in between, repeating it completes it.
+//! 1. An image is only read, so several machines may use the image at the same time.
+//! 2. The definition names every image in the process's drives: the definition is changed before an image is inserted,
+//!    and after an image is ejected. If the command is killed in between, repeating the command completes the change.
 
 use crate::busy;
 use crate::definition::{Cdrom, Definition};
@@ -45,7 +45,7 @@ pub(crate) fn check(definition: &Definition) -> Result<()> {
     Ok(())
 }
 
-/// Inserts the image of a drive, which is empty in the process. Without effect if it is there already.
+/// Inserts the image of a drive, which is empty in the process. Without effect if the image is there already.
 pub(crate) fn insert(monitor: &mut Client, cdrom: &Cdrom) -> Result<()> {
     let (node, id) = (cdrom_node(cdrom), cdrom_device(cdrom));
     let Some(file) = &cdrom.file else { return Ok(()) };

@@ -1,8 +1,8 @@
-//! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. The file `nvram` in the machine's
-//! folder.
+//! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. They are in the file `nvram` of the
+//! machine's folder.
 //!
 //! 1. At the first start the file is copied from the firmware's template, unless the import of the machine has created
-//!    it.
+//!    the file.
 //! 2. Snapshots and clones of the machine have copies of the file. A revert restores the snapshot's copy.
 
 use crate::definition::{Definition, Firmware};
@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Name of the file.
+/// Name of the file with the UEFI variables.
 const FILE: &str = "nvram";
 /// Longest accepted file, in bytes. The files of OVMF have up to 4 MiB.
 pub const LENGTH_MAX: u64 = 64 << 20;
@@ -63,7 +63,7 @@ pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Replaces the UEFI variables of a machine by those of a snapshot.
+/// Replaces the UEFI variables of a machine by the variables of a snapshot.
 pub(crate) fn restore(snapshot: &Path, machine: &Path) -> Result<()> {
     match file(snapshot).exists() {
         true => keep(&file(snapshot), machine),

@@ -2,20 +2,20 @@
 //! connected.
 //!
 //! A guest whose disks were copied after it had run has the parent's host name, machine id, SSH host keys, and leases
-//! and client ids of DHCP. One that was copied with its memory also has the parent's MAC address, and its random number
-//! generator has the same state. Kernels without a driver for the VM generation id are not notified that they were
-//! copied, so the host passes new entropy to the guest first.
+//! and client ids of DHCP. A guest that was copied with its memory also has the parent's MAC address, and the state of
+//! the parent's random number generator. Kernels without a driver for the VM generation id are not notified that they
+//! were copied, so the host passes new entropy to the guest first.
 //!
 //! 1. Entropy comes first, because the guest generates the new identity from it. Reseeding the kernel's generator at
 //!    once takes an ioctl, which a shell cannot call; `reseed-kernel`, Perl or Python calls it, whichever the guest
 //!    has. Without any of them the kernel uses the new entropy only within a minute, which [`Given::reseeded`] reports.
-//! 2. The steps are a POSIX shell script that is passed by standard input. No value in it comes from the guest, and all
-//!    values are checked for characters with a meaning in shells.
+//! 2. The steps are a POSIX shell script that is passed by standard input. No value in the script comes from the guest,
+//!    and all values are checked for characters with a meaning in shells.
 //! 3. A network card is identified by its PCI slot, which is the same in every copy, and its MAC address is verified
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
 //!    argument. The program can change what lamina does not change (keys of other servers, registration of an agent).
-//! 5. A host key of SSH is replaced or removed, so that no copy has that of its parent. The network is configured anew,
+//! 5. A host key of SSH is replaced or removed, so that no copy has its parent's key. The network is configured anew,
 //!    because the client id of DHCP follows from the machine id.
 
 use crate::agent::Agent;
@@ -44,7 +44,8 @@ const NOT_RESEEDED: &str = "lamina: not reseeded";
 /// Result of changing a guest's identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
-    /// Whether the guest's kernel has reseeded its random number generator; otherwise it does so within a minute.
+    /// Whether the guest's kernel has reseeded its random number generator; otherwise the kernel reseeds it within a
+    /// minute.
     pub reseeded: bool,
 }
 
@@ -239,7 +240,7 @@ mod tests {
     fn a_slow_agent_or_one_that_vanishes_gets_further_attempts() {
         let minute = Duration::from_secs(60);
         let good = Some(Act::Run(Duration::ZERO));
-        // 11 seconds are more than the limit of one command of the agent without this patience.
+        // 11 seconds are longer than the agent's default limit for one command.
         let slow = Some(Act::Run(Duration::from_secs(11)));
         for (acts, attempts) in [(vec![good], 1), (vec![Some(Act::Vanish), None, good], 3), (vec![slow], 1)] {
             let (outcome, count) = assign(&acts, Some(true), minute);

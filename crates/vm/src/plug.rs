@@ -3,15 +3,15 @@
 //! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
 //! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
 //! is put into a port, and keeps this port when the machine is started again, because a saved state requires the same
-//! addresses. The chipset i440fx has no ports: there such devices are in slots of the root bus. On a SCSI controller
-//! that takes disks while the machine runs ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no
-//! port.
+//! addresses. The chipset i440fx has no ports: devices that are added while the machine runs are in slots of the root
+//! bus. On a SCSI controller that takes disks while the machine runs
+//! ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no port.
 //!
 //! 1. The definition names every device of the process: a device is added to the definition before it is added to the
 //!    process, and removed from the definition after it is removed from the process. If the command is killed in
 //!    between, repeating the command completes the change.
-//! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Its disk is closed only after
-//!    that.
+//! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Only then is the device's
+//!    disk closed.
 
 use crate::busy;
 use crate::definition::{Chipset, Definition, Disk, Link, Network};
@@ -49,7 +49,7 @@ pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
     }
 }
 
-/// Adds a network card. Without effect if it is there already.
+/// Adds a network card. Without effect if the card is already attached.
 pub fn add_network(
     monitor: &mut Client,
     machine: &Machine,
@@ -75,9 +75,9 @@ pub fn add_network(
     })
 }
 
-/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether it was added.
-/// If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then contain the state
-/// of QEMU's network, so the mark for passt is removed.
+/// Adds the user network of a card by passt, if passt serves the machine's other cards; returns whether the user
+/// network was added. If it cannot be added, QEMU's own user network is used instead. Saved states of the machine then
+/// contain the state of QEMU's network, so the mark for passt is removed.
 fn has_passt(monitor: &mut Client, machine: &Machine, features: &Features, card: &Network) -> Result<bool> {
     if !matches!(card.link, Link::User | Link::Forward(_)) || !machine.uses_passt() {
         return Ok(false);

@@ -170,7 +170,7 @@ impl Client {
         control.push(SendAncillaryMessage::ScmRights(&files));
         let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
             .map_err(|e| self.lost(e.into()))?;
-        // The file descriptor was sent with the first bytes of the line; the rest follows without it.
+        // The file descriptor was sent with the first bytes of the line; the rest follows without a descriptor.
         self.send_bytes(&line.as_bytes()[sent..])?;
         self.answer(command)
     }
@@ -218,7 +218,8 @@ impl Client {
         loop {
             if let Some(end) = self.unread[searched..].iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=searched + end).collect();
-                // The guest agent puts this byte, which never occurs in text, before a reply to guest-sync-delimited.
+                // The guest agent sends the byte 0xff, which never occurs in text, before a reply to
+                // guest-sync-delimited.
                 let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
                 if text.trim_ascii().is_empty() {
                     searched = 0;
@@ -227,7 +228,7 @@ impl Client {
                 return match serde_json::from_slice(text) {
                     Ok(message) => Ok(Some(message)),
                     Err(e) => {
-                        let text = format!("'{}' sent something that is no message: {e}", self.path.display());
+                        let text = format!("'{}' sent a line that is no message: {e}", self.path.display());
                         Err(Error::new(ErrorKind::Invalid, text))
                     }
                 };
@@ -255,7 +256,7 @@ impl Client {
     }
 
     fn lost(&self, error: io::Error) -> Error {
-        Error::io(format!("talking to '{}'", self.path.display()), error)
+        Error::io(format!("exchanging messages with '{}'", self.path.display()), error)
     }
 
     fn odd(&self, message: &Value) -> Error {

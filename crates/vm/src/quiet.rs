@@ -30,7 +30,7 @@ pub enum Quiet {
 }
 
 impl Quiet {
-    /// The consistency as a sentence, for users.
+    /// The consistency as a sentence, for output that users read.
     pub fn sentence(&self) -> String {
         match self {
             Self::Stopped => "the machine did not run".into(),
@@ -43,7 +43,7 @@ impl Quiet {
         }
     }
 
-    /// The consistency as a word, for programs.
+    /// The consistency as one word, for output that programs read.
     pub fn word(&self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
@@ -106,6 +106,8 @@ fn frozen(
             let why = format!("the guest thawed {} of {count} file systems by itself meanwhile", count - thawed);
             Quiet::Running { why: Some(why) }
         }
-        Err(error) => Quiet::Running { why: Some(format!("it is not known whether the guest was frozen: {error}")) },
+        Err(error) => Quiet::Running {
+            why: Some(format!("it is not known whether the guest's file systems were frozen: {error}")),
+        },
     }))
 }

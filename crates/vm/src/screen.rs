@@ -1,9 +1,9 @@
 //! The screen and keyboard of a running machine.
 //!
-//! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for it and then copies to
-//!    its place. So QEMU needs no right to create files.
+//! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for QEMU. This process then
+//!    copies the file to the path that the user gave. So QEMU needs no right to create files.
 //! 2. Without certificates, VNC listens only where no other host reaches it. VNC on a TCP port has a password, in a
-//!    file that only the owner of the datastore can read. Until it is set, QEMU refuses every client.
+//!    file that only the owner of the datastore can read. Until the password is set, QEMU refuses every client.
 
 use crate::definition::{Definition, Display, Vnc, VncTls};
 use crate::durable;
@@ -23,13 +23,14 @@ pub const TEXT_MAX: usize = 1024;
 const KEYS_MAX: usize = 8;
 /// How long a key is pressed, in milliseconds.
 const HOLD_MILLIS: u64 = 20;
-/// Time for a key to be pressed and released, so that the keyboard's buffer does not overflow.
+/// Time from one key to the next, long enough for pressing and releasing the key, so that the keyboard's buffer does
+/// not overflow.
 const KEY_INTERVAL: Duration = Duration::from_millis(3 * HOLD_MILLIS);
 /// The file with the password of VNC, in the folder of the machine.
 const PASSWORD: &str = "vnc-password";
 /// Characters of the password: as many as VNC uses.
 const PASSWORD_LENGTH: usize = 8;
-/// Names of keys besides those of QEMU.
+/// Names of keys in addition to QEMU's names.
 const NAMES: [(&str, &str); 13] = [
     ("control", "ctrl"),
     ("del", "delete"),
@@ -86,7 +87,7 @@ pub(crate) fn check(definition: &Definition) -> Result<()> {
     Ok(())
 }
 
-/// Sets the password of VNC in a process that has started, if its VNC has one.
+/// Sets the password of VNC in a process that has started, if VNC has a password.
 pub(crate) fn set_password(machine: &Machine, vnc: Option<Vnc>, monitor: &mut Client) -> Result<()> {
     let Some(Vnc::Tcp(_)) = vnc else { return Ok(()) };
     let file = password_file(machine);
@@ -94,7 +95,7 @@ pub(crate) fn set_password(machine: &Machine, vnc: Option<Vnc>, monitor: &mut Cl
         Some(password) => password.trim().to_owned(),
         None => {
             let bytes: [u8; PASSWORD_LENGTH] = backend::random::bytes()?;
-            // 32 letters and digits that are not taken for each other.
+            // 32 letters and digits, none of which looks like another.
             let letters = b"abcdefghijkmnpqrstuvwxyz23456789";
             let password: String = bytes.iter().map(|byte| char::from(letters[usize::from(byte % 32)])).collect();
             durable::write(&file, format!("{password}\n").as_bytes())?;
@@ -153,7 +154,7 @@ pub fn press(machine: &Machine, combinations: &[String]) -> Result<()> {
 pub fn write(machine: &Machine, text: &str) -> Result<()> {
     let length = text.chars().count();
     if length > TEXT_MAX {
-        let text = format!("{length} characters are too many to type, at most {TEXT_MAX} work");
+        let text = format!("{length} characters are too many to type, at most {TEXT_MAX} are allowed");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let keys: Vec<Vec<String>> = text.chars().map(character).collect::<Result<_>>()?;

@@ -1,5 +1,5 @@
-//! The seed of cloud-init: a small read-only disk that the guest finds by its label, `CIDATA` (the data source
-//! NoCloud).
+//! The seed of cloud-init: a small read-only disk with its configuration (the data source NoCloud). cloud-init finds
+//! the disk by its label, `CIDATA`.
 //!
 //! | file | content |
 //! |---|---|
@@ -25,7 +25,7 @@ use std::path::Path;
 /// PCI slot of the disk on q35 and on i440fx: higher than the slots of the other disks, so that the guest numbers this
 /// disk last. On i440fx, it is the slot of the last port.
 const SLOTS: [u8; 2] = [25, 31];
-/// What cloud-init does once in every instance, before its other scripts. A guest that was not copied has one instance.
+/// What cloud-init does once in every instance, before its other scripts. Every copy of a guest is a new instance.
 const VENDOR: &str = "\
 #!/bin/sh
 # A copy of a machine has the machine id of its source, until this script has run.
@@ -47,7 +47,7 @@ pub(crate) fn write(definition: &Definition, path: &Path) -> Result<()> {
         "local-hostname": seed.hostname.as_ref().unwrap_or(&definition.name),
         "public-keys": seed.ssh_keys,
     });
-    // JSON is YAML too.
+    // JSON is valid YAML.
     let meta = format!("{meta:#}\n");
     let user = seed.user_data.as_deref().unwrap_or("#cloud-config\n");
     let vendor = VENDOR.replace("LEASES", personality::LEASES);

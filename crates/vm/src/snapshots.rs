@@ -58,8 +58,8 @@ pub struct Record {
     pub created: u64,
     /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if the snapshot has the guest's memory.
     pub consistency: String,
-    /// For a snapshot with memory: whether it can be continued with the user networks of passt. Otherwise it contains
-    /// the state of QEMU's own user network.
+    /// For a snapshot with memory: whether the guest can be continued with passt as its user network. Otherwise the
+    /// snapshot contains the state of QEMU's own user network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub passt: bool,
     /// The snapshots of the machine's disks, in the order of the disks.
@@ -381,8 +381,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let features = host.features()?;
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
-    // If this process is killed from here on, the machine ends up stopped or running: no unknown process and no process
-    // with a paused guest is left.
+    // If this process is killed from here on, the next command ends the new process or resumes its guest.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {

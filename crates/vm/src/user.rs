@@ -7,7 +7,7 @@
 //!
 //! 1. Only root can become another user. Commands of other users cannot start a machine that runs as a different user.
 //! 2. The definition of the machine names the user; otherwise, the defaults of the datastore do ([`DEFAULTS`]).
-//! 3. [`disks_of`] tells a server which disks a user may open: those of the machines that run as it.
+//! 3. [`disks_of`] returns the disks that a user may open on a server: those of the machines that run as this user.
 
 use crate::definition::Definition;
 use crate::machine::Machine;
@@ -45,7 +45,7 @@ impl Defaults {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("'{}': {what}", path.display()));
         let defaults: Self = toml::from_str(&text).map_err(|e| invalid(e.to_string()))?;
         if let Some(version) = defaults.version.filter(|version| *version != VERSION) {
-            return Err(invalid(format!("it has version {version}, this program supports {VERSION}")));
+            return Err(invalid(format!("the file has version {version}, this program supports {VERSION}")));
         }
         defaults.run_as.as_deref().map_or(Ok(()), check_name).map_err(|error| invalid(error.to_string()))?;
         Ok(defaults)
@@ -198,7 +198,7 @@ mod tests {
         make("", "other", Some("daemon"));
         make("", "broken", Some("nobody"));
         fs::write(folder.join("broken/machine.toml"), "x").unwrap();
-        // An instant clone runs before it exists.
+        // An instant clone runs while it is still being created.
         make(".new-1234", "clone", Some("nobody"));
         make(".old-1234", "gone", Some("nobody"));
         let of = |user: u32| disks_of(&folder, user).unwrap().into_iter().collect::<Vec<_>>();

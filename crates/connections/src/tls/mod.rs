@@ -3,7 +3,7 @@
 //! TLS is implemented by rustls, which does no I/O of its own, with the cryptography of ring. No process-wide provider
 //! is installed, so that a program that embeds this crate can use another provider. [`Tls`] wraps a
 //! [`Transport`](crate::transport), and blocks only if a call permits it; [`TlsStream`] blocks on its socket and
-//! transfers bulk data with fewer copies. This module builds the TLS contexts of both.
+//! transfers bulk data with fewer copies. This module builds the TLS contexts of both streams.
 
 mod stream;
 mod transport;

@@ -64,7 +64,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 }
 
 impl Out {
-    /// Makes room for `more` bytes after those in use.
+    /// Makes room for `more` bytes after the bytes in use.
     fn reserve(&mut self, more: usize) {
         if self.bytes.len() < self.used + more {
             self.bytes.resize(self.used + more, 0);
@@ -141,7 +141,7 @@ fn step<D>(
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
         // Early data is not possible, because neither side enables it.
-        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to an unexpected state")),
+        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS reached an unexpected state")),
     };
     Ok(step)
 }
@@ -166,7 +166,7 @@ impl TlsStream {
     /// Begins TLS as the client over a connected socket, to a server with that name.
     ///
     /// # Errors
-    /// `InvalidData` if TLS cannot be set up with these values.
+    /// `InvalidData` if TLS cannot be set up with the given values.
     pub fn connect(socket: Arc<OwnedFd>, identity: &ClientIdentity, name: &CertificateName) -> io::Result<Self> {
         let session = UnbufferedClientConnection::new(Arc::clone(&identity.config), name.0.clone()).map_err(invalid)?;
         Ok(Self::over(socket, Session::Client(Box::new(session))))
@@ -175,7 +175,7 @@ impl TlsStream {
     /// Begins TLS as the server over an accepted socket.
     ///
     /// # Errors
-    /// `InvalidData` if TLS cannot be set up with these values.
+    /// `InvalidData` if TLS cannot be set up with the given values.
     pub fn accept(socket: Arc<OwnedFd>, identity: &TlsIdentity) -> io::Result<Self> {
         let session = UnbufferedServerConnection::new(Arc::clone(&identity.config)).map_err(invalid)?;
         Ok(Self::over(socket, Session::Server(Box::new(session))))
@@ -247,8 +247,8 @@ impl TlsStream {
         }
     }
 
-    /// Sends the pending alert, if there is one, which tells the peer the reason of a failure. One step encodes the
-    /// alert. A further step would process the input that has failed again, which rustls does not allow.
+    /// Sends the pending alert, if there is one, which reports the reason of a failure to the peer. One step encodes
+    /// the alert. A further step would process the failed input again, which rustls does not allow.
     fn say_why(&mut self) {
         let _ = self.advance_once(&mut |_| (), None);
         // An error of sending the alert is ignored, because the connection ends in any case.
@@ -329,7 +329,7 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Encrypts the bytes. They are sent by this call or by a later one.
+    /// Encrypts the bytes. The encrypted bytes are sent by this call or by a later call.
     pub fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         // The bytes are encrypted in small parts, which are still in the processor's cache when they are sent.
         for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {

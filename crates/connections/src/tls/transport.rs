@@ -97,7 +97,7 @@ impl Transport for Tls {
                 }
                 Ok(_) => {
                     let state = self.session.process_new_packets().map_err(|error| {
-                        // rustls has queued an alert that tells the peer the reason.
+                        // rustls has queued an alert that reports the reason to the peer.
                         io::Error::new(io::ErrorKind::InvalidData, error)
                     });
                     let state = match state {

@@ -1,5 +1,6 @@
-//! Requests about backups. If the state to back up is not a snapshot, a snapshot is taken first. It is kept, so that an
-//! interrupted backup can continue and the next backup can be an increment, until the next such backup is complete.
+//! Requests about backups. If the state to back up is not a snapshot, a snapshot is taken first. This snapshot is kept,
+//! so that an interrupted backup can continue and the next backup can be an increment. The snapshot is deleted when the
+//! next backup of the disk's current state is complete.
 
 use super::{Service, Watch};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
@@ -152,7 +153,7 @@ impl Creating<'_> {
         }
     }
 
-    /// The snapshot for a file or stream, and the one since which changes are stored.
+    /// The snapshot to back up into a file or stream, and the earlier snapshot since which changes are stored.
     fn snapshots(&self) -> Result<(&str, Option<SnapshotIdentity>)> {
         let disk = &self.create.disk;
         let Some(snapshot) = &self.create.snapshot else {
@@ -179,7 +180,7 @@ impl Creating<'_> {
         Ok(all.into_iter().map(|snapshot| snapshot.name).filter(|name| name.starts_with(prefix)).collect())
     }
 
-    /// Backs up the current state: continues an interrupted backup of it, or takes a snapshot.
+    /// Backs up the current state: continues an interrupted backup of that state, or takes a snapshot.
     fn store_now(&self, repository: &Repository) -> Result<Created> {
         let disk = &self.create.disk;
         let prefix = format!("backup-{}-", &repository.id()[..SUFFIX]);
@@ -201,7 +202,7 @@ impl Creating<'_> {
         let created = match self.store(repository, &name) {
             Ok(created) => created,
             Err(error) => {
-                // The snapshot is kept only if the backup has begun, so that the same command continues it.
+                // The snapshot is kept only if the backup has begun, so that the same command continues the backup.
                 let begun = repository.unfinished().unwrap_or_default();
                 if !begun.iter().any(|backup| backup.disk == *disk && backup.point.name == name) {
                     self.forget(&name);

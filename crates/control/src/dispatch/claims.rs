@@ -31,8 +31,7 @@ pub enum Deed<'a> {
 }
 
 impl Deed<'_> {
-    /// Whether the operation removes or changes the export `export`, which is that of the disk or of one of its
-    /// snapshots.
+    /// Whether the operation removes or changes the export `export`, which is the disk or one of its snapshots.
     fn concerns(self, disk: &str, export: &str) -> bool {
         let snapshot = match export.strip_prefix(disk) {
             Some("") => None,
@@ -71,7 +70,7 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
         return Ok(());
     }
     // A disk that is being migrated has clients too, but the migration is the reason to report. Deletion is not refused
-    // during the migration of a live import, because it ends that migration.
+    // during the migration of a live import, because deletion ends that migration.
     if deed != Deed::Delete || !service.datastore.has_import_running(disk) {
         service.datastore.refuse_alone(disk)?;
     }

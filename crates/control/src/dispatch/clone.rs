@@ -5,7 +5,7 @@ use disk::{Datastore, Point, Progress};
 use error::Result;
 use work::{WorkPart, WorkPlace};
 
-/// Makes full copies one after another. If a copy fails, those made before it are removed.
+/// Makes full copies one after another. If a copy fails, the copies made before are removed.
 pub fn full(datastore: &Datastore, disk: &str, at: &Point, names: &[String], progress: &dyn Progress) -> Result<Reply> {
     let mut made = Vec::new();
     for (index, name) in names.iter().enumerate() {

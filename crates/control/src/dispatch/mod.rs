@@ -47,8 +47,8 @@ pub struct Service {
     pub datastore: Arc<Datastore>,
     /// The location of the datastore.
     pub location: Location,
-    /// The NBD clients of this process, or, if it does not serve the datastore, those of the process that served it
-    /// last.
+    /// The NBD clients of this process, or, if it does not serve the datastore, the NBD clients of the process that
+    /// served the datastore last.
     pub clients: Arc<Clients>,
     /// The server; `None` if this process does not serve the datastore.
     pub served: Option<Served>,

@@ -120,8 +120,8 @@ impl Sending<'_> {
         outcome
     }
 
-    /// After a transfer: deletes its snapshots. With `--incremental`, keeps them and deletes those of earlier
-    /// transfers.
+    /// After a transfer: deletes its snapshots. With `--incremental`, keeps these snapshots and deletes the snapshots
+    /// of earlier transfers.
     fn arrived(&self, name: &str) {
         if !self.request.how.incremental {
             return self.forget(name);

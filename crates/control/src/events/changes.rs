@@ -7,9 +7,9 @@ use disk::DiskInfo;
 use disk::convert::Address;
 use disk::full::WaitNotice;
 
-/// The changes that a request will make, as far as they are known before it.
+/// The changes that a request will make, as far as they are known before the request is carried out.
 pub enum Changes {
-    /// These changes, if the request succeeds.
+    /// The contained changes, if the request succeeds.
     Known(Vec<Change>),
     /// Disks are created, which the reply names.
     NewDisks,

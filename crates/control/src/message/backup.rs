@@ -26,7 +26,7 @@ pub struct BackupCreate {
     pub snapshot: Option<String>,
     /// Where the backup is stored.
     pub place: BackupPlace,
-    /// In a repository: whether the backup has all data although it could be based on another one.
+    /// In a repository: whether the backup has all data although it could be based on another backup.
     pub full: bool,
     /// In a file or stream: the earlier snapshot of the disk since which changes are stored; `None` for all data.
     pub from: Option<String>,
@@ -45,7 +45,7 @@ pub struct BackupRestore {
     /// Where the backup is.
     pub place: BackupPlace,
     /// In a repository: the identity of the backup or its beginning, `DISK` or `DISK@SNAPSHOT`. `None` for the newest
-    /// backup of a disk that has the name of the restored one.
+    /// backup of the disk with the same name as the restored disk.
     pub backup: Option<String>,
     /// Name of the restored disk.
     pub name: String,
@@ -70,12 +70,12 @@ pub enum BackupRequest {
     },
     /// List backups.
     List {
-        /// Where they are.
+        /// Where the backups are.
         place: BackupPlace,
     },
     /// Read and verify backups.
     Verify {
-        /// Where they are.
+        /// Where the backups are.
         place: BackupPlace,
         /// In a repository: the backups; empty for all.
         backups: Vec<String>,

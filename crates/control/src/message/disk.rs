@@ -119,7 +119,7 @@ pub enum DiskRequest {
         /// The disk's name.
         name: String,
     },
-    /// Return blocks that hold only zeros to the file system.
+    /// Return blocks that contain only zeros to the file system.
     PunchZero {
         /// The disk's name.
         name: String,
@@ -147,7 +147,7 @@ pub enum DiskRequest {
         name: String,
         /// The new format and provisioning type.
         target: MigrateOptions,
-        /// The datastore to which the disk is migrated; `None` if it stays in this one.
+        /// The datastore to which the disk is migrated; `None` if the disk stays in its datastore.
         to: Option<Location>,
         /// Limit in bytes per second; 0 for none.
         rate: u64,

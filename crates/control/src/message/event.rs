@@ -98,7 +98,7 @@ pub enum Change {
         refused: u64,
         /// Number of waiting writes that were not answered, because their connections ended.
         dropped: u64,
-        /// Time since the first of them began to wait, in seconds.
+        /// Time since the first of the waiting writes began to wait, in seconds.
         seconds: u64,
     },
     /// A disk was received from another server, as a new disk or as an update.
@@ -130,7 +130,7 @@ pub enum Change {
         /// The job.
         job: Box<JobInfo>,
     },
-    /// Events were dropped because the subscriber was too slow; the event number is that of the last dropped one. The
+    /// Events were dropped because the subscriber was too slow; the event number is that of the last dropped event. The
     /// subscriber has to query the current state.
     Missed {
         /// Number of dropped events.

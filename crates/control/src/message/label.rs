@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum LabelRequest {
-    /// The labels of disks, and those with limits, with their limits and use.
+    /// All labels of disks, and all labels with limits, each with its limits and its use.
     List,
     /// Change the limits of all disks with a label.
     Limit {

@@ -127,7 +127,7 @@ pub fn decode<M: DeserializeOwned>(line: &[u8]) -> error::Result<M> {
     let Versioned { version } = serde_json::from_slice(line).map_err(malformed)?;
     if version != VERSION {
         let sentence = format!(
-            "the peer speaks control protocol {version}, this is lamina {} with protocol {VERSION}: \
+            "the peer uses control protocol {version}, this is lamina {} with protocol {VERSION}: \
              use the program that serves the datastore, or restart the server",
             env!("CARGO_PKG_VERSION")
         );

@@ -2,7 +2,7 @@
 //!
 //! QEMU is started by the requesting process, never by the server of the datastore, so that a machine continues when
 //! either process ends (`docs/adr/0015-machines-without-a-daemon.md`). So these requests are not sent over the control
-//! socket; only the requests about disks that result from them are.
+//! socket; only the resulting requests about disks are sent over it.
 
 use super::line::Failure;
 use super::send::SendHow;
@@ -219,7 +219,7 @@ pub struct NewMachine {
     pub name: String,
     /// Virtual CPUs.
     pub cpus: u32,
-    /// Model of the CPUs with its features; `None` for the usual one.
+    /// Model of the CPUs with its features; `None` for the default model.
     pub cpu_model: Option<String>,
     /// Memory in bytes.
     pub memory: u64,
@@ -243,7 +243,7 @@ pub struct NewMachine {
     pub initrd: Option<PathBuf>,
     /// The kernel's command line.
     pub append: String,
-    /// Where its screen is served by VNC.
+    /// Where the machine's screen is served by VNC.
     pub vnc: Option<Vnc>,
     /// The certificates with which VNC is encrypted.
     pub vnc_tls: Option<VncTls>,
@@ -536,11 +536,11 @@ pub struct MachineInfo {
     pub why_not_kvm: Option<String>,
     /// Socket of the serial console, while the machine runs.
     pub console: Option<PathBuf>,
-    /// Socket of VNC, while it runs and has VNC on a socket.
+    /// Socket of VNC, while the machine runs and has VNC on a socket.
     pub vnc: Option<PathBuf>,
-    /// The file with the password of VNC, if it has VNC on a TCP port.
+    /// The file with the password of VNC, if the machine has VNC on a TCP port.
     pub vnc_password: Option<PathBuf>,
-    /// Socket of QEMU's monitor, while it runs.
+    /// Socket of QEMU's monitor, while the machine runs.
     pub monitor: Option<PathBuf>,
     /// Socket of the guest's agent, while the machine runs.
     pub agent: Option<PathBuf>,
@@ -552,8 +552,8 @@ pub struct MachineInfo {
     pub capacities: Vec<(String, u64)>,
     /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
-    /// Whether passt provides the machine's user networks while the machine runs, or would if the machine started now;
-    /// an error has the reason why it does not. `None` if the machine has no user network.
+    /// Whether passt provides the user networks of the running machine, or would provide the user networks if the
+    /// machine started now; otherwise an error with the reason. `None` if the machine has no user network.
     pub passt: Option<Result<(), String>>,
     /// The machine's snapshots.
     pub snapshots: Vec<Record>,

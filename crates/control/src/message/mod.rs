@@ -119,8 +119,8 @@ impl Request {
     }
 
     /// Whether the requesting process, never the server of the datastore, carries the request out: true for requests
-    /// about machines and for a resize that notifies a running machine. They may start or change a QEMU process, which
-    /// must not depend on a server.
+    /// about machines and for a resize that notifies a running machine. These requests may start or change a QEMU
+    /// process, which must not depend on a server.
     pub fn is_for_requesting_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,

@@ -63,7 +63,7 @@ pub enum Reply {
     Diff {
         /// Number of extents sent.
         extents: u64,
-        /// Sum of the lengths of these extents.
+        /// Sum of the lengths of the sent extents.
         bytes: u64,
     },
     /// Reply to `ImageRequest::Show`.

@@ -15,7 +15,7 @@ pub enum ScrubRequest {
     },
     /// Show the state of scrubs and the list of damage.
     Status,
-    /// Stop the running scrub; the next one continues it.
+    /// Stop the running scrub; the next scrub continues it.
     Cancel,
     /// Have servers scrub the datastore at an interval.
     Schedule {

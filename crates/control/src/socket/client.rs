@@ -33,8 +33,8 @@ impl Client {
         stream.write_all(&line).map_err(broken)
     }
 
-    /// Sends a request and waits until it ends. If `watch` is cancelled, the client tells the server to cancel the
-    /// request. It still waits for the reply, which says whether the request was cancelled or had completed.
+    /// Sends a request and waits until it ends. If `watch` is cancelled, the client sends the message `cancel`. The
+    /// client still waits for the reply, which shows whether the request was cancelled or had completed.
     pub fn ask(&mut self, request: Request, watch: &dyn Watch) -> Result<Reply> {
         // A server that refuses the connection sends an error and closes the connection. Then sending fails with EPIPE,
         // and the error of the server is reported instead.

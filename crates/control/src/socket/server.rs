@@ -111,7 +111,7 @@ impl Protocol for Control {
     }
 }
 
-/// Waits until a socket is readable or hung up; returns for each socket whether it is.
+/// Waits until a socket is readable or hung up; for each socket, returns whether it is readable or hung up.
 fn wait<const N: usize>(sockets: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
     let mut entries = sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
     let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };

@@ -80,7 +80,9 @@ pub fn machines(face: &Face) {
     let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
     assert!(matches!(console, MachineReply::Console { socket, .. } if socket.exists()));
     let edit = Edit { eject: vec![iso.clone()], ..Edit::default() };
-    let MachineReply::Edited(web) = face.vm(MachineVerb::Edit { name: text("web"), edit }) else { panic!("edited") };
+    let MachineReply::Edited(web) = face.vm(MachineVerb::Edit { name: text("web"), edit }) else {
+        panic!("unexpected reply")
+    };
     assert_eq!((web.cdroms.len(), &web.cdroms[0].file), (1, &None));
     face.vm(MachineVerb::Edit { name: text("web"), edit: Edit { insert: vec![iso], ..Edit::default() } });
     let command = vec![text("/bin/true")];
@@ -102,11 +104,11 @@ pub fn machines(face: &Face) {
     let send =
         MachineVerb::Send { source: source(), remote: text("lamina://127.0.0.1:1/web"), how: how(), quiesce: false };
     face.fails(face.machine(send), ErrorKind::Invalid);
-    let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("list is list") };
+    let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("unexpected reply") };
     assert_eq!(all.len(), 2);
     face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false, force: false });
     let MachineReply::Snapshots { records, .. } = face.vm(MachineVerb::SnapshotList { name: text("web") }) else {
-        panic!("snapshots are snapshots")
+        panic!("unexpected reply")
     };
     assert_eq!(records.len(), 1);
     face.vm(MachineVerb::SnapshotDelete { snapshot: snapshot() });
@@ -115,7 +117,7 @@ pub fn machines(face: &Face) {
     let MachineReply::Renamed { name, definition } =
         face.vm(MachineVerb::Rename { name: text("shop"), to: text("web") })
     else {
-        panic!("a rename is a rename")
+        panic!("unexpected reply")
     };
     assert_eq!((name.as_str(), definition.name.as_str(), definition.cpus), ("shop", "web", 2));
     face.vm(MachineVerb::Show { name: text("web"), children: false });
@@ -124,7 +126,9 @@ pub fn machines(face: &Face) {
     std::fs::write(&source, vec![0; 1 << 20]).unwrap();
     let options = vm::import::Options::default();
     let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
-    let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
+    let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else {
+        panic!("unexpected reply")
+    };
     assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
     let source = || Source { machine: text("web"), snapshot: None };
     face.vm(MachineVerb::Export { source: source(), path: face.beside("web.ova"), rate: 0 });

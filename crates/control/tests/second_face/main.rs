@@ -301,7 +301,7 @@ fn disks(face: &Face) {
         tell_machine,
     };
     face.disk(resize(9 << 20, false));
-    let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
+    let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("unexpected reply") };
     assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
     let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
@@ -312,7 +312,7 @@ fn disks(face: &Face) {
     }
     let limits = LimitsChange { quota: Some(1 << 30), reservation: None };
     face.done(Request::Label(LabelRequest::Limit { label: text("tenant=a"), limits }));
-    let Reply::Labels(labels) = face.done(Request::Label(LabelRequest::List)) else { panic!("labels are labels") };
+    let Reply::Labels(labels) = face.done(Request::Label(LabelRequest::List)) else { panic!("unexpected reply") };
     assert_eq!((labels[0].disks, labels[0].limits.quota), (1, Some(1 << 30)));
     let options = SnapshotOptions { description: String::new(), folder: None, delta: None };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("b"), text("s"))], options }));
@@ -334,14 +334,14 @@ fn disks(face: &Face) {
         rate: 0,
         force: false,
     }));
-    let Reply::Disks(all) = face.disk(DiskRequest::List) else { panic!("list is list") };
+    let Reply::Disks(all) = face.disk(DiskRequest::List) else { panic!("unexpected reply") };
     assert_eq!(all.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
     let deletion = Deletion { disks: vec![text("c")], ..Deletion::default() };
     let Reply::WouldFree(free) = face.disk(DiskRequest::WouldFree { deletion, force: false }) else {
-        panic!("a dry run counts")
+        panic!("unexpected reply")
     };
     assert_eq!((free.deletes.as_slice(), &free.estimate), ([text("c")].as_slice(), &None));
-    let Reply::Space(space) = face.disk(DiskRequest::Space { name: None }) else { panic!("space is space") };
+    let Reply::Space(space) = face.disk(DiskRequest::Space { name: None }) else { panic!("unexpected reply") };
     assert_eq!(space.disks.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
     face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
     face.disk(DiskRequest::Show { name: text("b") });
@@ -349,11 +349,11 @@ fn disks(face: &Face) {
     let check = Request::Check { data: true, repair: false };
     assert!(matches!(face.done(check), Reply::Check(report) if report.findings.is_empty()));
     let schedule = ScrubRequest::Schedule { every: Some(604_800), rate: 0 };
-    let Reply::ScrubState(state) = face.done(Request::Scrub(schedule)) else { panic!("a schedule is a schedule") };
+    let Reply::ScrubState(state) = face.done(Request::Scrub(schedule)) else { panic!("unexpected reply") };
     assert_eq!((state.every, state.state), (Some(604_800), ScrubState::Never));
     face.fails(Request::Scrub(ScrubRequest::Cancel), ErrorKind::NotFound);
     for request in [ScrubRequest::Start { rate: None, restart: false }, ScrubRequest::Status] {
-        let Reply::Scrub(report) = face.done(Request::Scrub(request)) else { panic!("a scrub has a report") };
+        let Reply::Scrub(report) = face.done(Request::Scrub(request)) else { panic!("unexpected reply") };
         assert_eq!((report.summary.state, report.summary.damaged), (ScrubState::Done, 0));
     }
     assert_eq!(face.done(Request::Settle), Reply::Settled);
@@ -436,8 +436,8 @@ fn backups(face: &Face) {
         rate: 0,
         key: Some(face.beside("key")),
     };
-    let Reply::BackedUp(created) = backup(BackupRequest::Create(create)) else { panic!("a backup is made") };
-    let Reply::Backups(all) = backup(BackupRequest::List { place: place() }) else { panic!("list is list") };
+    let Reply::BackedUp(created) = backup(BackupRequest::Create(create)) else { panic!("unexpected reply") };
+    let Reply::Backups(all) = backup(BackupRequest::List { place: place() }) else { panic!("unexpected reply") };
     assert_eq!(all.iter().map(|backup| &backup.id).collect::<Vec<_>>(), [&created.id]);
     let verify = BackupRequest::Verify { place: place(), backups: Vec::new(), key: Some(face.beside("key")) };
     assert!(matches!(backup(verify), Reply::Verified(verified) if verified.problems.is_empty()));
@@ -462,14 +462,14 @@ fn jobs(face: &Face) {
     let job = face.job(JobRequest::Start(Box::new(work.clone())));
     assert_eq!((job.kind.as_str(), job.object.as_str(), job.background), ("clone", "b", true));
     let Reply::JobEnded(end) = face.done(Request::Job(JobRequest::Wait { id: job.id.clone() })) else {
-        panic!("the reply to a wait is the end of the job")
+        panic!("unexpected reply")
     };
     let (asked, answer) = end.outcome.clone().unwrap();
     assert_eq!(asked, work);
     assert!(matches!(&answer, Reply::Disks(disks) if disks[0].name == "copy"), "{answer:?}");
     assert_eq!(face.job(JobRequest::Show { id: job.id.clone() }).state, JobState::Done);
     face.job(JobRequest::Cancel { id: job.id.clone() });
-    let Reply::Jobs(all) = face.done(Request::Job(JobRequest::List)) else { panic!("a list is a list") };
+    let Reply::Jobs(all) = face.done(Request::Job(JobRequest::List)) else { panic!("unexpected reply") };
     assert!(all.iter().any(|one| one.id == job.id) && all.iter().all(|one| one.ended.is_some()), "{all:?}");
     assert!(
         all.iter().any(|one| one.kind == "vm start" && one.object == "web"),

@@ -43,12 +43,12 @@ pub struct Registered<'a> {
 pub struct Lost {
     /// Number of the session.
     pub number: u64,
-    /// The permission that the new rules grant; with it the client may reconnect.
+    /// The permission that the new rules grant, with which the client may reconnect.
     pub left: Option<Permission>,
 }
 
 impl CurrentRules {
-    /// Uses these rules until they are replaced.
+    /// Uses the given rules until they are replaced.
     pub fn new(rules: Rules) -> Self {
         Self { state: Mutex::new(RulesState { rules: Arc::new(rules), sessions: BTreeMap::new() }) }
     }

@@ -31,5 +31,5 @@ pub const RETIRED_PATIENCE: Duration = Duration::from_secs(25);
 /// Such a session normally ends within milliseconds.
 pub const LEAVING_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Interval at which this wait checks for further clients that have closed their connections.
+/// Interval at which the wait of [`LEAVING_PATIENCE`] checks for further clients that have closed their connections.
 pub const LEAVING_LOOK: Duration = Duration::from_millis(20);

@@ -6,7 +6,8 @@
 //! 1. While a disk is renamed, sessions that request it are refused, so that no client opens it in an intermediate
 //!    state.
 //! 2. If a listed client requested a name that its disk no longer has, this name opens no disk. This applies to all
-//!    clients that request the name, because a proxy or a new address can hide that it is the same client.
+//!    clients that request the name, because a proxy or a new address can hide that two connections belong to the same
+//!    client.
 
 use super::{Clients, ClientsState, Session, Visit};
 use error::{Error, ErrorKind, Result};

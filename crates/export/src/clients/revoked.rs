@@ -16,7 +16,7 @@ impl Clients {
         self.shared.state.lock().sessions.get(&number)?.export.clone()
     }
 
-    /// Cuts the connections of these sessions; returns their numbers.
+    /// Cuts the connections of the given sessions; returns the numbers of the sessions.
     pub(crate) fn revoke(&self, lost: &[Lost]) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         for one in lost {

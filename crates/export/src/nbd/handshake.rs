@@ -112,7 +112,7 @@ struct Handshake<'a> {
     opened: Option<Opened>,
 }
 
-/// Stands in for the transport while a TLS transport is built on it.
+/// Takes the place of the transport while a TLS transport is built on that transport.
 struct Closed;
 
 impl Transport for Closed {

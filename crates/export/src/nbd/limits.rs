@@ -1,12 +1,12 @@
-//! Limits of the NBD server: how much memory and how many connections one client can occupy, and for how long. Limits
-//! of requests under way are those of the session ([`crate::session::limits`]).
+//! Limits of the NBD server: how much memory and how many connections one client can occupy, and for how long.
+//! [`crate::session::limits`] has the limits of requests under way.
 //!
 //! The protocol leaves sizes and counts to the server. Ordinary clients do not reach these limits. A client that
-//! exceeds one gets an error reply if the protocol has one, and is disconnected otherwise.
+//! exceeds a limit gets an error reply if the protocol has a reply for this case, and is disconnected otherwise.
 
 use std::time::Duration;
 
-/// Largest payload of one request or reply: the size that the protocol asks every server to accept, and that this
+/// Largest payload of one request or reply: the size that, by the protocol, every server should accept, and that this
 /// server advertises. The payload of a refused request is consumed up to this size. A request that announces more ends
 /// the connection, as the protocol recommends, because consuming that payload would cost both sides more than a new
 /// connection.

@@ -56,7 +56,7 @@ pub struct Terms {
     pub resize: ResizePolicy,
     /// Limit of the duration of the handshake.
     pub handshake_timeout: Duration,
-    /// The sessions with which it shares the processors.
+    /// The sessions with which the session shares the processors.
     pub turns: Arc<Turns>,
 }
 

@@ -13,7 +13,7 @@ pub struct Malformed(pub &'static str);
 /// Data of `INFO` and `GO`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InfoRequest<'a> {
-    /// Requested export; empty for the default one.
+    /// Name of the requested export; empty for the default export.
     pub name: &'a str,
     /// Requested kinds of information.
     pub wanted: Vec<u16>,

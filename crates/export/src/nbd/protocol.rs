@@ -162,7 +162,7 @@ pub mod command_flag {
     pub const REQ_ONE: u16 = 1 << 3;
     /// Fail if zeroing is not faster than writing.
     pub const FAST_ZERO: u16 = 1 << 4;
-    /// The length field is that of a payload (extended headers).
+    /// The length field has the length of a payload (extended headers).
     pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 

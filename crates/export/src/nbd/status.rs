@@ -47,8 +47,8 @@ pub struct Extent {
     pub flags: u32,
 }
 
-/// The contexts that a listing returns for `queries`. Without queries it contains all. A query that ends with the colon
-/// before the last part of a name selects all contexts with this prefix.
+/// The contexts that a listing returns for `queries`. Without queries, the listing contains all contexts. A query that
+/// ends with the colon before the last part of a name selects all contexts with this prefix.
 pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     let wanted = |name: &str, prefix: &str| {
         let namespace = &prefix[..=prefix.find(':').unwrap_or(prefix.len() - 1)];

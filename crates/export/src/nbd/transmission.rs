@@ -8,8 +8,8 @@
 //!
 //! 1. Memory is bounded: no request is accepted while the session has no room for it, counting replies that are not
 //!    sent. No requests are received from a client that does not read its replies.
-//! 2. Before a `FLUSH` is answered, a device flush completes that began after the `FLUSH` arrived, so it covers every
-//!    write that was answered before. All flushes that arrived together share one device flush. If the client has
+//! 2. Before a `FLUSH` is answered, a device flush completes that began after the `FLUSH` arrived, so the flush covers
+//!    every write that was answered before. All flushes that arrived together share one device flush. If the client has
 //!    several requests under way, the others are served during the flush.
 //! 3. Every request is answered exactly once, unless the connection ends. A request whose payload did not arrive
 //!    completely has no effect.
@@ -109,7 +109,7 @@ struct Transmission<'a> {
     stop: &'a AtomicBool,
     inbox: Inbox,
     incoming: Incoming,
-    /// Whether the last request was a large write: then the next one probably is too.
+    /// Whether the last request was a large write: then the next request probably is a large write too.
     streaming: bool,
     outbox: Outbox,
     /// Whether a received request waits until the session has room for it.
@@ -363,7 +363,7 @@ impl Transmission<'_> {
                 let all: Vec<usize> = (0..self.contexts.len()).collect();
                 return self.status(head, length, only_one, &all);
             }
-            // These requests are handled when their payload arrives.
+            // Requests with a payload are carried out when the payload has arrived.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
             Action::Cache { length } => {
                 let done = device.prefetch(offset, length.min(CACHE_BYTES_MAX));

@@ -3,7 +3,7 @@
 //! With many more sessions than processors, each gets its share in short slices: within milliseconds instead of within
 //! seconds. All threads have one slice then, because a thread with a shorter slice than the others gets its turn before
 //! them. With few sessions, no thread has a short slice: a session that works all the time would interrupt the clients
-//! of the others on the same machine each time the medium answers it. The measurements are in
+//! of other sessions on the same machine whenever the medium completes a request. The measurements are in
 //! `docs/adr/0009-who-waits-for-whom.md`.
 //!
 //! A connection takes part once its export is negotiated. Before that, clients that have no right to any export could
@@ -19,7 +19,7 @@ const FEW_PER_PROCESSOR: usize = 2;
 /// The threads of all sessions of a server.
 pub struct Turns(Mutex<Threads>);
 
-/// One more thread serves a session while this exists.
+/// A thread that serves a session, counted until this value is dropped.
 pub struct Turn<'a> {
     turns: &'a Turns,
     thread: Thread,

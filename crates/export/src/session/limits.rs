@@ -6,8 +6,8 @@ use std::time::Duration;
 pub const OUTSTANDING_REQUESTS_MAX: usize = 128;
 
 /// Limit of the bytes in the reads and unsent replies of a session; above it, the session accepts no further requests.
-/// One request is always accepted if there are no such bytes, so the actual bound is this limit or one payload,
-/// whichever is larger.
+/// If a session has none of these bytes, one request is always accepted, so the actual bound is this limit or one
+/// payload, whichever is larger.
 pub const HELD_BYTES_MAX: usize = 48 << 20;
 
 /// Most memory of finished reads that a session keeps for further reads.

@@ -274,7 +274,8 @@ impl<'a, T> Session<'a, T> {
     }
 
     /// Records that the requests which completed at once are answered; `idle` says that no other requests are in
-    /// progress, except those that wait for space. These do not count, because background work may free space.
+    /// progress, except those that wait for space. Requests that wait for space do not count, because background work
+    /// may free space.
     pub fn note_answered(&mut self, idle: bool) {
         let served = std::mem::take(&mut self.served);
         if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())

@@ -6,8 +6,8 @@
 //! plan needs metadata from the medium is put off until all requests of its batch are submitted, so that the metadata
 //! of all reads of one client is fetched concurrently. Invariants:
 //!
-//! 1. A slot belongs to one read from its first operation in flight until its last one has completed, so that a token
-//!    never refers to another read.
+//! 1. A slot belongs to one read from its first operation in flight until its last operation has completed, so that a
+//!    token never refers to another read.
 //! 2. The guard of a plan exists until the read is verified, but not while its reply waits for a slow client.
 //! 3. The queue is dropped before the plans, and waits for operations in flight.
 //! 4. When the session waits, no read is still put off.

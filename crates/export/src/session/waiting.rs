@@ -7,7 +7,7 @@
 //!
 //! 1. A write waits only after the device has refused it for lack of space. It is not acknowledged, and no flush waits
 //!    for it.
-//! 2. Writes are tried again in the order in which they were refused. The first one that is refused again ends the
+//! 2. Writes are tried again in the order in which they were refused. The first write that is refused again ends the
 //!    round, so that a large write does not wait for ever behind small ones.
 //! 3. Trying takes at most a fifth of the session's time.
 //! 4. [`SpaceWait`] counts a waiting write until it has left this list, also if the session ends by an error.
@@ -94,7 +94,7 @@ impl<T> WaitingWrites<T> {
         self.writes.is_empty() || self.count() < WAITING_WRITES_MAX && self.memory + payload <= WAITING_BYTES_MAX
     }
 
-    /// Whether this change waits if it is refused for lack of space. A discard is never refused for that.
+    /// Whether this change waits if it is refused for lack of space. A discard is never refused for lack of space.
     pub fn accepts(&self, change: &Change) -> bool {
         let policy = self.space.as_ref().map_or(OnFull::Error, |space| space.policy());
         policy != OnFull::Error && !matches!(change, Change::Discard { .. })
@@ -129,7 +129,8 @@ impl<T> WaitingWrites<T> {
         }
     }
 
-    /// Tries the writes again, if it is time for that, and completes those whose time is over with their last error.
+    /// Tries the writes again if the next attempt is due, and completes the writes whose time is over with their last
+    /// error.
     pub fn try_again(&mut self, device: &dyn Device, completions: &mut VecDeque<Completion<T>>) {
         if self.writes.is_empty() {
             return;

@@ -110,8 +110,8 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
     let mut a = tenants.client("a.example");
     a.choose(Mode::Structured);
     let codes = [OPT_INFO, OPT_GO, OPT_LIST_META, OPT_SET_META];
-    // The same holds when the client has an export of its own open, and for a name with the prefix of the client's own
-    // names.
+    // The replies are also the same when the client has an export of its own open, and for a name with the prefix of
+    // the client's own names.
     assert_eq!(reply(&mut a, OPT_INFO, "a-2").0, REP_ACK);
     let absent: Vec<(u32, String)> = codes.iter().map(|code| reply(&mut a, *code, "b-9")).collect();
     assert!(absent.iter().all(|(kind, text)| *kind == ERR_UNKNOWN && text.contains("NAME")), "{absent:?}");
@@ -127,7 +127,8 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
         }
         assert_eq!(reply(&mut a, codes[at], name), absent[at], "{name}");
     }
-    // The option EXPORT_NAME, which has no error reply, ends the connection in both cases.
+    // The option EXPORT_NAME, which has no error reply, ends the connection for an export of another tenant and for an
+    // absent export.
     for name in ["b-1", "b-9"] {
         let mut a = tenants.client("a.example");
         a.send_option(OPT_EXPORT_NAME, name.as_bytes());

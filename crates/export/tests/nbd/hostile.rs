@@ -37,7 +37,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy.
+/// How long a test waits for the server: many times the server's timeouts, because the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -376,7 +376,7 @@ fn a_client_that_has_not_chosen_an_export_changes_nothing_for_the_threads_of_ses
         assert_eq!(terms.turns.count(), 0, "it has ended");
         std::mem::take(&mut *counts.lock())
     };
-    // It sends half of its option, and leaves.
+    // The client sends half of an option, and closes the connection.
     let counted = counts(vec![opening(Mode::Simple, &[])[..12].to_vec()]);
     assert!(counted.len() >= 2 && counted.iter().all(|count| *count == 0), "{counted:?}");
     let disconnect = encode(Mode::Simple, CMD_DISC, 0, 1, 0, 0, &[]);

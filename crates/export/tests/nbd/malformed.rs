@@ -112,7 +112,8 @@ fn replies_do_not_depend_on_how_messages_are_split() {
             session(&Shelf::of(&[&disk]), script(&mut Random(seed)), step).len()
         });
         // Replies to reads may be sent in another order and be split differently, and flushes may be shared
-        // differently. The total length does not depend on this, so equal input gives equal length.
+        // differently. The total length depends neither on the order nor on the division, so equal input gives equal
+        // length.
         assert!(said.iter().all(|length| *length == said[0]), "seed {seed}: {said:?}");
     }
 }

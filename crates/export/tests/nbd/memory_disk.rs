@@ -103,7 +103,7 @@ enum Place {
     Encoded,
 }
 
-/// Offset in the file of the encoded blocks. Each has space for two blocks.
+/// Offset in the file of the encoded blocks. Each encoded block has space for two blocks.
 const ENCODED: u64 = 1 << 40;
 const ENCODED_BYTES: usize = BLOCK_SIZE + 16;
 /// Only writes below this length are stored in encoded form.

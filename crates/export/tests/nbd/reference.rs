@@ -72,7 +72,7 @@ pub enum Answer {
         length: u64,
         ids: Vec<u32>,
     },
-    /// One of these errors.
+    /// One of the contained errors.
     Errors(Vec<u32>),
 }
 

@@ -126,8 +126,8 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     while let Some(step) = stack.pop() {
         if let Step::Snapshot { index, depth, .. } = step {
             if Some(index) == current && !children[index].is_empty() {
-                // Snapshots follow the one to which the head belongs: the head continues the column, and these
-                // snapshots are branches.
+                // Snapshots are based on the snapshot to which the head belongs: the head continues the column, and
+                // these snapshots are printed as branches.
                 stack.push(Step::Head { depth });
                 for branch in children[index].iter().rev() {
                     stack.push(Step::Snapshot { index: *branch, depth: depth + 1, first_of_branch: true });

@@ -12,7 +12,7 @@ pub struct MachineUsers {
 }
 
 impl MachineUsers {
-    /// For the machines of the datastore in a folder.
+    /// The rights by the definitions of the machines in the datastore's folder.
     pub fn new(datastore: &Path) -> Self {
         Self { machines: datastore.join(vm::machines::FOLDER) }
     }
@@ -25,7 +25,7 @@ impl UserAccess for MachineUsers {
             return None;
         }
         let disks = vm::user::disks_of(&self.machines, user).unwrap_or_else(|error| {
-            tracing::error!(user, %error, "the disks that the user may open are not known, so it may open none");
+            tracing::error!(user, %error, "the disks that the user may open are not known, so the user may open none");
             BTreeSet::new()
         });
         Some(disks)

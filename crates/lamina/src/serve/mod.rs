@@ -196,7 +196,7 @@ fn let_reach(location: &Location, arguments: &ServeArguments, group: Option<u32>
     {
         tracing::warn!(
             datastore = %location, %error,
-            "the folder cannot be opened to the users of its sockets; only its owner can do that"
+            "the folder cannot be opened to the users of the sockets in it; only the folder's owner can do that"
         );
     }
 }
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn a_single_request_opens_the_datastore_with_the_defaults_of_serve() {
         let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
-            panic!("serve is serve");
+            panic!("another command than serve");
         };
         let serve = open_options(&arguments);
         assert_eq!(format!("{serve:?}"), format!("{:?}", control::OPEN_OPTIONS));

@@ -1,6 +1,6 @@
-"""What libnbd expects of a server, one check after the other, in one style and one way of connection.
+"""Checks that the server behaves as libnbd requires, with one style of replies and one kind of connection.
 
-Called with a JSON object: how to connect, which exports there are, and the server's process. Prints a line for each
+The argument is a JSON object: how to connect, the exports, and the server's process id. Prints a line for each
 check, "ok NAME" or "failed NAME: WHY". The last check kills the server.
 """
 import errno
@@ -19,15 +19,15 @@ STYLE, TLS, SIZE, DATA_END = task["style"], task["tls"], task["size"], task["dat
 STRUCTURED = STYLE != "Simple"
 LARGE = task["large_size"]
 MIB = 1 << 20
-# Of libnbd 1.16 and 1.18: options one by one, and lengths of 64 bits.
+# Features of libnbd 1.16 and 1.18: negotiating options one by one, and lengths of 64 bits.
 KNOWS_OPTIONS = hasattr(nbd.NBD, "opt_structured_reply")
 KNOWS_EXTENDED = hasattr(nbd.NBD, "set_request_extended_headers")
-# Nothing is kept from the server by the library; that a write has a payload is still said.
+# With this strict mode, libnbd sends invalid requests too, and still sets the flag for the payload of a write.
 LENIENT = getattr(nbd, "STRICT_AUTO_FLAG", 0)
 
 
 def prepare(export="vm1", contexts=(), options=False, style=STYLE):
-    """A handle that is not connected yet."""
+    """An NBD handle that is not connected yet."""
     h = nbd.NBD()
     h.set_export_name(export)
     h.set_request_structured_replies(style != "Simple")
@@ -58,7 +58,7 @@ def equal(found, expected):
 
 
 def refuses(code, call, *arguments):
-    """The call fails with one of these codes, given by name; with None, however it fails."""
+    """Checks that the call fails with one of these error names; if `code` is None, with any error."""
     try:
         call(*arguments)
     except nbd.Error as error:
@@ -82,7 +82,7 @@ def check(function):
 
 
 def when(condition):
-    """The check exists where the condition holds."""
+    """Adds the check only if the condition holds."""
     return check if condition else lambda function: function
 
 
@@ -140,7 +140,7 @@ def list_of_exports():
     names = []
     h.opt_list(lambda name, description: names.append(name))
     equal(sorted(names), task["exports"])
-    # The connection goes on with another option.
+    # The connection accepts another option afterwards.
     h.opt_go()
     equal(h.get_size(), SIZE)
 
@@ -235,7 +235,7 @@ def structured_replies_as_an_option():
     h = handle(options=True, style="Simple")
     equal(h.get_structured_replies_negotiated(), False)
     equal(h.opt_structured_reply(), True)
-    # Whether a second time is accepted is the server's choice; the connection goes on.
+    # The server may accept or refuse the option a second time. The connection stays usable in either case.
     h.opt_structured_reply()
     equal(h.get_structured_replies_negotiated(), True)
     h.opt_go()
@@ -247,7 +247,7 @@ def extended_headers_as_an_option():
     h = handle(options=True, style="Simple")
     equal(h.opt_extended_headers(), True)
     equal(h.get_extended_headers_negotiated(), True)
-    # Structured replies are part of it and cannot be asked for afterwards.
+    # Extended headers include structured replies, so this option changes nothing.
     h.opt_structured_reply()
     equal(h.get_extended_headers_negotiated(), True)
     h.opt_go()
@@ -255,7 +255,7 @@ def extended_headers_as_an_option():
 
 
 def chunks(h, length, offset, flags=0):
-    """Bytes of a read, and its chunks as (offset, length, kind) in their order on the disk."""
+    """Reads a range; returns its bytes, and the chunks of the reply as (offset, length, kind), sorted by offset."""
     seen = []
 
     def on_chunk(data, start, status, error):
@@ -269,7 +269,7 @@ def chunks(h, length, offset, flags=0):
 @check
 def reads_in_chunks():
     h = handle("vm1@before")
-    # The end of the data, and the hole behind it.
+    # The range has the end of the data, and the beginning of the hole after the data.
     start, length = DATA_END - 64 * 1024, 128 * 1024
     data, seen = chunks(h, length, start)
     equal(data, b"\x22" * (64 * 1024) + bytes(64 * 1024))
@@ -282,7 +282,7 @@ def reads_in_chunks():
     assert kinds <= {nbd.READ_DATA, nbd.READ_HOLE}, kinds
     if STRUCTURED:
         equal(seen[-1][2], nbd.READ_HOLE)
-        # Not divided if the client forbids that.
+        # With the flag DF ("don't fragment"), the reply is one chunk.
         data, seen = chunks(h, length, start, nbd.CMD_FLAG_DF)
         equal(data, b"\x22" * (64 * 1024) + bytes(64 * 1024))
         equal(len(seen), 1)
@@ -435,7 +435,7 @@ def the_largest_payload():
 
 @when(STYLE == "Extended")
 def a_write_that_does_not_say_that_it_has_a_payload():
-    # As QEMU sends it.
+    # QEMU sends writes with extended headers but without the flag for the payload.
     h = handle("large")
     h.set_strict_mode(0)
     h.pwrite(b"\x77" * 70_000, 3 * MIB + 1)
@@ -445,7 +445,7 @@ def a_write_that_does_not_say_that_it_has_a_payload():
 
 @check
 def many_requests_at_once():
-    """Writes, zeroes and trims over several connections, as many in flight as they go; then every byte."""
+    """Sends writes, zero requests and reads over several connections at the same time; then checks every byte."""
     generator = random.Random(2)
     handles = [handle("work") for _ in range(4)]
     model = bytearray(bytes(handles[0].pread(SIZE, 0)))
@@ -454,7 +454,7 @@ def many_requests_at_once():
     for _ in range(12):
         asked = []
         for number, h in enumerate(handles):
-            # Apart from each other: requests in flight have no order.
+            # The requests do not overlap, because requests in flight have no order.
             for slot in range(16):
                 space = part // 16
                 start = number * part + slot * space
@@ -473,7 +473,7 @@ def many_requests_at_once():
                 else:
                     buffer = nbd.Buffer(length)
                     asked.append((h, h.aio_pread(buffer, offset, completion=done), bytes(model[offset:offset + length]), buffer))
-        # Handles that are complete give up their cookies: the completion functions return 1.
+        # The completion functions return 1, so libnbd retires each request when it is complete.
         for h in handles:
             while h.aio_in_flight() > 0:
                 h.poll(-1)
@@ -482,7 +482,7 @@ def many_requests_at_once():
                 equal(bytes(buffer.to_bytearray()) == expected, True)
     equal(len(called), 12 * 64)
     equal(set(called), {0})
-    # A flush on one connection is one for all of them.
+    # After a flush on one connection, the other connections read the flushed data.
     handles[0].flush()
     equal(bytes(handles[3].pread(SIZE, 0)) == bytes(model), True)
 
@@ -495,7 +495,7 @@ def connections_come_and_go():
             h.pread(512, turn * 512)
             h.shutdown()
         else:
-            # Gone without a word, with a request under way.
+            # The client closes the connection without a disconnect request, while a read is under way.
             h.aio_pread(nbd.Buffer(MIB), 0)
             del h
     equal(bytes(handle().pread(1, 0)), b"\x11")

@@ -38,7 +38,7 @@ fn ask(generation: Generation, operation: Operation, mut task: serde_json::Value
     generation.run("python3", &["-c", include_str!("operations.py"), &task.to_string()]).map(drop)
 }
 
-/// A process that serves an export under another form, such as a proxy; it is killed when this value is dropped.
+/// A process that serves an export in another form, such as a proxy; it is killed when this value is dropped.
 pub struct Proxy {
     child: Child,
     _folder: tempfile::TempDir,

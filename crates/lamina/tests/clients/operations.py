@@ -1,6 +1,7 @@
-"""One operation of the matrix, by libnbd.
+"""Executes one operation of the test matrix with libnbd.
 
-Called with a JSON object: what to do, how to connect, and which bytes to expect. Ends with 0 if everything held.
+The argument is a JSON object: the operation, how to connect, and the expected bytes. The exit code is 0 if all checks
+succeed.
 """
 import json
 import os
@@ -71,7 +72,7 @@ elif operation == "block status":
     extents = []
 
     def on_extents(context, start, entries, error):
-        # Pairs in a list of numbers, or a list of pairs where lengths have 64 bits.
+        # libnbd passes a flat list of lengths and flags, or, if lengths have 64 bits, a list of pairs.
         if entries and not isinstance(entries[0], tuple):
             entries = list(zip(entries[::2], entries[1::2]))
         for run, flags in entries:
@@ -92,5 +93,5 @@ elif operation == "cache":
 else:
     sys.exit(f"no operation {operation}")
 
-# Without a request to disconnect: nothing beyond the operation itself may make it durable.
+# Exits without a disconnect request, so that only the operation itself makes its data durable.
 os._exit(0)

@@ -1,9 +1,9 @@
 //! A disk on storage that fails, with a model of each sector: the versions that may remain after unflushed writes were
 //! lost, and which of them was acknowledged last.
 //!
-//! A read fails with EIO, or returns the version acknowledged last or a version that a failed write after it left. It
-//! never returns an older version. After the disk was opened again, a read may return any of the versions; from then on
-//! it must return the same one.
+//! A read fails with EIO, or returns the version acknowledged last or the version of a later write that failed. A read
+//! never returns an older version. After the disk was opened again, the first read may return any of these versions;
+//! later reads must return the same version.
 
 #![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]

@@ -2,7 +2,7 @@
 //!
 //! 1. Every write has a unique number, so that a read of another disk's or snapshot's content is always detected.
 //! 2. For each sector the model has the numbers that a crash may leave: the last write that was made durable by FUA or
-//!    by a flush of the same disk, and all later writes. The number found after a crash is then the durable one.
+//!    by a flush of the same disk, and all later writes. After a crash, the number that is found counts as durable.
 //! 3. A snapshot has the content of its disk when it was taken, a clone the content of its snapshot.
 //! 4. A command that the kill interrupted has taken effect completely or not at all. All other disks and snapshots
 //!    exist.
@@ -110,8 +110,8 @@ impl Content {
         runs
     }
 
-    /// Reads an export and checks each sector against the allowed versions; the version found is then the durable one.
-    /// Returns the number of sectors that were newer than the durable version.
+    /// Reads an export and checks each sector against the allowed versions; from then on, the version that is found
+    /// counts as durable. Returns the number of sectors that were newer than the durable version.
     fn verify(&mut self, store: &Store, export: &str, family: u64, capacity: u64) -> u64 {
         let mut client = Client::connect(&store.socket(), export).unwrap();
         assert_eq!(client.size, capacity, "{export}");

@@ -1,6 +1,6 @@
 //! Storage that fails on request, for file systems that a test mounts: a loop device on a file of nbdfuse, whose NBD
 //! server is in this module. The server runs in the outer process of the test, and continues if the inner process
-//! fails, so that the mounts can be removed. The inner process controls it over a socket.
+//! fails, so that the mounts can be removed. The inner process controls the server over a socket.
 //!
 //! nbdkit's error filter is not used, because it can fail neither flushes nor the nth request. A request that fails has
 //! no effect. Acknowledged data is kept until the power is cut: then each unit of 4 KiB written since the last flush is
@@ -225,9 +225,9 @@ impl Inside {
     }
 }
 
-/// Carries out commands of the inner process. A command either sets failures or switches the power. To set failures, it
-/// names a kind of request, the number of requests that succeed first, and the number of requests that fail after them;
-/// the reply is the number of failures since the last command.
+/// Carries out commands of the inner process. A command either sets failures or switches the power. To set failures,
+/// the command names a kind of request, the number of requests that succeed first, and the number of requests that fail
+/// after them; the reply is the number of failures since the last command.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;

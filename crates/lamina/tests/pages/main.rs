@@ -22,9 +22,9 @@ use page::{Block, Page};
 use shell::Shell;
 use std::path::{Path, PathBuf};
 
-/// The page with a guest that only it needs.
+/// The only page that needs the Debian guest.
 const DEBIAN: &str = "docs/manual/cloud-machines.md";
-/// Most blocks of all pages that are not run. Increase it only with a good reason.
+/// Most blocks of all pages that are not run. Increase this number only with a good reason.
 const NOT_RUN_MAX: usize = 24;
 
 fn root() -> PathBuf {

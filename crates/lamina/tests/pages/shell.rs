@@ -124,7 +124,7 @@ impl Shell {
         }
     }
 
-    /// The folder of the test as the shell sees it: under its own name, or, once it is mounted there, as `/mnt`.
+    /// The path of the test's folder in the shell: its path on the host, or `/mnt` once the folder is mounted there.
     fn folder(&self) -> &'static str {
         "${FOLDER:-$SCRATCH}"
     }
@@ -144,7 +144,8 @@ fn collected(mut reader: PipeReader) -> Receiver<Vec<u8>> {
 }
 
 impl Drop for Shell {
-    /// The shell is the first process of its process namespace, so the kernel ends all others with it.
+    /// The shell is the first process of its process namespace, so the kernel ends all other processes of the namespace
+    /// with the shell.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -89,7 +89,7 @@ impl Receiver {
         attachments: Arc<dyn Attachments>,
     ) -> Result<Self> {
         if !config.clients.is_empty() && config.tls.client_authorities.is_none() {
-            let text = "clients can only be told apart by certificates: name the authorities that sign them \
+            let text = "clients can only be distinguished by certificates: name the authorities that sign them \
                         (--tls-client-ca)";
             return Err(Error::new(ErrorKind::Invalid, text));
         }

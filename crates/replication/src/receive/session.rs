@@ -54,7 +54,7 @@ impl Session {
         self.failed.lock().get_or_insert_with(|| Message::failure(error));
     }
 
-    /// Cuts all connections of the session. Their threads detect that by themselves.
+    /// Cuts all connections of the session. The threads of these connections detect the cut by themselves.
     fn cut(&self) {
         let streams = self.streams.lock();
         for socket in streams.iter().flatten().chain(&self.control) {

@@ -14,7 +14,7 @@ pub struct DiskPlan {
     pub left_bytes: u64,
     /// Number of all segments with data, including those received before.
     pub segments: u64,
-    /// Bytes of data in all these segments.
+    /// Bytes of data in all segments.
     pub bytes: u64,
 }
 

@@ -35,7 +35,7 @@ const FAIR_SECONDS: f64 = 5.0;
 /// Least rate of the slowest connection, relative to the fastest one.
 const FAIRNESS_MIN: f64 = 0.8;
 
-/// Whether all connections use one disk, or each its own.
+/// Whether all connections use one disk, or each connection uses a disk of its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
     OneDisk,

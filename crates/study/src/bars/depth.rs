@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 /// Name of the measured property in the report.
 const PROPERTY: &str = "snapshot depth";
 
-/// Least share of the rate at depth 0.
+/// Least rate, as a share of the rate at depth 0.
 const SHARE_MIN: f64 = 0.97;
 /// Divisor of the planned disk size, because many disks exist at once.
 const DISK_PART: u64 = 4;

@@ -91,7 +91,7 @@ fn disk(state: &str, side: usize) -> String {
     format!("{state}-{}", SIDES[side].0)
 }
 
-/// Creates a disk: a flat one, or an empty delta based on an empty flat one.
+/// Creates a disk: a flat one, or an empty delta based on an empty flat disk.
 fn create(datastore: &Datastore, name: &str, side: usize, size: u64) -> Result<()> {
     let delta = SIDES[side].1;
     datastore.create_vmdk(name, size, "thin", delta)?;
@@ -140,7 +140,7 @@ fn by_side(found: &Value) -> [Vec<f64>; 3] {
     SIDES.map(|(word, _)| found[word].as_array().into_iter().flatten().filter_map(Value::as_f64).collect())
 }
 
-/// Measures these cells for each side.
+/// Measures the given cells for each side.
 fn run(setting: &Setting, cells: &[&Cell]) -> Result<Vec<Value>> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "grains")?;

@@ -42,7 +42,7 @@ impl Versions {
         Ok(versions)
     }
 
-    /// Writes these ranges of blocks again.
+    /// Writes the given ranges of blocks again.
     pub(super) fn rewrite(&mut self, endpoint: &Endpoint, runs: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let versions = &mut self.0;

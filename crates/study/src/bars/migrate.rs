@@ -25,7 +25,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         say(&format!("filling a thick disk, to be moved to {target}"));
         let versions = Versions::fill(&datastore.endpoint(disk), plan.disk_size)?;
         setting.scratch.rest(datastore.path())?;
-        say(&format!("moving it to {target} under load"));
+        say(&format!("moving the thick disk to {target} under load"));
         let what = format!("thick to {target}");
         let verb = ["disk", "migrate", disk, "--format", target];
         let work = Work { datastore: &datastore, verb: &verb, what: &what, bytes: plan.disk_size };

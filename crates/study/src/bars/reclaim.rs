@@ -55,7 +55,7 @@ type Part = fn(&Setting, &Datastore, u64, &mut Outcome) -> Result<Value>;
 const DISK: &str = "disk";
 const OTHER: &str = "other";
 
-/// Discards pieces of `bytes` bytes at these indices, and flushes.
+/// Discards pieces of `bytes` bytes at the given indices, and flushes.
 fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) -> Result<u64> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let requests = indices.map(|i| Request::Trim { offset: i * bytes, length: bytes as u32 });
@@ -145,7 +145,7 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
         Finding::at_most(PROPERTY, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
         Finding::note(
             PROPERTY,
-            "overwritten ten times: space with that of the empty datastore",
+            "overwritten ten times: space including the empty datastore's",
             ratio(after as f64, live),
             "",
         ),

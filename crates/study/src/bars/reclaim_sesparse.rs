@@ -39,7 +39,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     say("filling the disk");
     fill(&endpoint, plan.disk_size)?;
 
-    say("discarding half of it");
+    say("discarding half of the disk");
     // The load writes the first eighth of the disk. Runs of the remaining part are discarded until half of the disk is
     // discarded.
     let busy = plan.disk_size / 8;

@@ -2,7 +2,7 @@
 //! server's datastore. Then the disk is sent again, after a part of it has changed.
 //!
 //! Both commands return when the new disk is durable, read a source that is in the page cache, and write to the same
-//! file system. In a transfer two servers share the processors; in a local clone one server has them alone.
+//! file system. In a transfer two servers share the processors; in a local clone one server has the processors alone.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Keys, OverTcp, Serving};

@@ -6,9 +6,9 @@
 //! control socket, because on a busy machine the start of a process takes longer than a snapshot is allowed to take.
 //!
 //! For deletion, the disk has two halves. The load writes only the first half, in which no block is shared with a
-//! snapshot, so that it allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB
-//! between snapshots. So the exact number of bytes is known that only one snapshot references, and that its deletion
-//! must return.
+//! snapshot, so that the load allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB
+//! between snapshots. So the study knows exactly how many bytes only one snapshot references: the deletion of the
+//! snapshot must return them.
 //!
 //! Only the space of data blocks is compared, and only without load: before the load and after it. While clients write,
 //! the engine keeps up to 32 MiB of free blocks for these writes, overwritten blocks become free with a later commit,
@@ -105,8 +105,8 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
         note("taking a snapshot, median", median(&times)),
         Finding::at_most(PROPERTY, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
         note("taking a snapshot by a command, median", median(&commands)),
-        note("worst request in windows without one", noise),
-        note("worst request in flight during one", delayed),
+        note("worst request in windows without a snapshot", noise),
+        note("worst request in flight during a snapshot", delayed),
         Finding::at_most(
             PROPERTY,
             "worst delay by a snapshot (difference)",
@@ -203,13 +203,13 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
             Finding::at_least(PROPERTY, format!("deleting {what}: space returned of held"), returned, RETURNED_MIN, ""),
             Finding::note(
                 PROPERTY,
-                format!("deleting {what}: time until all but what writers need was returned"),
+                format!("deleting {what}: time until all space except the writers' was returned"),
                 time.as_secs_f64() * 1e3,
                 "ms",
             ),
             Finding::note(
                 PROPERTY,
-                format!("deleting {what}: time until the rest was, after the load"),
+                format!("deleting {what}: time until the rest was returned, after the load"),
                 rest.as_secs_f64() * 1e3,
                 "ms",
             ),

@@ -1,4 +1,4 @@
-//! The same writes to an empty thin disk and to a full one.
+//! The same writes to an empty thin disk and to a full disk.
 //!
 //! The number of bytes is fixed, not the time. No block is written twice, and the final flush is counted. So the writes
 //! to both disks are the same, and all writes to the empty disk are first writes. Each run uses a new empty disk.
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 /// Name of the measured property in the report.
 const PROPERTY: &str = "first writes";
 
-/// Least rate, relative to that of the full disk.
+/// Least rate, relative to the rate of the full disk.
 const SHARE_MIN: f64 = 0.95;
 
 /// The loads, and the divisor of the disk's size for the bytes to write.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// Name of the measured property in the report.
 const PROPERTY: &str = "full machine clones";
 
-/// Least speed of a clone, relative to that of cp.
+/// Least speed of a clone, relative to the speed of cp.
 const COPY_SHARE_MIN: f64 = 0.9;
 const PARENT: &str = "parent";
 const CLONE: &str = "clone";

@@ -10,8 +10,8 @@
 //!          out
 //! ```
 //!
-//! The guests are built by `scripts/guest`, in a folder next to that of the program. The times of clones are those that
-//! lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
+//! The guests are built by `scripts/guest`, in a folder next to the program's folder. The times of clones are those
+//! that lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
 //! commands, including the change of identity inside the guests.
 
 use super::{Setting, no_cell, say};
@@ -60,7 +60,7 @@ const STUDY_PER_HOUR: [f64; 2] = [700.0, 1400.0];
 
 /// A part of the measurement. It adds findings and returns raw samples.
 type Measure = fn(&Setting, &Room<'_>, &mut Outcome) -> Result<Value>;
-/// The parts by their names.
+/// The parts of the measurement, by name.
 const PARTS: [(&str, Measure); 3] = [("frozen", frozen), ("running", running), ("speed", speed)];
 
 /// Machines on a served datastore. Dropping this value stops all of them.
@@ -345,13 +345,13 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     outcome.findings.extend([
         Finding::at_least(
             PARENT_SPEED,
-            "a cloned guest's speed of writes, against one left alone",
+            "a cloned guest's speed of writes, against a guest without clones",
             ratio(together(&before), together(&after)),
             SPEED_MIN,
             "",
         ),
         Finding::note(PARENT_SPEED, "a cloned guest's speed of writes, against before", kept(0), ""),
-        Finding::note(PARENT_SPEED, "speed of writes of the one left alone, against before", kept(1), ""),
+        Finding::note(PARENT_SPEED, "speed of writes of the guest without clones, against before", kept(1), ""),
     ]);
     room.delete(&["child".into(), "cloned".into(), "alone".into()])?;
     Ok(json!({ "before_s": before, "after_s": after }))

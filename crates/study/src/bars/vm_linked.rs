@@ -18,7 +18,7 @@ const PROPERTY: &str = "linked machine clones";
 
 /// Clones of one command.
 const CLONES: u32 = 100;
-/// Limit of the time for all these clones.
+/// Limit of the time for all clones of one command.
 const SECONDS_MAX: f64 = 1.0;
 /// Most time with the slowest disk size, relative to the fastest one.
 const RATIO_MAX: f64 = 1.5;

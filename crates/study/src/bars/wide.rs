@@ -57,7 +57,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let (_, writing) = server.service.resident()?;
     server.service.stop()?;
 
-    say("opening it cold");
+    say("opening the datastore cold");
     let mut opened = Vec::new();
     for run in 0..plan.runs {
         setting.scratch.settle()?;

@@ -1,6 +1,7 @@
 //! Instant clones: one memory image for all clones, one request for their disks, then a process for each clone.
 //!
-//! A clone exists once its guest has its own identity. An error before that removes the clone with its process.
+//! A clone exists once its guest has its own identity. After an error before that, the clone and its process are
+//! removed.
 
 use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::definition::{CloneKind, Definition};
@@ -27,8 +28,8 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
-            "an instant clone has the present state of its parent, not that of snapshot '{snapshot}': revert to it and \
-             freeze, or make linked clones of it"
+            "an instant clone has the present state of its parent, not the state of snapshot '{snapshot}': revert to \
+             the snapshot and freeze the machine, or make linked clones of the snapshot"
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }

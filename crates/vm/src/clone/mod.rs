@@ -44,7 +44,8 @@ use work::{Progress, Unreported};
 pub enum Inside {
     /// The guest's agent changes the identity; without an agent, the clone is kept with its network disconnected.
     IfAgent,
-    /// The guest's agent changes the identity; without an agent, an instant clone is not made, and another is stopped.
+    /// The guest's agent changes the identity; without an agent, an instant clone is not made, and a clone of another
+    /// kind is stopped.
     Required,
     /// The guest keeps the parent's identity.
     Kept,
@@ -72,7 +73,7 @@ pub struct Options {
 pub struct Made {
     /// The clone's name.
     pub name: String,
-    /// Time from the beginning of the operation until the clone's guest executed, if it runs.
+    /// Time from the beginning of the operation until the clone's guest executed, if the clone runs.
     pub running: Option<Duration>,
     /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,

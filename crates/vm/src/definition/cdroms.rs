@@ -85,7 +85,7 @@ impl Definition {
         self.cdroms.iter_mut().for_each(|cdrom| cdrom.file = None);
     }
 
-    /// The devices that the firmware tries, in their order. A kernel without a boot loader needs none.
+    /// The devices that the firmware tries, in their order; none if QEMU starts a kernel itself.
     pub fn boot_devices(&self) -> &[BootDevice] {
         match (&self.boot, self.boot_order.as_slice()) {
             (Some(_), _) => &[],

@@ -30,7 +30,7 @@ impl Definition {
         }
     }
 
-    /// Why the running guest's state cannot be saved; `None` if it can.
+    /// Why the running guest's state cannot be saved; `None` if the state can be saved.
     pub fn unsavable(&self) -> Option<&'static str> {
         if self.platform.firmware == Firmware::Uefi {
             return Some("the variables of UEFI are not part of saved states");
@@ -39,7 +39,7 @@ impl Definition {
             return Some("QEMU cannot save the state of NVMe controllers");
         }
         let alone = self.networks.iter().any(|card| matches!(card.link, Link::Tap(_) | Link::Forward(_)));
-        alone.then_some("two processes cannot have its tap device or its forwarded ports, which the continuation needs")
+        alone.then_some("a second process, which continues the guest, cannot have its tap device or forwarded ports")
     }
 
     /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing, instant clones.
@@ -154,8 +154,8 @@ impl Definition {
     }
 }
 
-/// Checks the form of a model of CPUs: QEMU's name, and features that commas separate. QEMU checks at the start whether
-/// it knows them.
+/// Checks the form of a model of CPUs: QEMU's name, and features that commas separate. QEMU checks at its start whether
+/// it supports the model and the features.
 fn check_cpu_model(model: &str) -> Result<()> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.+=,:".contains(&byte);
     let named = model.starts_with(|first: char| first.is_ascii_alphanumeric()) && model != "help";

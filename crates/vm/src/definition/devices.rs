@@ -1,7 +1,7 @@
 //! Adding disks and network cards to a definition.
 //!
-//! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the
-//!    guest has a driver for it.
+//! 1. A disk that is added gets the kind of controller of the machine's first disk, and a card gets the model of the
+//!    first card, because the guest has a driver for that kind or model.
 //! 2. A device that is added while the machine runs is placed where the process accepts new devices: in a port, or on
 //!    an existing controller that accepts disks at run time.
 //! 3. A controller on the root bus cannot be removed from the process. The definition names a controller only by its
@@ -132,8 +132,8 @@ impl Definition {
         Ok(())
     }
 
-    /// Adds a disk to a machine that runs: on a controller that accepts it at run time, otherwise as a virtio disk in
-    /// the lowest free port.
+    /// Adds a disk to a machine that runs: on a controller that accepts disks at run time, otherwise as a virtio disk
+    /// in the lowest free port.
     pub fn plug_disk(&mut self, name: &str) -> Result<()> {
         let bus = self.usual_bus();
         let on_controller = bus.takes_disks().then(|| self.free_unit(bus)).flatten();

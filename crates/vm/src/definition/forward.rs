@@ -25,7 +25,7 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// In QEMU's syntax.
+    /// The forwarded port in the syntax of QEMU's option `hostfwd`.
     pub fn rule(&self) -> String {
         let protocol = if self.udp { "udp" } else { "tcp" };
         format!("{protocol}:{}:{}-:{}", self.address, self.port, self.guest_port)

@@ -73,7 +73,7 @@ pub enum Display {
     /// No card: the console is the serial port.
     #[default]
     None,
-    /// A VGA card. Some boot loaders and Windows do not start without one.
+    /// A VGA card. Some boot loaders and Windows do not start without a VGA card.
     Vga,
 }
 

@@ -1,9 +1,9 @@
-//! Memory sizes in the file, such as `256M`.
+//! Memory sizes in the definition file, such as `256M`.
 
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// A size that may be missing.
+/// Encoding of a memory size that may be missing.
 pub mod optional {
     use serde::{Deserializer, Serializer};
 

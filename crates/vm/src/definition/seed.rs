@@ -4,8 +4,8 @@ use super::{Chipset, Definition, PORTS_MAX, check_name};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-/// Longest user data, in bytes. They are in the definition, which has at most [`super::TEXT_MAX`] bytes, and a byte has
-/// up to six there.
+/// Longest user data, in bytes. The definition contains the user data, where one byte takes up to six bytes, and has at
+/// most [`super::TEXT_MAX`] bytes.
 pub const USER_DATA_MAX: usize = 128 << 10;
 /// Most SSH keys.
 pub const KEYS_MAX: usize = 64;
@@ -16,7 +16,8 @@ const HOSTNAME_MAX: usize = 253;
 /// How user data begin, in the forms that cloud-init recognises.
 const BEGINNINGS: [&str; 4] = ["#", "Content-Type:", "MIME-Version:", "From "];
 
-/// The seed of cloud-init. Its instance is the machine's UUID, so every clone is another instance.
+/// The configuration of cloud-init. The machine's UUID is the instance id, so cloud-init treats every clone as a new
+/// instance.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seed {
@@ -60,11 +61,11 @@ impl Seed {
             return invalid(format!("'{}' is no public key of SSH on one line", begin.escape_debug()));
         }
         if self.ssh_keys.len() > KEYS_MAX {
-            return invalid(format!("{} SSH keys, at most {KEYS_MAX} work", self.ssh_keys.len()));
+            return invalid(format!("{} SSH keys are too many, at most {KEYS_MAX} are allowed", self.ssh_keys.len()));
         }
         let Some(data) = &self.user_data else { return Ok(()) };
         if data.len() > USER_DATA_MAX {
-            return invalid(format!("user data have {} bytes, at most {USER_DATA_MAX} work", data.len()));
+            return invalid(format!("user data have {} bytes, at most {USER_DATA_MAX} are allowed", data.len()));
         }
         match BEGINNINGS.iter().any(|begin| data.starts_with(begin)) {
             true => Ok(()),

@@ -68,7 +68,7 @@ impl FromStr for Vnc {
         };
         let address = address.ok_or_else(|| invalid("use 'unix', or an address and a port such as 127.0.0.1:5901"))?;
         if address.port() < FIRST_PORT {
-            return Err(invalid("QEMU has ports from 5900 on"));
+            return Err(invalid("the lowest port that QEMU supports is 5900"));
         }
         Ok(Self::Tcp(address))
     }

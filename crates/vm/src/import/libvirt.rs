@@ -1,7 +1,7 @@
 //! Domains of libvirt, in the XML that `virsh dumpxml` prints.
 //!
-//! libvirt names disks by absolute paths, usually in another folder than that of the XML. The user has to permit that
-//! folder with `--allow-folder`, because the XML may come from another host.
+//! libvirt names disks by absolute paths, usually in another folder than the XML. The user has to permit that folder
+//! with `--allow-folder`, because the XML may come from another host.
 
 use super::paths::Permitted;
 use super::xml_source::XmlSource;
@@ -16,7 +16,7 @@ use std::path::Path;
 const LEFT_OUT: [(&str, &str); 12] = [
     ("hostdev", "devices of the host cannot be passed to machines"),
     ("filesystem", "folders of the host cannot be shared with machines"),
-    ("tpm", "machines have no TPM. What is sealed with it cannot be opened"),
+    ("tpm", "machines have no TPM. Data that is sealed with a TPM cannot be opened"),
     ("sound", "machines have no sound card"),
     ("parallel", "machines have no parallel ports"),
     ("smartcard", "machines have no smart cards"),
@@ -118,7 +118,7 @@ impl Reader<'_> {
         machine.platform.clock = match domain.child("clock").and_then(|it| it.attribute("offset")) {
             Some("localtime") => Clock::Local,
             Some("timezone" | "variable" | "absolute") => {
-                machine.note("clock", Effect::Changed, "its offset is not kept; it shows universal time");
+                machine.note("clock", Effect::Changed, "the offset is not kept; the clock shows UTC");
                 Clock::Utc
             }
             _ => Clock::Utc,
@@ -134,7 +134,7 @@ impl Reader<'_> {
             return Ok(());
         }
         if nvram.attribute("format").is_some_and(|format| format != "raw") {
-            let reason = "its variables are not in a raw file; the machine gets new ones";
+            let reason = "the UEFI variables are not in a raw file; the machine gets new variables";
             machine.note(format!("nvram '{name}'"), Effect::Changed, reason);
             return Ok(());
         }
@@ -242,8 +242,8 @@ impl Reader<'_> {
             "block" => ("dev", place("dev")),
             other => {
                 let text = format!(
-                    "disk '{label}' is of the type '{}', which cannot be read: copy it into a file, and name that in \
-                     the XML",
+                    "disk '{label}' is of the type '{}', which cannot be read: copy the disk into a file, and name \
+                     the file in the XML",
                     other.escape_debug()
                 );
                 return Err(self.source.wrong(disk, text));
@@ -301,15 +301,15 @@ fn processors(machine: &mut Foreign, domain: &Element) {
         });
         let model: String = std::iter::once(model.to_owned()).chain(features).collect();
         let reason = format!(
-            "the guest has all features of this host's CPU; 'lamina vm edit --cpu-model {}' restricts it to those of the \
-             source",
+            "the guest has all features of this host's CPU; 'lamina vm edit --cpu-model {}' restricts the guest to the \
+             features of the source's CPU",
             model.escape_debug()
         );
         machine.note("cpu", Effect::Changed, reason);
     }
     if domain.at(&["features", "hyperv"]).is_some() {
         let reason = "Windows runs slower without these interfaces; 'lamina vm edit --cpu-model \
-                      max,hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time' adds the usual ones";
+                      max,hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time' adds the usual interfaces";
         machine.note("hyperv", Effect::LeftOut, reason);
     }
 }

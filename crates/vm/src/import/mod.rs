@@ -317,16 +317,16 @@ pub struct Options {
     pub permitted: Vec<PathBuf>,
     /// The network to which all cards are connected.
     pub link: Link,
-    /// The kind of controller for all disks; `None` for those of the source.
+    /// The kind of controller for all disks; `None` to keep the source's controllers.
     pub bus: Option<Bus>,
-    /// The model of all cards; `None` for those of the source. Also the model of the card when a disk image alone is
-    /// imported.
+    /// The model of all cards; `None` to keep the source's models. Also the model of the card when a disk image alone
+    /// is imported.
     pub card: Option<Card>,
-    /// The firmware; `None` for that of the source.
+    /// The firmware; `None` to keep the source's firmware.
     pub firmware: Option<Firmware>,
-    /// Number of virtual processors; `None` for that of the source.
+    /// Number of virtual processors; `None` to keep the source's number.
     pub cpus: Option<u32>,
-    /// Memory in bytes; `None` for that of the source.
+    /// Memory in bytes; `None` to keep the source's memory size.
     pub memory: Option<u64>,
 }
 

@@ -129,7 +129,7 @@ fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Opt
     }
     let reason = format!(
         "UEFI has no driver for {0} in most distributions; a SATA controller takes its place, which needs the driver \
-         ahci in the guest. --bus {0} keeps it, for a build of UEFI that has the driver",
+         ahci in the guest. --bus {0} keeps {0}, for a build of UEFI that has the driver",
         controller.bus.name()
     );
     let label = controller.label.clone();
@@ -170,7 +170,7 @@ impl Places {
         };
         let Some(slot) = slot else {
             let text = format!(
-                "its disks need more than {} controllers; --bus virtio-scsi puts them on one",
+                "its disks need more than {} controllers; --bus virtio-scsi puts the disks on one controller",
                 DISK_SLOTS.len()
             );
             return Err(Error::new(ErrorKind::Unsupported, text));

@@ -24,7 +24,7 @@ use work::Progress;
 pub struct How {
     /// Whether to import live: the disks are read from the images until the server has copied the images.
     pub live: bool,
-    /// Folders, besides that of an image, that contain files to which the image may refer.
+    /// Folders, besides an image's own folder, that contain files to which the image may refer.
     pub permitted: Vec<PathBuf>,
     /// Limit of copied bytes per second; 0 for none.
     pub rate: u64,

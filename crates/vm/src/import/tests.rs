@@ -109,7 +109,7 @@ fn refused_configurations_are_named_with_the_line() {
         let error = parse(Format::Vmx, text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
     }
-    // QEMU needs more memory than this, so the plan refuses the machine, with the name of the file.
+    // QEMU needs more than 8 MiB of memory, so the plan refuses the machine; the error names the file.
     let machine = parse(Format::Vmx, format!("{VMX}memSize = \"8\"\n").as_bytes()).unwrap().remove(0);
     let error = plan(machine, &options()).unwrap_err().to_string();
     assert!(error.contains("'description'") && error.contains("16 MiB"), "{error}");
@@ -174,7 +174,7 @@ fn what_libvirt_writes() {
     for words in [
         "sda: it is a CD drive ('/x.iso'); 'lamina vm edit --cdrom FILE' adds one",
         "fda: machines have no floppy drives",
-        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts it to those of the source",
+        "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts the guest to the features of the source's CPU",
         "hyperv: Windows runs slower without",
     ] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));

@@ -1,8 +1,8 @@
 //! Machines of VirtualBox, in the settings file `.vbox` in their folder.
 //!
 //! The file registers the media of the machine, and its controllers name media by UUID. A disk of a machine with
-//! snapshots is a difference to another one. VirtualBox writes no name of the parent into it, and formats of its own
-//! cannot be read, so such disks are refused with the command of VirtualBox that converts them.
+//! snapshots is a difference to a parent disk, which the disk's file does not name. Such disks, and disks in
+//! VirtualBox's own formats, are refused; the error has the command of VirtualBox that converts the disk.
 
 use super::ovf::mac;
 use super::paths::Permitted;
@@ -49,7 +49,8 @@ impl Reader<'_> {
         let kind = |name: &str| hardware.child(name).and_then(|it| it.attribute("type"));
         let owner = if hardware.attribute("uuid").is_some() { hardware } else { settings };
         let uuid = self.uuid(owner, "uuid")?;
-        // Guests of machines that older versions made see the first fields of the UUID in the other order of bytes.
+        // In guests of machines that older versions of VirtualBox created, the bytes of the first fields of the UUID
+        // are reversed.
         let plain = hardware.child("SmbiosUuidLittleEndian").and_then(|it| it.attribute("enabled")) == Some("true");
         machine.uuid = Some(if plain { uuid } else { Uuid::from_bytes(uuid.to_bytes_le()) });
         machine.cpus = match hardware.child("CPU").filter(|cpu| cpu.attribute("count").is_some()) {
@@ -84,7 +85,7 @@ impl Reader<'_> {
         }
         for (name, reason) in [
             ("AudioAdapter", "machines have no sound card"),
-            ("TrustedPlatformModule", "machines have no TPM. What is sealed with it cannot be opened"),
+            ("TrustedPlatformModule", "machines have no TPM. Data that is sealed with a TPM cannot be opened"),
         ] {
             let enabled = |it: &Element| {
                 it.attribute("enabled") == Some("true")
@@ -160,7 +161,7 @@ impl Reader<'_> {
         let format = match kind.to_ascii_uppercase().as_str() {
             _ if is_difference => {
                 let text = format!(
-                    "disk '{0}' is a difference of a snapshot, and its parent is known to VirtualBox only: make a whole \
+                    "disk '{0}' is a difference of a snapshot, and only VirtualBox can find its parent: make a whole \
                      disk with 'VBoxManage clonemedium disk \"{0}\" NEW.vmdk --format VMDK', or delete the snapshots",
                     name.escape_debug()
                 );
@@ -187,7 +188,7 @@ impl Reader<'_> {
             let label = format!("adapter {}", adapter.attribute("slot").unwrap_or("?"));
             let model = models::card(machine, &label, adapter.attribute("type").unwrap_or("Am79C973"));
             let digits = adapter.attribute("MACAddress").unwrap_or_default();
-            // Beside the network in use, the file keeps those that were configured before.
+            // Besides the network in use, the file contains the networks that were configured before.
             let network = adapter.children.iter().find(|child| child.name != "DisabledModes");
             let network = network.map_or(String::new(), |it| match it.attribute("name") {
                 Some(name) => format!("{} {name}", it.name),
@@ -200,7 +201,7 @@ impl Reader<'_> {
     }
 }
 
-/// The registered disk with a UUID, and whether it is a difference to another one.
+/// The registered disk with a UUID, and whether the disk is a difference to another disk.
 fn registered(disks: &Element, uuid: Uuid, depth: usize) -> Option<(&Element, bool)> {
     disks.all("HardDisk").find_map(|disk| {
         let same = disk.attribute("uuid").and_then(|text| text.parse().ok()) == Some(uuid);

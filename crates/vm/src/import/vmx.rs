@@ -1,6 +1,6 @@
 //! Machines of ESXi, Workstation and Fusion: the configuration (`NAME.vmx`), and the list of snapshots (`NAME.vmsd`).
 //!
-//! VMware documents only some keys. The others were found in files that VMware's programs write.
+//! VMware documents only some keys. The other keys were found in files that VMware's programs write.
 
 use super::dictionary::Dictionary;
 use super::paths::Permitted;
@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 use uuid::Uuid;
 
-/// Memory of a machine whose configuration does not name it, in MiB.
+/// Memory, in MiB, of a machine whose configuration does not name the size.
 const MEMORY_DEFAULT: u64 = 32;
 /// The first virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS 2.7).
 const LITTLE_ENDIAN_SINCE: u64 = 13;
@@ -54,7 +54,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
             "the machine may be running in VMware, and a copy of a running machine is not consistent: shut it down";
         machine.note(format!("'{}'", lock.display()), Effect::Changed, reason);
     }
-    // The list of snapshots, which is optional.
+    // The list of snapshots is optional.
     if let Some(name) = path.with_extension("vmsd").file_name().and_then(|name| name.to_str())
         && path.with_extension("vmsd").exists()
     {
@@ -116,7 +116,7 @@ fn platform(machine: &mut Foreign, file: &Dictionary, windows: bool) -> Result<(
         machine.note(format!("nvram '{nvram}'"), Effect::Changed, format!("{OTHER_FORM}: {then}"));
     }
     if file.get("checkpoint.vmState").is_some() {
-        let reason = "the machine is suspended; here it boots, and finds its disks as after a power cut";
+        let reason = "the machine is suspended in VMware; in lamina it boots, and finds its disks as after a power cut";
         machine.note("checkpoint.vmState", Effect::LeftOut, reason);
     }
     Ok(())
@@ -202,11 +202,11 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
             machine.note(
                 device,
                 Effect::Changed,
-                "VMware discards the writes to this disk at power-off; here they stay",
+                "VMware discards the writes to this disk at power-off; in lamina they stay",
             );
         }
         Some("independent-persistent") => {
-            machine.note(device, Effect::Changed, "the disk is not part of VMware's snapshots; here snapshots have it");
+            machine.note(device, Effect::Changed, "VMware's snapshots do not include the disk; lamina's do");
         }
         _ => {}
     }
@@ -276,7 +276,7 @@ fn others(machine: &mut Foreign, file: &Dictionary) {
         ("vmci0.present", "only VMware has this device"),
         (
             "vtpm.present",
-            "machines have no TPM. What is sealed with it cannot be opened: have the recovery key of BitLocker ready",
+            "machines have no TPM. Data that is sealed with a TPM cannot be opened: have BitLocker's key ready",
         ),
         ("vhv.enable", "nested virtualization depends on the host"),
     ];

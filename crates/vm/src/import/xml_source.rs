@@ -1,4 +1,4 @@
-//! A description in XML: errors about it name its file and the line of an element.
+//! A description in XML: errors about the description name its file and the line of an element.
 
 use super::paths::Permitted;
 use error::{Error, ErrorKind, Result};

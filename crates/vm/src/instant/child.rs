@@ -16,8 +16,8 @@ pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     parent.for_clone(name, Origin { machine: parent.name.clone(), snapshot: None, way: CloneKind::Instant })
 }
 
-/// Starts a process with the state of the image. Its guest is paused, and its network cards are disconnected. Its user
-/// networks are those of passt only if `passt` permits that.
+/// Starts a process with the state of the image. The guest is paused, and its network cards are disconnected. If
+/// `passt` is true, passt may serve the user networks of the guest.
 pub fn set_up(
     change: &Change,
     machines: &Machines,
@@ -39,7 +39,7 @@ fn load(successor: &mut Successor, image: &Image, features: &Features) -> Result
     state::prepare(&mut successor.monitor, features)?;
     state::load(&mut successor.monitor, features, &image.state())?;
     for network in &image.record.machine.networks {
-        // Until the guest's identity is changed, it has the parent's MAC address.
+        // Until the guest's identity is changed, the guest has the parent's MAC address.
         successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": false }))?;
     }
     Ok(())

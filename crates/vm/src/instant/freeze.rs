@@ -59,8 +59,8 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     machine.definition()?.check_savable()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    // The agent is queried before the guest is paused, because a paused guest cannot answer. The commands that make
-    // clones wait for agents only if the source's agent answers.
+    // The agent is queried before the guest is paused, because a paused guest cannot answer. A command that makes
+    // clones waits for the clones' agents only if the source's agent answers.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,
@@ -154,7 +154,7 @@ fn take(
 }
 
 /// Takes the snapshots of the image's disks and the snapshots `also`, while `save` runs in parallel. The guest is
-/// paused, so both record the same state. Returns the duration of each.
+/// paused, so the snapshots and `save` record the same state. Returns the duration of the snapshots, and of `save`.
 pub(super) fn at_once(
     disks: &dyn Disks,
     image: &Image,

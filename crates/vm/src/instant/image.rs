@@ -50,8 +50,8 @@ pub struct Record {
     /// Whether an agent answered in the guest; `None` if the agent was not queried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
-    /// Whether the image can be continued with the user networks of passt. Otherwise it contains the state of QEMU's
-    /// own user network.
+    /// Whether the image can be continued with the user networks of passt. Otherwise the image contains the state of
+    /// QEMU's own user network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub passt: bool,
     /// Path of the guest's memory file.
@@ -141,7 +141,7 @@ impl Images {
     fn make_memory_folder(&self) -> Result<()> {
         let memory = &self.memory;
         if !self.has_memory_folder()? {
-            // The folder does not get the owner of the folder that contains it, who must not read the guest memory.
+            // The folder does not get the owner of its parent folder, who must not read the guest memory.
             match private::create_folder_of_caller(memory) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(Error::io(format!("making '{}'", memory.display()), e));

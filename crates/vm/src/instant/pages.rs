@@ -1,8 +1,8 @@
 //! Pages that a process has changed in a copy-on-write mapping of a file.
 //!
-//! A child's memory consists of its image's file and private copies of the pages that it has written. The kernel
-//! reports which pages are private ([`PageMap`]). They are read through `/proc/PID/mem`, which also reads swapped
-//! pages.
+//! A child's memory consists of its image's file and private copies of the pages that the child has written. The kernel
+//! reports which pages are private ([`PageMap`]). The private pages are read through `/proc/PID/mem`, which also reads
+//! swapped pages.
 
 use backend::pagemap::PageMap;
 use backend::private;
@@ -63,7 +63,7 @@ pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let opening =
-        || format!("opening the memory of process {pid} (another user's process, or kernel.yama.ptrace_scope)");
+        || format!("opening the memory of process {pid} (its user or kernel.yama.ptrace_scope may forbid that)");
     let map = PageMap::open(pid).during(opening)?;
     let work = Work { pid, map, memory: File::open(format!("/proc/{pid}/mem")).during(opening)?, to };
     let stripes: Vec<Mapping> = mappings.iter().flat_map(Mapping::stripes).collect();

@@ -8,12 +8,12 @@
 //! ```text
 //! memory in its own file the file itself becomes the image's memory; no data is copied
 //! memory of an image     the image's file is copied while the guest runs, then the pages that its process has
-//!                       changed; changed pages are copied again while the guest is paused. They are few, because
-//!                       the mapping of a successor begins without changed pages: only writes since the last clone
-//!                       count
+//!                       changed; pages that change meanwhile are copied again while the guest is paused. These pages
+//!                       are few: a process has changed no page when it becomes the successor, so only the writes
+//!                       since the last clone matter
 //! ```
 //!
-//! 1. Until the successor executes the guest, the old process can continue: an error resumes it.
+//! 1. Until the successor executes the guest, the old process can continue: after an error, the old process is resumed.
 //! 2. The image's record exists and the link to the successor's folder is replaced ([`Change::take_over`]) before the
 //!    successor executes the guest. So at every moment only the machine's current process can change the disks, and its
 //!    memory is named by a record.

@@ -9,8 +9,8 @@
 //!    copy-on-write has no shared memory: its devices are saved with `xen-save-devices-state` (which works for every
 //!    guest, despite its name), and the small blocks are taken from the state with which the process was started. The
 //!    blocks are still the same, because a running guest does not change its firmware.
-//! 2. To find where the devices begin in the older state, it is searched for the header of the first device, which must
-//!    occur exactly once. Otherwise the operation fails without effect.
+//! 2. The devices in the older state begin at the header of the first device. The state is searched for this header,
+//!    which must occur exactly once. Otherwise the operation fails without effect.
 //! 3. States are written to open files that are passed to QEMU. The alternative, a pipe to another process, would make
 //!    QEMU fork, which copies its page tables.
 
@@ -23,7 +23,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long saving or loading a device state may take. Memory is not part of it.
+/// How long saving or loading a device state may take. Memory is not part of the device state.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The name under which a file is passed to QEMU.
 const NAME: &str = "state";
@@ -62,7 +62,7 @@ pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
         "completed" => Ok(()),
         status => {
             let why = monitor.execute("query-migrate", json!({}))?;
-            let why = why["error-desc"].as_str().unwrap_or("it gives no reason");
+            let why = why["error-desc"].as_str().unwrap_or("QEMU gives no reason");
             let text = format!("QEMU could not save its state to '{}' ({status}): {why}", file.display());
             Err(Error::new(ErrorKind::Io, text))
         }
@@ -121,7 +121,7 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
 fn ended(monitor: &mut Client) -> Result<String> {
     loop {
         let Some(event) = monitor.wait_event(&["MIGRATION"], PATIENCE)? else {
-            return Err(Error::new(ErrorKind::Io, format!("QEMU did not complete it within {PATIENCE:?}")));
+            return Err(Error::new(ErrorKind::Io, format!("QEMU did not complete the migration within {PATIENCE:?}")));
         };
         let status = event.data["status"].as_str().unwrap_or_default();
         if matches!(status, "completed" | "failed" | "cancelled") {

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Name of the file.
+/// Name of the file with an intent.
 const INTENT: &str = "intent.toml";
-/// Version of the file.
+/// Version of the intent file.
 const VERSION: u32 = 1;
 
 /// The machines of an intent, and the snapshots that are deleted with those machines.
@@ -76,7 +76,7 @@ impl Intent {
     }
 
     /// Reads the intent of a folder; `None` if the command was killed before it wrote the intent, and so before it
-    /// created anything else. `Corrupt` if a name in it is not valid.
+    /// created anything else. `Corrupt` if a name in the intent is not valid.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };
@@ -101,8 +101,9 @@ impl Intent {
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
     }
 
-    /// Removes the intent and the folder, if the folder contains nothing else: for root in a datastore of another user,
-    /// who could have replaced the folder by a link. `opened` is the folder.
+    /// Removes the intent and the folder, if the folder contains nothing else. Root calls this in a datastore of
+    /// another user. This user could have replaced the folder by a link, so the intent is removed from the open folder
+    /// `opened`.
     pub fn remove_if_last(folder: &Path, opened: &File) -> Result<()> {
         let removing = || format!("removing '{}'", folder.display());
         for entry in Dir::read_from(opened).map_err(std::io::Error::from).during(removing)? {
@@ -112,14 +113,14 @@ impl Intent {
             }
         }
         unlinkat(opened, INTENT, AtFlags::empty()).map_err(std::io::Error::from).during(removing)?;
-        // The path can only lead to an empty folder here, or the removal fails. The next command of the user removes
-        // what stays.
+        // The removal succeeds only for an empty folder, even if the user has replaced the folder. The next command of
+        // the user removes a folder that stays.
         let _ = fs::remove_dir(folder);
         Ok(())
     }
 }
 
-/// Whether a name can be that of a disk; datastores may allow fewer names.
+/// Whether a name can be the name of a disk; datastores may allow fewer names.
 fn is_disk_name(name: &str) -> bool {
     !name.is_empty() && !name.contains(['/', '\0'])
 }

@@ -79,7 +79,7 @@ impl Machines {
 }
 
 impl Making {
-    /// Records that these disks were created by this process.
+    /// Records that the given disks were created by this process.
     pub fn made(&self, disks: impl IntoIterator<Item = String>) {
         self.made.lock().extend(disks);
     }

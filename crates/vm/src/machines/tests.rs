@@ -159,7 +159,7 @@ fn recovery_removes_unfinished_machines_and_keeps_finished_ones() {
     assert!(disks.names().is_empty());
     let making = make(&machines, &["a", "b", "c"]).unwrap();
     making.finish("b").unwrap();
-    assert_eq!(machines.recover().unwrap(), 0, "another process uses it");
+    assert_eq!(machines.recover().unwrap(), 0, "another process uses the folder");
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["b-disk"]);
@@ -362,14 +362,14 @@ fn root_leaves_no_empty_folder_of_a_creation_in_a_datastore_of_another_user() {
         names
     };
     assert_eq!(there(), [LOCK, "web"]);
-    // What is not finished stays with its intent, so that the next command of the user removes the disk.
+    // The unfinished machine stays with its intent, so that the next command of the user removes the disk.
     disks.add("db-disk", None);
     let making = begin("db");
     let failed = folder_of(&making);
     drop(making);
     assert!(Intent::read(&failed).unwrap().is_some() && failed.join("db").is_dir());
     fs::remove_dir_all(&failed).unwrap();
-    // The user has put a link to another folder in place of the folder.
+    // The user has put a link to another folder in place of the command's folder.
     let elsewhere = top.path().join("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     fs::write(elsewhere.join("intent.toml"), "").unwrap();

@@ -1,14 +1,14 @@
 //! The order in which the firmware tries the devices, and the arguments for CD-ROM drives.
 //!
 //! Each device that may boot has a `bootindex`, which BIOS and UEFI read from QEMU. Without an order in the definition
-//! the firmware may try other devices afterwards; with one it tries only the devices of the order.
+//! the firmware may try other devices afterwards; with an order it tries only the devices of the order.
 
 use crate::definition::{BootDevice, Cdrom, Chipset, Definition};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The property of a device that places it in the order; empty if the firmware does not boot it. `number` is the index
-/// of the device among those of its kind.
+/// The property of a device that sets its place in the order of booting; empty if the firmware does not boot it.
+/// `number` is the index of the device among those of its kind.
 pub fn index(definition: &Definition, device: BootDevice, number: usize) -> String {
     let count = |device: BootDevice| match device {
         BootDevice::Disk => definition.disks.len().min(1),
@@ -25,17 +25,17 @@ pub fn index(definition: &Definition, device: BootDevice, number: usize) -> Stri
     }
 }
 
-/// Whether cards need the code with which BIOS boots from a network.
+/// Whether network cards need the code with which BIOS boots from a network.
 pub fn from_network(definition: &Definition) -> bool {
     definition.boot_devices().contains(&BootDevice::Network)
 }
 
-/// The block node of the image in a drive.
+/// The block node of the image in a CD-ROM drive.
 pub fn cdrom_node(cdrom: &Cdrom) -> String {
     format!("cdrom{}", cdrom.unit)
 }
 
-/// The device of a drive.
+/// The device of a CD-ROM drive.
 pub fn cdrom_device(cdrom: &Cdrom) -> String {
     format!("cd{}", cdrom.unit)
 }
@@ -45,7 +45,7 @@ pub fn image(node: &str, file: &Path) -> Value {
     json!({ "driver": "file", "node-name": node, "filename": file, "read-only": true })
 }
 
-/// The options for the order and for all drives, each with its value.
+/// QEMU's options for the order and for all CD-ROM drives, each with its value.
 pub fn arguments(definition: &Definition) -> Vec<(&'static str, String)> {
     let mut all = Vec::new();
     if !definition.boot_order.is_empty() {

@@ -43,10 +43,11 @@ const RANDOM_SLOT: u8 = 5;
 const TRANSLATED_MIB: [u64; 2] = [32, 128];
 /// The id of the certificates of VNC.
 const VNC_CERTIFICATES: &str = "vnc-tls";
-/// QEMU's options to deny itself obsolete system calls, other programs, other users, and changes of scheduling.
+/// QEMU's options to forbid itself obsolete system calls, starting other programs, changing its user, and changes of
+/// scheduling.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
-/// As [`SANDBOX`], but for a process that changes to another user itself, and so needs these calls. After the change it
-/// has no privilege to become a further user, and can start no program with such a privilege.
+/// As [`SANDBOX`], but for a process that changes to another user itself, and so needs the calls that change the user.
+/// After the change, the process cannot change its user again, and cannot start a program that changes its user.
 const SANDBOX_OF_USER: &str = "on,obsolete=deny,spawn=deny,resourcecontrol=deny";
 
 /// The memory of a machine.
@@ -100,7 +101,7 @@ impl RunFolder {
         self.0.join(format!("net{slot}.sock"))
     }
 
-    /// The file that exists if the user networks of the process are those of passt.
+    /// The file that exists if passt serves the user networks of the process.
     pub fn passt(&self) -> PathBuf {
         self.0.join("passt")
     }
@@ -208,10 +209,10 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
-    // Without the configuration section, a state begins with its devices, no matter how it was saved (see
-    // `instant::state`).
+    // Without the configuration section, a state begins with its devices, whichever command of QEMU saved the state
+    // (see `instant::state`).
     add("-global", "migration.send-configuration=off".into());
-    // The VM generation id tells a guest's kernel with a driver for it that the guest is a copy, so that the kernel
+    // The VM generation id notifies a kernel with a driver for the id that the guest is a copy, so that the kernel
     // reseeds its random number generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
@@ -261,7 +262,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     for (option, argument) in more {
         add(option, argument);
     }
-    // Without its code for booting, a card has the same state in every build of QEMU.
+    // Without the code for booting from a network, a card has the same state in every build of QEMU.
     let code = if boot::from_network(definition) { "" } else { ",romfile=" };
     for (number, network) in definition.networks.iter().enumerate() {
         let (net, place) = (network_node(network), place_text(chipset, network.slot));
@@ -279,8 +280,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.into_iter().map(OsString::from).collect()
 }
 
-/// Whether QEMU filters its system calls. It does not if the definition has an option `-sandbox` of its own, or if QEMU
-/// has to start the helper program for a bridge, which may be setuid root.
+/// Whether QEMU filters its system calls. QEMU does not filter them if the definition has an option `-sandbox` of its
+/// own, or if QEMU has to start the helper program for a bridge, which may be setuid root.
 fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
     let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
     let helper = definition.networks.iter().any(|card| matches!(card.link, Link::Bridge(_)));
@@ -326,9 +327,9 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
     all
 }
 
-/// Size of the buffer for translated code, in MiB. When it is full, QEMU drops all of it. The start of a whole system
-/// needs more than 32 MiB, and takes twice as long with 32 MiB as with 128 MiB. A clone that continues a guest needs
-/// little, and there may be a hundred clones.
+/// Size of the buffer for translated code, in MiB. When the buffer is full, QEMU drops all translated code. A guest
+/// that boots needs more than 32 MiB: it boots twice as slowly with 32 MiB as with 128 MiB. A clone that continues a
+/// guest translates little code, and there may be a hundred clones.
 fn translated(machine: &Machine<'_>) -> u64 {
     match machine.memory {
         Memory::CopyOnWrite(_) => TRANSLATED_MIB[0],
@@ -336,7 +337,7 @@ fn translated(machine: &Machine<'_>) -> u64 {
     }
 }
 
-/// Where VNC listens. On a TCP port it refuses every client until a password is set.
+/// Where VNC listens. On a TCP port, VNC refuses every client until a password is set.
 fn listening(vnc: Vnc, run: &RunFolder) -> String {
     match vnc {
         Vnc::Unix => format!("unix:{}", value(run.vnc())),

@@ -18,8 +18,8 @@ use std::path::Path;
 /// wait, so that the server can be restarted.
 const RECONNECT_SECONDS: u32 = 300;
 
-/// The name of a disk's block node. Version 0.1.0 used the index of the disk as the number. An index is lower than any
-/// slot of a disk that is a PCI device itself, so the names do not collide.
+/// The name of a disk's block node, with the disk's address. Version 0.1.0 used the index of the disk in place of the
+/// address. An index is lower than any slot of a disk that is a PCI device itself, so the names do not collide.
 pub fn disk_node(disk: &Disk) -> String {
     format!("disk{}", address(disk))
 }
@@ -76,7 +76,7 @@ pub fn arguments(definition: &Definition, nbd: &Path) -> Vec<(&'static str, Stri
         }
         let boots = boot::index(definition, BootDevice::Disk, index);
         let errors = match definition.write_errors {
-            // QEMU's default, which is not written, so that its command lines stay as they were.
+            // QEMU's default, which is not written, so that QEMU's command lines stay as they were.
             WriteErrors::Enospc => String::new(),
             other => format!(",werror={}", other.name()),
         };

@@ -140,7 +140,7 @@ fn version_text(version: &Value) -> String {
     if package.is_empty() { numbers } else { format!("{numbers} ({package})") }
 }
 
-/// Why KVM cannot be used; `None` if nothing prevents it.
+/// Why KVM cannot be used; `None` if KVM can be used.
 fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     let built_in = client.execute("query-kvm", json!({}))?["present"].as_bool().unwrap_or(false);
     if !built_in {

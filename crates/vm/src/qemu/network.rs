@@ -3,8 +3,9 @@
 //! A card on a user network is connected to QEMU's own network, or to passt ([`super::passt`]): then QEMU listens on a
 //! socket in the run folder.
 //!
-//! 1. The options are the same for a process that starts and for one that runs.
-//! 2. What the host lacks is reported, with what to do, before QEMU is started or receives a command.
+//! 1. The options are the same for a process that starts and for a running process.
+//! 2. If the host lacks something that a card needs, the user gets an error with the remedy before QEMU is started or
+//!    receives a command.
 
 use super::command::{self, RunFolder, hub, network_node};
 use super::passt::Passt;
@@ -74,7 +75,7 @@ pub fn backend(network: &Network, passt: Option<(&Passt, &RunFolder)>) -> Value 
 /// Checks that the host has what the cards of a machine need.
 ///
 /// # Errors
-/// `NotFound` with what is missing and how to make it.
+/// `NotFound`, with what is missing and a command that creates it.
 pub fn check(definition: &Definition) -> Result<()> {
     definition.networks.iter().try_for_each(check_one)
 }

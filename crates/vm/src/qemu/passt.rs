@@ -5,11 +5,12 @@
 //!    file, so passt opens none of the machine's files. passt ends when QEMU closes the connection.
 //! 2. The guest has the addresses that it has on QEMU's own network.
 //! 3. If a process has QEMU's own network, the states that it saves contain the state of this network, and can be
-//!    loaded only into a process with QEMU's own network. So states record whether passt is allowed for them. A state
-//!    that was saved with passt can be loaded with both.
+//!    loaded only into a process with QEMU's own network. So a state records whether it can be loaded with passt. A
+//!    state that was saved with passt can be loaded with passt and with QEMU's own network.
 //! 4. passt of 2023 (Debian 12) acknowledges the guest's answer to a forwarded connection only with data of the client.
 //!    So protocols in which the server speaks first hang, and passt is used only if its version is known to be newer.
-//! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most of them.
+//! 5. Instant clones have QEMU's own network, because a passt process takes more memory (30 MB) than most instant
+//!    clones.
 
 use super::command::RunFolder;
 use super::features::Features;
@@ -31,7 +32,7 @@ const PROGRAM: &str = "passt";
 const USER: &str = "nobody";
 /// The year of the first version that is known to forward ports as needed.
 const FORWARDS_SINCE: u32 = 2025;
-/// The guest's address and network, and the address that stands for the host, as on QEMU's own network.
+/// The guest's address and network, and the address that the host has for the guest, as on QEMU's own network.
 const ADDRESSES: [&str; 6] = ["--address", "10.0.2.15", "--netmask", "24", "--gateway", "10.0.2.2"];
 /// How long QEMU may take until it listens for passt.
 const LISTEN_PATIENCE: Duration = Duration::from_secs(20);
@@ -39,7 +40,7 @@ const LISTEN_PATIENCE: Duration = Duration::from_secs(20);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 /// Longest message of passt that is read, in bytes.
 const COMPLAINT_MAX: u64 = 4096;
-/// The beginning of a line that passt writes if the host has no system log, and that gives no reason for a failure.
+/// The beginning of a line that passt writes if the host has no system log; this line is not the reason of a failure.
 const NO_SYSTEM_LOG: &str = "Failed to send ";
 
 /// The installed passt.
@@ -145,7 +146,7 @@ pub fn connect(passt: &Passt, network: &Network, run: &RunFolder, user: Option<&
     let starting = || format!("starting '{}'", program.display());
     let mut child = private::spawn_with(&mut command, &[socket.as_fd()]).during(starting)?;
     drop(socket);
-    // The started process ends when another one, which it has started, serves the card.
+    // The started process starts a second process, and ends when the second process serves the card.
     let mut complaint = Vec::new();
     if let Some(errors) = child.stderr.take() {
         errors.take(COMPLAINT_MAX).read_to_end(&mut complaint).during(starting)?;

@@ -50,8 +50,8 @@ pub struct Starting {
 }
 
 impl Starting {
-    /// Starts `program`. Its error output is written to `errors`. With `limit`, it gets no more private memory (heap,
-    /// stacks, private mappings; `RLIMIT_DATA`) than so many bytes.
+    /// Starts `program`. Its error output is written to `errors`. With `limit`, the process gets at most so many bytes
+    /// of private memory (heap, stacks, private mappings; `RLIMIT_DATA`).
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path, limit: Option<u64>) -> Result<Self> {
         let log = private::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
@@ -72,7 +72,7 @@ impl Starting {
         Ok(starting)
     }
 
-    /// Waits until QEMU answers on its monitor; afterwards the process runs independently of this one.
+    /// Waits until QEMU answers on its monitor; afterwards the process runs independently of the calling process.
     ///
     /// # Errors
     /// If QEMU ends instead; the error has its error output.

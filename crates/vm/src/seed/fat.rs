@@ -24,7 +24,7 @@ const FIRST: usize = 2;
 const END: u16 = 0xfff;
 /// Characters of a name in one entry for long names.
 const NAME_PART: usize = 13;
-/// The first day that a time in an entry can have. Images of the same content are equal.
+/// The date in all entries, the first that FAT can store, so that images of the same files are equal.
 const DATE: u16 = 1 << 5 | 1;
 
 /// An image with a label, a serial number, and files in the root folder. Names have at most 13 ASCII characters.
@@ -107,7 +107,7 @@ fn short_entry(name: &[u8], attributes: u8, cluster: u16, length: u32) -> [u8; E
 fn long_entry(name: &str, short: &[u8]) -> [u8; ENTRY] {
     let sum = short.iter().fold(0_u8, |sum, byte| sum.rotate_right(1).wrapping_add(*byte));
     let mut entry = [0; ENTRY];
-    // The last part of the name, and the first one.
+    // This entry is the last part of the name, and also the first part.
     (entry[0], entry[11], entry[13]) = (0x41, 0x0f, sum);
     let places = (1..11).step_by(2).chain((14..26).step_by(2)).chain((28..32).step_by(2));
     let end = std::iter::once(0).chain(std::iter::repeat(0xffff));

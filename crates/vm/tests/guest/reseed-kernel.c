@@ -1,4 +1,4 @@
-// reseed-kernel: gives the kernel's random number generator what comes on standard input, and has it start over from it.
+// reseed-kernel: adds standard input to the entropy of the kernel's random number generator, and reseeds the generator.
 #include <fcntl.h>
 #include <linux/random.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
-// workload MIB [KIB [MILLISECONDS]]: fills MIB of memory, then counts aloud, by default every 100 ms, each time changing
-// KIB of it. SIGUSR1 has it look whether all of it is as it must be.
+// workload MIB [KIB [MILLISECONDS]]: fills MIB MiB of memory, then prints a tick every MILLISECONDS (by default 100),
+// and changes KIB KiB of the memory at each tick. At SIGUSR1 the program checks the content of the memory.
 //
-// A page holds its number and a hash of it in each word but the first, which counts its changes.
+// The first word of a page counts the changes of the page. Every other word is a hash of the numbers of page and word.
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>

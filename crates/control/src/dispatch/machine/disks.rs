@@ -25,7 +25,7 @@ pub fn disks(target: Target) -> Arc<dyn Disks> {
 
 // Requests about disks of a machine use `force`: the machine's processes have ended, so that none of them reconnects.
 
-/// Reports the progress of a copy to the progress of the machine's operation.
+/// Passes the progress of a copy on to the progress of the machine's operation.
 struct Copy<'a>(&'a dyn Progress);
 
 impl Progress for Copy<'_> {
@@ -71,7 +71,7 @@ fn facts(info: DiskInfo) -> (String, Facts) {
 impl Disks for Bound {
     fn server(&self) -> Result<PathBuf> {
         let Reply::Status { serving, .. } = self.ask(Request::Status)? else {
-            return Err(Error::new(ErrorKind::Invalid, "the datastore does not say how it is served"));
+            return Err(Error::new(ErrorKind::Invalid, "the server's reply does not match the request for the status"));
         };
         let at = super::location(&self.target)?;
         match serving {
@@ -85,7 +85,7 @@ impl Disks for Bound {
                 Err(Error::new(ErrorKind::ReadOnly, text))
             }
             Some(serving) => serving.socket.ok_or_else(|| {
-                let text = format!("datastore '{at}' is not served on a Unix socket, and machines need that");
+                let text = format!("datastore '{at}' is not served on a Unix socket, which machines need");
                 Error::new(ErrorKind::Unsupported, text)
             }),
         }

@@ -94,13 +94,13 @@ pub enum BackupCommand {
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
     },
-    /// Make a key for encrypting backups. Without the key, they cannot be restored.
+    /// Make a key for encrypting backups. Without the key, the encrypted backups cannot be restored.
     Key {
         /// The new file.
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
-    /// List the backups in a repository, or the one in a file.
+    /// List the backups in a repository, or the backup in a file.
     List {
         /// The folder of a repository, or file:PATH.
         #[arg(value_name = "TARGET")]
@@ -127,7 +127,7 @@ pub enum BackupCommand {
         #[arg(value_name = "DISK", value_parser = parse_disk)]
         name: String,
         /// The backup: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT. Default: the newest backup
-        /// of the disk that has the name of the restored one.
+        /// of the disk with the same name as the restored disk.
         #[arg(long, value_name = "BACKUP")]
         backup: Option<String>,
         /// Update an existing disk, which must not have changed since the snapshot on which the backup is based.
@@ -149,7 +149,7 @@ pub enum BackupCommand {
         #[arg(value_name = "BACKUP", required = true)]
         backups: Vec<String>,
     },
-    /// Delete the backups of a repository that rules do not keep. A backup on which a kept one is based is kept too.
+    /// Delete the backups of a repository that rules do not keep. A backup on which a kept backup is based is kept too.
     Prune {
         /// The folder of the repository.
         #[arg(value_name = "REPOSITORY")]

@@ -67,15 +67,17 @@ pub struct DiskCreate {
 /// Settings of a disk.
 #[derive(Debug, Args)]
 pub struct SettingsArguments {
-    /// What writes do that need space while there is none: error (they fail at once), wait (until there is space), or
-    /// wait=TIME such as wait=10m (then they fail). A new disk has error.
+    /// What happens to a write that needs space while there is none: error (it fails at once), wait (it waits until
+    /// there is space), or wait=TIME such as wait=10m (it fails if there is no space after this time). A new disk has
+    /// error.
     #[arg(long, value_name = "error|wait[=TIME]", value_parser = parse_on_full)]
     pub on_full: Option<OnFull>,
     /// What happens to writes of zeros: off (they are stored like other data), on (the range is zeroed without data and
     /// keeps or gets its space), or unmap (the range is unmapped). A new disk has off.
     #[arg(long, value_name = "off|on|unmap", value_parser = parse_zeroes)]
     pub detect_zeroes: Option<DetectZeroes>,
-    /// A label of the disk, such as tenant=a; may be repeated. Replaces the value of that key.
+    /// A label of the disk, such as tenant=a; may be repeated. If the disk has a label with the same key, its value is
+    /// replaced.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
     pub labels: Vec<(String, String)>,
     /// Most space that the disk may map; 0 for no quota.
@@ -139,7 +141,7 @@ impl DiskCreate {
     fn new_disk(&self) -> Result<NewDisk, String> {
         if let (DiskFormat::Image(kind), Some(_)) = (self.format, self.provisioning) {
             return Err(format!(
-                "--format {} says how the disk takes its space; --provisioning is for native and vmdk",
+                "--format {} determines how space is allocated; --provisioning is for native and vmdk",
                 kind.name()
             ));
         }
@@ -162,7 +164,7 @@ pub struct DiskTune {
     /// Limit of the metadata cache, in extents.
     #[arg(long, value_name = "N", group = "tunables")]
     pub metadata_entries: Option<u64>,
-    /// Bytes around a cache miss that are looked up together with it.
+    /// Bytes around a cache miss that are looked up together with the miss.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub prefetch: Option<u64>,
     /// Limit of the extents that one prefetch adds to the metadata cache.
@@ -171,7 +173,7 @@ pub struct DiskTune {
     /// Memory for the read cache; 0 for none.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub read_cache: Option<u64>,
-    /// Limit of the number of levels.
+    /// Limit of the number of levels (images) in the disk's chain.
     #[arg(long, value_name = "N", group = "tunables")]
     pub levels_max: Option<u64>,
 }
@@ -296,7 +298,7 @@ pub enum DiskCommand {
         #[arg(long)]
         space: bool,
     },
-    /// Grow a disk, or shrink it with --shrink. A running virtual machine that uses it sees the new size at once.
+    /// Grow a disk, or shrink it with --shrink. A running virtual machine that uses the disk sees the new size at once.
     Resize {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -304,7 +306,7 @@ pub enum DiskCommand {
         /// The new capacity.
         #[arg(value_parser = parse_size)]
         size: u64,
-        /// Allow a smaller capacity; data beyond it is lost.
+        /// Allow a smaller capacity; data beyond the new capacity is lost.
         #[arg(long)]
         shrink: bool,
         /// End the connections of all clients of the disk after finishing their requests, so that they reconnect and

@@ -76,7 +76,7 @@ pub struct ConvertArguments {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Write zeros for ranges of the source that are damaged, unreadable or missing, list these ranges, and end with
-    /// exit code 6. Without it, the first of them ends the conversion.
+    /// exit code 6. Without this option, the first such range ends the conversion.
     #[arg(long)]
     pub skip_damaged: bool,
 }

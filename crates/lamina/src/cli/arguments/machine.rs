@@ -87,10 +87,11 @@ With --json, the member 'exit_code' has the program's exit code, and is null if 
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
-    /// Create machines from those of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
+    /// Create machines from machines of VMware, VirtualBox and libvirt, or from a disk image, with the hardware of the
     /// source.
     Import(VmImport),
-    /// Change a machine. Disks, network cards and images in CD-ROM drives also while it runs, the rest while it is off.
+    /// Change a machine. Disks, network cards and images in CD-ROM drives can be changed while the machine runs, the
+    /// rest while it is off.
     Edit(VmEdit),
     /// Give a machine that is off another name. Its disks and snapshots keep their names.
     Rename {
@@ -121,7 +122,7 @@ pub enum VmCommand {
         /// Start all machines that 'edit --autostart on' has marked and that do not run, as after a start of the host.
         #[arg(long, conflicts_with = "names")]
         autostart: bool,
-        /// Start with the guest paused; 'resume' runs it.
+        /// Start with the guest paused; 'resume' runs the guest.
         #[arg(long)]
         paused: bool,
     },
@@ -210,7 +211,7 @@ pub enum VmCommand {
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,
     },
-    /// Write a picture of the screen to a file. The machine needs a graphics card, such as 'edit --vnc' gives it.
+    /// Write a picture of the screen to a file. The machine needs a graphics card, which 'edit --vnc' adds.
     Screenshot {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -328,7 +329,7 @@ pub enum VmSnapshotCommand {
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
     },
-    /// Delete a snapshot. Refused if clones are based on it.
+    /// Delete a snapshot. Refused if clones are based on the snapshot.
     Delete {
         /// The snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
@@ -407,7 +408,7 @@ pub struct VmClone {
     /// (default: auto), others at their first start (default: keep).
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "to")]
     pub identity: Option<IdentityArgument>,
-    /// The configuration of cloud-init in the guests of the clones, in place of that of the source.
+    /// The configuration of cloud-init in the guests of the clones, in place of the source's configuration.
     #[command(flatten)]
     pub seed: SeedArguments,
 }

@@ -72,7 +72,7 @@ pub struct VmEdit {
     /// How VNC on a port is encrypted.
     #[command(flatten)]
     pub vnc_tls: VncTlsArguments,
-    /// Encrypt VNC no more.
+    /// Switch the encryption of VNC off.
     #[arg(long, conflicts_with = "vnc_tls")]
     pub no_vnc_tls: bool,
     /// Insert an image into an empty CD-ROM drive; while the machine is off also into a new drive. May be repeated.
@@ -93,7 +93,8 @@ pub struct VmEdit {
     /// Remove a disk, which stays in the datastore. May be repeated, and may list several disks.
     #[arg(long = "remove-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
     pub remove_disks: Vec<String>,
-    /// Add a network card on this network: as for create: user, bridge=NAME, tap=NAME or unplugged. May be repeated.
+    /// Add a network card on this network, given as for 'create': user, bridge=NAME, tap=NAME or unplugged. May be
+    /// repeated.
     #[arg(long = "add-network", value_name = "NETWORK")]
     pub add_networks: Vec<NetworkArgument>,
     /// Remove the network card with this address, as 'show' prints it. May be repeated.

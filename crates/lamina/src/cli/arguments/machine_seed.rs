@@ -38,12 +38,12 @@ impl SeedArguments {
     }
 }
 
-/// The text of a file. Data in other forms, such as compressed ones, cannot be in a definition.
+/// The text of a file. Data in other forms, such as compressed data, cannot be in a definition.
 fn text(path: &Path) -> Result<String, String> {
     let failed = |what: String| format!("'{}': {what}", path.display());
     let length = fs::metadata(path).map_err(|error| failed(error.to_string()))?.len();
     if length > USER_DATA_MAX as u64 {
-        return Err(failed(format!("{length} bytes, at most {USER_DATA_MAX} work")));
+        return Err(failed(format!("{length} bytes, at most {USER_DATA_MAX} are allowed")));
     }
     let bytes = fs::read(path).map_err(|error| failed(error.to_string()))?;
     String::from_utf8(bytes).map_err(|_| failed("it is no text in UTF-8".into()))

@@ -12,7 +12,8 @@ use disk::salvage::{Extract, SalvageRequest};
 /// Arguments of `lamina salvage`.
 #[derive(Debug, Args)]
 pub struct SalvageArguments {
-    /// Folder of the damaged datastore, or a damaged image, which is read with its parents. Nothing is written to it.
+    /// Folder of the damaged datastore, or a damaged image, which is read with its parents. The salvage writes nothing
+    /// to the datastore or the image.
     #[arg(value_name = "DATASTORE|IMAGE", value_parser = location())]
     pub location: Location,
     /// List the disks and snapshots that can be extracted, and how much of each is lost.

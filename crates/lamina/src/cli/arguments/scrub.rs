@@ -11,11 +11,11 @@ use control::{Request, ScrubRequest};
 /// latency.
 #[derive(Debug, Args)]
 pub struct ScrubArguments {
-    /// Have servers scrub the datastore at this interval, such as 12h, 7d or 4w; 'never' ends that.
+    /// Have servers scrub the datastore at this interval, such as 12h, 7d or 4w; 'never' ends the schedule.
     #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     pub every: Option<Interval>,
 
-    /// Rate of these scrubs in bytes per second, such as 50M.
+    /// Rate of the scheduled scrubs in bytes per second, such as 50M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "every")]
     pub rate: Option<u64>,
 
@@ -36,7 +36,7 @@ pub enum ScrubCommand {
         #[arg(long)]
         restart: bool,
     },
-    /// Show the state of the scrub, and the damage with the disks and snapshots that refer to it.
+    /// Show the state of the scrub, and each damaged place with the disks and snapshots that refer to it.
     Status,
     /// Stop the running scrub. 'scrub start' continues it.
     Cancel,

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 /// Largest limit of connections per class that can be set.
 const CONNECTIONS_MAX: i64 = 16_384;
-/// The smallest metadata cache: with less, the pages of one change and of the reads beside it evict each other.
+/// The smallest metadata cache: with less, the pages of one change and of concurrent reads evict each other.
 const METADATA_CACHE_MIN: usize = 256 << 10;
-/// The smallest write buffer: with less, every write waits until the one before it is written back.
+/// The smallest write buffer: with less, every write waits until the previous write is written back.
 const WRITE_BUFFER_MIN: usize = 1 << 20;
 
 /// Show exports.
@@ -88,8 +88,8 @@ pub struct ServeArguments {
     /// everything with the datastore that its owner may.
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
-    /// Group of the users as which machines run (vm create --run-as). They may connect to the unix socket for NBD
-    /// clients, each only to the disks of the machines that run as it.
+    /// Group of the users as which machines run (vm create --run-as). Its members may connect to the unix socket for
+    /// NBD clients, each user only to the disks of the machines that run as this user.
     #[arg(long, value_name = "GROUP", conflicts_with = "socket_group")]
     pub machine_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
@@ -146,7 +146,7 @@ pub struct ServeArguments {
           value_parser = clap::value_parser!(u64).range(..=export::clients::limits::CLIENT_GRACE_MAX.as_secs()))]
     pub client_grace: u64,
     /// Target latency of clients' requests during background work (copies, merges, checks, migrations). The work slows
-    /// down, to 8 MiB/s at the least, until 99 % of the requests stay within it. 0 for work at full speed.
+    /// down, to 8 MiB/s at the least, until 99 % of the requests stay within this latency. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
     /// Serve the datastore even on a file system on which it may lose flushed writes or stop for lack of space, such as

@@ -71,8 +71,8 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
         Some(MachineNotice { name, seen: true }) => writeln!(out, "machine {name} sees the new size"),
         Some(MachineNotice { name, seen: false }) => writeln!(
             out,
-            "machine {name} runs and the datastore is not served: when it is, repeat the command, and the machine sees \
-             the new size"
+            "machine {name} runs and the datastore is not served: serve the datastore and repeat the command, so that \
+             the machine sees the new size"
         ),
     }
 }
@@ -165,7 +165,7 @@ fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     facts.push(("mapped", size(image.mapped)));
     facts.push(("dead", size(image.dead)));
     if image.importing {
-        let until = "until then it takes no snapshots and keeps its size";
+        let until = "until then the disk takes no snapshots and keeps its size";
         facts.push(("live import", format!("the server copies it into the datastore; {until}")));
     }
     if image.consolidation_needed {

@@ -84,7 +84,7 @@ pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
         }
     }
     if check.repaired > 0 {
-        writeln!(out, "{} put right", count(check.repaired, "thing"))?;
+        writeln!(out, "{} repaired", count(check.repaired, "problem"))?;
     }
     match check.problems {
         0 => writeln!(out, "clean"),

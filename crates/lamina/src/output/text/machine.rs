@@ -43,7 +43,7 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
             let more = match (state, clock) {
                 (MachineState::Stopped, _) => ", and off".to_owned(),
                 (_, Some(Ok(()))) => "; its clock was set".to_owned(),
-                (_, Some(Err(why))) => format!("; its clock is that of the snapshot: {why}"),
+                (_, Some(Err(why))) => format!("; its clock still has the time of the snapshot: {why}"),
                 (_, None) => String::new(),
             };
             writeln!(out, "machine {} is as it was at {}{more}", snapshot.machine, snapshot.name)

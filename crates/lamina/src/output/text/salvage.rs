@@ -25,7 +25,7 @@ pub fn print_list(out: &mut dyn Write, list: &SalvageList) -> io::Result<()> {
 pub fn print(out: &mut dyn Write, report: &SalvageReport) -> io::Result<()> {
     print_notes(out, report.behind, &report.notes)?;
     if !report.proven {
-        writeln!(out, "note: the record of {} is damaged: check its name and capacity", report.source)?;
+        writeln!(out, "note: the record of {} is damaged: check the name and capacity of the disk", report.source)?;
     }
     print_lost(out, &report.lost)?;
     print_ranges(out, "unverified", &report.unverified)?;
@@ -60,7 +60,7 @@ fn print_ranges(out: &mut dyn Write, what: &str, ranges: &[ByteRange]) -> io::Re
 fn print_notes(out: &mut dyn Write, behind: bool, notes: &[String]) -> io::Result<()> {
     notes.iter().try_for_each(|note| writeln!(out, "note: {note}"))?;
     match behind {
-        true => writeln!(out, "note: the end of the journal is lost: all disks are as they were before it"),
+        true => writeln!(out, "note: the end of the journal is lost: all disks have earlier states"),
         false => Ok(()),
     }
 }

@@ -70,7 +70,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         Finding::note(PROPERTY, "rounds of all background work", rounds as f64, ""),
         Finding::note(PROPERTY, "writes of the steady load", timings.len() as f64, ""),
         Finding::note(PROPERTY, "their p99", percentile(&latencies, 0.99), "ms"),
-        Finding::note(PROPERTY, "longest of them", largest(&latencies), "ms"),
+        Finding::note(PROPERTY, "longest write of the steady load", largest(&latencies), "ms"),
         Finding::note(PROPERTY, "resident memory at its highest", mib(highest), "MiB"),
         Finding::note(PROPERTY, "resident memory stated", mib(STATED), "MiB"),
         Finding::at_most(PROPERTY, "resident memory at the end", mib(resident), SHARE_MAX * mib(STATED), "MiB"),

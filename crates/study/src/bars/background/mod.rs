@@ -29,14 +29,14 @@ const CALM: Duration = Duration::from_secs(5);
 /// Number of snapshots, and the time between them.
 const SNAPSHOTS_TAKEN: u32 = 40;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
-/// Number of linked clones that are made and detached, and the time between them. There are many, because one takes
-/// less than 0.1 s, in which too few requests are completed for a 99th percentile.
+/// Number of linked clones that are made and detached, and the time between them. There are many, because making and
+/// detaching one clone takes less than 0.1 s, in which too few requests are completed for a 99th percentile.
 const DETACHED: u32 = 40;
 const DETACH_EVERY: Duration = Duration::from_millis(250);
 const LEVELS: u32 = 3;
 const RUN: u64 = 64 << 10;
 
-/// Four disks: that of the client, that of the background work, a disk with images, and a disk with images of which
+/// Four disks: the client's disk, the disk of the background work, a disk with images, and a disk with images of which
 /// half is discarded.
 const BUSY: &str = "busy";
 const DISK: &str = "disk";

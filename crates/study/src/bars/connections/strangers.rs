@@ -29,7 +29,7 @@ const P99_MAX: f64 = 1.2;
 const HELD: usize = 256;
 /// TLS handshakes that are begun in a second.
 const HELLOS: u32 = 200;
-/// Connections that are opened and closed in a second, while as many as allowed are open already.
+/// Connections that are opened and closed in a second, while as many connections as the server allows are open already.
 const CONNECTS: u32 = 1000;
 /// Longest wait of a stranger for the server.
 const PATIENCE: Duration = Duration::from_secs(2);

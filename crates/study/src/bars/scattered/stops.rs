@@ -101,7 +101,7 @@ pub(super) fn measure(setting: &Setting, journal: Journal, findings: &mut Vec<Fi
     findings.push(Finding::note(PROPERTY, format!("{name}: p99 of writes meanwhile"), millis(&latencies, 0.99), "ms"));
     findings.push(Finding::note(PROPERTY, format!("{name}: longest write meanwhile"), largest(&latencies) / 1e3, "ms"));
     findings.push(Finding::note(PROPERTY, format!("{name}: creating a thick disk of 500 GiB"), created, "s"));
-    findings.push(Finding::note(PROPERTY, format!("{name}: its space given back"), given_back, "GiB/s"));
+    findings.push(Finding::note(PROPERTY, format!("{name}: space of the thick disk given back"), given_back, "GiB/s"));
     Ok(json!({
         "journal": name, "opened": opened, "lost": lost, "writes": latencies.len(),
         "create_s": created, "given_back_gib_s": given_back,
@@ -128,7 +128,7 @@ impl Bench<'_> {
         say(&format!("{name}: a thick disk of 500 GiB"));
         let before = scratch::allocated(self.datastore.path())?;
         let created = self.datastore.create_as(THICK_DISK, THICK, "zeroedthick")?.as_secs_f64();
-        say(&format!("{name}: discarding 200 GiB of it"));
+        say(&format!("{name}: discarding 200 GiB of the thick disk"));
         let kill = End::Kill(Duration::from_millis(100));
         self.life("a kill in a discard of 200 GiB, thick", load, kill, |ds| discard(ds, THICK_DISK))?;
         self.life("a discard of 200 GiB, thick, and a stop", load, End::Stop, |ds| discard(ds, THICK_DISK))?;
@@ -181,7 +181,7 @@ impl Bench<'_> {
         let datastore = &self.datastore;
         let half = load / 2;
         let kept = std::thread::scope(|scope| {
-            // The writes of the first half are flushed. A kill may lose those of the second half.
+            // The writes of the first half are flushed. A kill may lose the writes of the second half.
             let writer = scope.spawn(|| {
                 let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
                 places.write(&mut client, half, latencies)?;

@@ -13,7 +13,7 @@ use crate::report::{Finding, Outcome, figure, table};
 use crate::statistics::median;
 use serde_json::{Value, json};
 
-/// Measures these cells.
+/// Measures the given cells.
 pub(super) fn measure(setting: &Setting, cells: &[&Cell]) -> Result<Outcome> {
     let plan = &setting.plan;
     let program = setting.baseline.as_ref();

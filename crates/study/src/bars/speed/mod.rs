@@ -193,7 +193,7 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
         let direct = rates.map(|(_, all)| rate(all)).fold(0.0, f64::max);
         findings.push(Finding::note(
             PROPERTY,
-            format!("{name}: share of the best raw server past the cache"),
+            format!("{name}: share of the best raw server that bypasses the page cache"),
             ratio(ours, direct),
             "",
         ));
