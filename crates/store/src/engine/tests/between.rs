@@ -3,6 +3,7 @@
 //! is recorded in part.
 
 use super::*;
+use crate::engine::writeback::Plan;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::IoMode;
 use backend::simulated::Request;
@@ -176,6 +177,58 @@ fn blocks_of_a_write_discarded_during_write_back_are_not_claimed_by_another() {
     engine.flush().unwrap();
     assert_eq!((value(&engine, 200).unwrap(), engine.reserves.claims(), engine.reserves.changes()), (0, 0, 0));
     is_whole(&engine);
+}
+
+/// While a batch is planned, a write that bypasses the buffer removes a level of the tree, and so frees the root.
+#[test]
+fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
+    let (_disk, engine) = made();
+    drop(engine.claim_blocks(2048).unwrap());
+    let head = engine.head(1);
+    let write_back = || {
+        engine.settle(&head).unwrap();
+        engine.flush().unwrap();
+    };
+    // Every second block is written, so that each needs an extent of its own and the tree has two leaves.
+    (0..300).for_each(|block| write(&engine, 2 * block, 1));
+    write_back();
+    take(&engine, 1, "s");
+    // The disk gets leaves of its own, which map the blocks of the snapshot.
+    [0, 598].into_iter().for_each(|block| write(&engine, block, 2));
+    write_back();
+    engine.checkpoint().unwrap();
+    // The pages of the checkpoint map this block to a physical block that only the snapshot maps from here on.
+    write(&engine, 590, 3);
+    write_back();
+    (0..70).for_each(|i| write(&engine, 401 + 2 * i, 4));
+    write(&engine, 590, 5);
+    let pieces = head.lock().layers.oldest().0.take(0, u64::MAX);
+    std::thread::scope(|scope| {
+        let mut meta = engine.meta.lock();
+        let before = meta.catalog.get(1).unwrap().root;
+        let change = scope.spawn(|| {
+            let mut meta = engine.meta.lock();
+            let run = engine.allocate(&mut meta, 400).unwrap();
+            let checksums = vec![0; run.blocks as usize];
+            engine.carry_out(&mut meta, Operation::Map { disk: 1, logical: 0, run, checksums }, 0).unwrap();
+            engine.update_headroom(&meta);
+        });
+        loop {
+            let mut plan = Plan::default();
+            engine.plan_batch(&mut meta, &head, &pieces, false, &mut plan).unwrap();
+            let in_place: Vec<Run> = plan.in_place().collect();
+            plan.undo(&mut meta);
+            let root = meta.catalog.get(1).unwrap().root;
+            let start = meta.places(root, 590..591).unwrap()[0].1.unwrap();
+            assert_eq!(in_place, [Run { start, blocks: 1 }]);
+            if root != before {
+                break;
+            }
+            // The other thread did not wait for the lock yet.
+            assert!(!change.is_finished(), "the tree has lost no level");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    });
 }
 
 /// A store in which two pages of the table describe the next reservation, and the second page cannot be read.
