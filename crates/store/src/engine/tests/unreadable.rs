@@ -84,6 +84,19 @@ fn an_unreadable_node_loses_only_the_writes_below_it() {
 }
 
 #[test]
+fn an_unreadable_node_inside_a_discard_takes_no_nodes_from_other_writes() {
+    let disk = grown();
+    let _mend = lose_page(&disk, "map", leaves(&disk)[2].1);
+    let engine = open(&disk).unwrap();
+    engine.discard_blocks(&engine.head(1), 0..2 * WRITTEN).unwrap();
+    flush_disk(&engine, 1).unwrap_err();
+    // The lost range has split the discard in two parts.
+    assert_eq!(engine.reserves.changes(), 0);
+    try_write(&engine, 2, 5, 7).unwrap();
+    flush_disk(&engine, 2).unwrap();
+}
+
+#[test]
 fn an_unreadable_table_page_loses_only_the_writes_to_its_blocks() {
     for name in ["data.table", "map.table"] {
         let disk = grown();
