@@ -2,6 +2,7 @@
 //! of metadata fails in the middle of a change. No flushed data is lost, no space is reserved twice, and no reservation
 //! is recorded in part.
 
+use super::unreadable::{grown, leaves};
 use super::*;
 use crate::engine::writeback::Plan;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -229,6 +230,38 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     });
+}
+
+/// Leaves that were not merged, because one of them could not be read, are merged by replay. The tree is then dropped
+/// in fewer steps than the journal has.
+#[test]
+fn a_deletion_is_replayed_although_a_node_could_not_be_read_once() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let engine = open(&disk).unwrap();
+    let vm = engine.head(1);
+    // Leaves about ten extents of a leaf.
+    let shrink = |leaf: usize| {
+        engine.discard_blocks(&vm, leaves[leaf].0 + 20..leaves[leaf + 1].0 - 1).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+    };
+    shrink(2);
+    engine.checkpoint().unwrap();
+    let checkpoints = engine.counters.checkpoints.load(Ordering::Relaxed);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", leaves[2].1);
+    shrink(1);
+    mend();
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+    assert_eq!(engine.counters.checkpoints.load(Ordering::Relaxed), checkpoints);
+    // The engine is dropped without closing, as by a kill.
+    drop((vm, engine));
+    let engine = open(&disk).unwrap();
+    assert_eq!(engine.counts().data.used, 0);
+    is_whole(&engine);
 }
 
 /// A store in which two pages of the table describe the next reservation, and the second page cannot be read.

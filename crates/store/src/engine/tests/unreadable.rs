@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const WRITTEN: u64 = 1200;
 
 /// A closed store with disk 1, which has a map of several leaves, and disk 2.
-fn grown() -> SimulatedDisk {
+pub(super) fn grown() -> SimulatedDisk {
     let (disk, engine) = made();
     assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
     for block in 0..WRITTEN {
@@ -28,7 +28,7 @@ fn grown() -> SimulatedDisk {
 }
 
 /// The leaves of disk 1: the first logical block of each, and its page.
-fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
+pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     let map = disk.directory().open("map", IoMode::Buffered).unwrap();
     let mut page = Buffer::zeroed(1);
     let mut found = Vec::new();
