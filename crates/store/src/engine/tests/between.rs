@@ -232,6 +232,21 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
     });
 }
 
+#[test]
+fn returned_space_is_replayed_beside_a_damaged_page_of_the_table() {
+    let (disk, engine) = with_a_block(3000);
+    assert!(engine.reclaim().unwrap() > 2000);
+    // The engine is dropped without closing, as by a kill. The page describes other blocks of the same region.
+    drop(engine);
+    disk.flip_bit("data.table", 20 * BLOCK_SIZE as u64 + 100, 1).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    assert!(engine.meta.lock().data.damage().is_some());
+    (1..100).for_each(|block| write(&engine, block, 2));
+    engine.flush().unwrap();
+    assert_eq!(value(&engine, 99).unwrap(), 2);
+}
+
 /// Leaves that were not merged, because one of them could not be read, are merged by replay. The tree is then dropped
 /// in fewer steps than the journal has.
 #[test]
