@@ -151,7 +151,7 @@ impl Layer {
     }
 
     /// Whether removing `range` splits a discard in two parts, which then each need map changes.
-    fn cuts_discard(&self, range: &Range<u64>) -> bool {
+    pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0
             && self.overlapping(range).next().is_some_and(|(at, entry)| {
                 matches!(entry.content, Content::Unmapped) && *at < range.start && at + entry.blocks > range.end
@@ -208,8 +208,8 @@ impl Layer {
     }
 
     /// Removes the remaining parts of the write `stamp` in a range, and returns what was reserved for them. Of a
-    /// discard, only a part at its beginning or end may be removed, because removing a part in the middle would split
-    /// it.
+    /// discard, only a part at its beginning or end may be removed, unless the caller has reserved map changes for the
+    /// second part ([`Layer::cuts_discard`]).
     pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> Held {
         let mine: Vec<Range<u64>> = self
             .overlapping(&(logical..logical + blocks))

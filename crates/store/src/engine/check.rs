@@ -235,17 +235,19 @@ impl Engine {
         if repaired {
             self.recount(meta)?;
         }
-        checked?;
         drop(guard);
-        self.compare_room(StoreActivity::Stopped(&Default::default()), true, &mut report)?;
+        let standing = StoreActivity::Stopped(&Default::default());
+        let checked = checked.and_then(|()| self.compare_room(standing, true, &mut report));
         drop(through);
         drop(commit);
         drop(gate);
+        // No record describes the repairs. Also after an interruption, later changes rely on them, and are replayed on
+        // the state of the last checkpoint.
         if report.findings.iter().any(|finding| finding.repaired.is_some()) {
             self.checkpoint_locked(Purpose::GoOn)?;
         }
         drop(checkpoint);
-        Ok(report)
+        checked.map(|()| report)
     }
 
     /// Counts references, compares them with the tables, and verifies data blocks.

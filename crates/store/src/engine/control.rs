@@ -202,7 +202,7 @@ impl Engine {
                 return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
             }
             let (uuid, created) = (identity.uuid, identity.created);
-            let made = catalog.get(new)?.clone();
+            let made = catalog.whole(new)?.clone();
             let object = Object { name: name.to_owned(), incomplete: false, uuid, created, ..made };
             operations.push(Operation::Put { record: object.encode() });
             Ok((operations, ()))
@@ -300,7 +300,7 @@ impl Engine {
         self.wait_sealed(snapshot)?;
         let _fetch = self.meta.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
-            let source = catalog.get(snapshot)?.clone();
+            let source = catalog.whole(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
             if source.incomplete {
                 // The snapshot was taken for these clones, and is kept if they are made.
@@ -321,21 +321,27 @@ impl Engine {
         })
     }
 
-    /// Deletes a snapshot: its name at once, its tree in the background.
+    /// Deletes a snapshot: its name at once, its tree in the background. Does nothing if it is deleted already.
     pub fn delete_snapshot(&self, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
-        self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
+        self.change(|catalog| {
+            let left = is_left(catalog, snapshot)?;
+            Ok((left.then_some(Operation::Trash { object: snapshot }).into_iter().collect(), ()))
+        })
     }
 
     /// Deletes a disk and its snapshots, except the snapshots with a record in `handed_over`: they become snapshots of
-    /// another disk. The new record of that disk is in `handed_over` too.
+    /// another disk. The new record of that disk is in `handed_over` too. Does nothing if the disk is deleted already.
     pub fn delete_disk(&self, disk: u64, handed_over: &[Object]) -> Result<()> {
         let _control = self.control.lock();
         for object in handed_over.iter().filter(|object| object.is_snapshot()) {
             self.wait_sealed(object.id)?;
         }
         self.change_heads(&[disk], &|_| Ok(0), |catalog| {
+            if !is_left(catalog, disk)? {
+                return Ok((Vec::new(), ()));
+            }
             let mut operations = Vec::with_capacity(handed_over.len() + 1);
             for object in handed_over {
                 check_name(&object.name)?;
@@ -358,7 +364,8 @@ impl Engine {
         let _fetch = self.meta.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change_heads(&[disk], &lacks, |catalog| {
             let mut operations = Vec::new();
-            let object = catalog.get(disk)?.clone();
+            catalog.whole(snapshot)?;
+            let object = catalog.whole(disk)?.clone();
             if object.provisioning != Provisioning::Thin {
                 // The head shares all its blocks with the snapshot after the change, so every write will need a new
                 // block.
@@ -403,7 +410,7 @@ impl Engine {
                         operations.push(Operation::Put { record: object.encode() });
                     }
                     ReceiveCommit::Update { id, snapshot, disk } => {
-                        let (target, object) = (catalog.get(*disk)?.clone(), catalog.get(*snapshot)?.clone());
+                        let (target, object) = (catalog.whole(*disk)?.clone(), catalog.whole(*snapshot)?.clone());
                         if catalog.snapshot(*disk, &object.name).is_some() {
                             let text = format!("disk '{}' has a snapshot '{}' already", target.name, object.name);
                             return Err(Error::new(ErrorKind::Exists, text));
@@ -434,6 +441,12 @@ impl Engine {
             Ok((vec![Operation::Put { record: object.encode() }], ()))
         })
     }
+}
+
+/// Whether an object is still to be deleted. False if it was deleted and its tree is being dropped; after that it does
+/// not exist.
+fn is_left(catalog: &Catalog, id: u64) -> Result<bool> {
+    Ok(catalog.get(id)?.state != ObjectState::Trash)
 }
 
 fn size_in_blocks(object: &Object) -> u64 {

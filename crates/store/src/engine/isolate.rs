@@ -13,7 +13,7 @@
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
-use crate::buffer::Content;
+use crate::buffer::{Content, DISCARD_CHANGES};
 use crate::space::TABLE_ENTRIES;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -261,6 +261,10 @@ impl Engine {
                 for (range, why) in unreadable {
                     let (layer, _) = buffer.layers.oldest();
                     let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
+                    if layer.cuts_discard(&lost) {
+                        // The second part of the discard needs map changes too, and returns them at its end.
+                        self.reserves.add_changes(DISCARD_CHANGES);
+                    }
                     let gone = layer.remove(lost.start, lost.end - lost.start, piece.entry.stamp);
                     self.give_back(gone);
                     self.isolation.add(head.id, range, lost, &why);

@@ -293,6 +293,7 @@ mod accounting;
 mod between;
 mod cost;
 mod damage;
+mod deleted;
 mod media;
 mod nodes;
 mod ownership;

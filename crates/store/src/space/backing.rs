@@ -75,8 +75,9 @@ impl Space {
         self.grow_for(run)?;
         for (number, first, count) in region::parts(run) {
             if !backed {
-                // Loading the region makes its counts exact, before blocks are subtracted from them.
-                self.load(pages, number)?;
+                // Loading the region makes its counts exact, before blocks are subtracted from them. Replay must not
+                // fail because of a lost page of the region that has no entry of the run.
+                self.load_whole(pages, number, &mut UnreadRegion::default())?;
             }
             let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
             let mut changed = 0u64;

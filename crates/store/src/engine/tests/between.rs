@@ -2,7 +2,9 @@
 //! of metadata fails in the middle of a change. No flushed data is lost, no space is reserved twice, and no reservation
 //! is recorded in part.
 
+use super::unreadable::{grown, leaves};
 use super::*;
+use crate::engine::writeback::Plan;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::IoMode;
 use backend::simulated::Request;
@@ -175,6 +177,105 @@ fn blocks_of_a_write_discarded_during_write_back_are_not_claimed_by_another() {
     assert!(engine.reserves.claims() <= engine.reserves.headroom());
     engine.flush().unwrap();
     assert_eq!((value(&engine, 200).unwrap(), engine.reserves.claims(), engine.reserves.changes()), (0, 0, 0));
+    is_whole(&engine);
+}
+
+/// While a batch is planned, a write that bypasses the buffer removes a level of the tree, and so frees the root.
+#[test]
+fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
+    let (_disk, engine) = made();
+    drop(engine.claim_blocks(2048).unwrap());
+    let head = engine.head(1);
+    let write_back = || {
+        engine.settle(&head).unwrap();
+        engine.flush().unwrap();
+    };
+    // Every second block is written, so that each needs an extent of its own and the tree has two leaves.
+    (0..300).for_each(|block| write(&engine, 2 * block, 1));
+    write_back();
+    take(&engine, 1, "s");
+    // The disk gets leaves of its own, which map the blocks of the snapshot.
+    [0, 598].into_iter().for_each(|block| write(&engine, block, 2));
+    write_back();
+    engine.checkpoint().unwrap();
+    // The pages of the checkpoint map this block to a physical block that only the snapshot maps from here on.
+    write(&engine, 590, 3);
+    write_back();
+    (0..70).for_each(|i| write(&engine, 401 + 2 * i, 4));
+    write(&engine, 590, 5);
+    let pieces = head.lock().layers.oldest().0.take(0, u64::MAX);
+    std::thread::scope(|scope| {
+        let mut meta = engine.meta.lock();
+        let before = meta.catalog.get(1).unwrap().root;
+        let change = scope.spawn(|| {
+            let mut meta = engine.meta.lock();
+            let run = engine.allocate(&mut meta, 400).unwrap();
+            let checksums = vec![0; run.blocks as usize];
+            engine.carry_out(&mut meta, Operation::Map { disk: 1, logical: 0, run, checksums }, 0).unwrap();
+            engine.update_headroom(&meta);
+        });
+        loop {
+            let mut plan = Plan::default();
+            engine.plan_batch(&mut meta, &head, &pieces, false, &mut plan).unwrap();
+            let in_place: Vec<Run> = plan.in_place().collect();
+            plan.undo(&mut meta);
+            let root = meta.catalog.get(1).unwrap().root;
+            let start = meta.places(root, 590..591).unwrap()[0].1.unwrap();
+            assert_eq!(in_place, [Run { start, blocks: 1 }]);
+            if root != before {
+                break;
+            }
+            // The other thread did not wait for the lock yet.
+            assert!(!change.is_finished(), "the tree has lost no level");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
+fn returned_space_is_replayed_beside_a_damaged_page_of_the_table() {
+    let (disk, engine) = with_a_block(3000);
+    assert!(engine.reclaim().unwrap() > 2000);
+    // The engine is dropped without closing, as by a kill. The page describes other blocks of the same region.
+    drop(engine);
+    disk.flip_bit("data.table", 20 * BLOCK_SIZE as u64 + 100, 1).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    assert!(engine.meta.lock().data.damage().is_some());
+    (1..100).for_each(|block| write(&engine, block, 2));
+    engine.flush().unwrap();
+    assert_eq!(value(&engine, 99).unwrap(), 2);
+}
+
+/// Leaves that were not merged, because one of them could not be read, are merged by replay. The tree is then dropped
+/// in fewer steps than the journal has.
+#[test]
+fn a_deletion_is_replayed_although_a_node_could_not_be_read_once() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let engine = open(&disk).unwrap();
+    let vm = engine.head(1);
+    // Leaves about ten extents of a leaf.
+    let shrink = |leaf: usize| {
+        engine.discard_blocks(&vm, leaves[leaf].0 + 20..leaves[leaf + 1].0 - 1).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+    };
+    shrink(2);
+    engine.checkpoint().unwrap();
+    let checkpoints = engine.counters.checkpoints.load(Ordering::Relaxed);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", leaves[2].1);
+    shrink(1);
+    mend();
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+    assert_eq!(engine.counters.checkpoints.load(Ordering::Relaxed), checkpoints);
+    // The engine is dropped without closing, as by a kill.
+    drop((vm, engine));
+    let engine = open(&disk).unwrap();
+    assert_eq!(engine.counts().data.used, 0);
     is_whole(&engine);
 }
 

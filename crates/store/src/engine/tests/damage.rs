@@ -463,6 +463,35 @@ fn damage_while_the_store_is_open_is_repaired_from_memory() {
     is_model(&open(&disk).unwrap(), &model);
 }
 
+#[test]
+fn the_repairs_of_an_interrupted_check_are_durable() {
+    let (disk, engine) = with_a_block(256);
+    // A block with a reference that no tree has.
+    let leaked = {
+        let mut guard = engine.meta.lock();
+        let meta = &mut *guard;
+        let run = meta.data.allocate(&mut meta.pages, 1).unwrap().unwrap();
+        meta.data.adopt(&mut meta.pages, run).unwrap();
+        engine.update_headroom(meta);
+        run
+    };
+    engine.checkpoint().unwrap();
+    // The check is stopped when it begins to verify data, after it has compared the counts.
+    let interrupted = engine.check(CheckOptions { data: true, repair: true }, &|done, _| done <= 1);
+    assert_eq!(interrupted.err().unwrap().kind(), ErrorKind::Interrupted);
+    assert_eq!(engine.meta.lock().entry(leaked.start).unwrap().references, 0);
+    // The block is used for a write that is only in the journal.
+    (1..256).for_each(|block| write(&engine, block, 2));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    assert_eq!(engine.meta.lock().entry(leaked.start).unwrap().references, 1);
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert!((1..256).all(|block| value(&engine, block).unwrap() == 2));
+    is_whole(&engine);
+}
+
 /// Checks that a salvage reads the whole model.
 fn is_salvaged(disk: &SimulatedDisk, model: &Model) {
     let salvage = Salvage::open(disk.directory()).unwrap();

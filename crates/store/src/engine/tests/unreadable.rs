@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const WRITTEN: u64 = 1200;
 
 /// A closed store with disk 1, which has a map of several leaves, and disk 2.
-fn grown() -> SimulatedDisk {
+pub(super) fn grown() -> SimulatedDisk {
     let (disk, engine) = made();
     assert_eq!(add_disk(&engine, "other", BLOCKS, Provisioning::Thin), 2);
     for block in 0..WRITTEN {
@@ -28,7 +28,7 @@ fn grown() -> SimulatedDisk {
 }
 
 /// The leaves of disk 1: the first logical block of each, and its page.
-fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
+pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     let map = disk.directory().open("map", IoMode::Buffered).unwrap();
     let mut page = Buffer::zeroed(1);
     let mut found = Vec::new();
@@ -81,6 +81,19 @@ fn an_unreadable_node_loses_only_the_writes_below_it() {
     let engine = open(&disk).unwrap();
     assert_eq!([0, block].map(|block| value(&engine, block).unwrap()), [8, 9]);
     is_whole(&engine);
+}
+
+#[test]
+fn an_unreadable_node_inside_a_discard_takes_no_nodes_from_other_writes() {
+    let disk = grown();
+    let _mend = lose_page(&disk, "map", leaves(&disk)[2].1);
+    let engine = open(&disk).unwrap();
+    engine.discard_blocks(&engine.head(1), 0..2 * WRITTEN).unwrap();
+    flush_disk(&engine, 1).unwrap_err();
+    // The lost range has split the discard in two parts.
+    assert_eq!(engine.reserves.changes(), 0);
+    try_write(&engine, 2, 5, 7).unwrap();
+    flush_disk(&engine, 2).unwrap();
 }
 
 #[test]

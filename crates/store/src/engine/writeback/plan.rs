@@ -80,7 +80,7 @@ impl Engine {
         waited: bool,
         plan: &mut Plan<'a>,
     ) -> Result<()> {
-        let root = meta.catalog.get(head.id)?.root;
+        let mut root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
         let (mut new_blocks, mut not_claimed, mut not_covered) = (0, 0, 0);
         let mut data = Vec::new();
@@ -97,6 +97,9 @@ impl Engine {
                 // meanwhile no journalled payload is written over them, and no read records their content as that of
                 // suspect blocks.
                 MutexGuard::bump(meta);
+                // A write of the disk that bypasses the buffer may have changed the root. The node of the earlier root
+                // is then free or belongs to another tree.
+                root = meta.catalog.get(head.id)?.root;
             }
             let range = piece.logical..piece.logical + piece.entry.blocks;
             meta.placements(root, range, &mut placements)?;
