@@ -146,7 +146,7 @@ impl Machine {
     /// The machine's definition.
     pub fn definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
-        let bytes = regular::read(&path, definition::TEXT_MAX as u64, "definition of a machine")?;
+        let bytes = regular::read_own(&path, definition::TEXT_MAX as u64, "definition of a machine")?;
         let text = String::from_utf8(bytes).map_err(|_| {
             let text = format!("'{}' is not UTF-8: that is no definition of a machine", path.display());
             Error::new(ErrorKind::Invalid, text)
@@ -159,7 +159,7 @@ impl Machine {
     /// The disks that the text of the machine's definition names, even if the text is not a valid definition.
     pub fn named_disks(&self) -> Vec<String> {
         let bytes =
-            regular::read(&self.folder.join(DEFINITION), definition::TEXT_MAX as u64, "definition of a machine");
+            regular::read_own(&self.folder.join(DEFINITION), definition::TEXT_MAX as u64, "definition of a machine");
         let text = bytes.ok().and_then(|bytes| String::from_utf8(bytes).ok());
         text.map(|text| definition::named_disks(&text)).unwrap_or_default()
     }

@@ -1,20 +1,30 @@
 //! Reading of files that others may have written, such as descriptions and definitions. Such a name may be that of a
 //! pipe or a device, and reading it may never end.
 
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::OFlags;
-use std::fs::OpenOptions;
-use std::io::Read;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Reads a regular file of at most `most` bytes. `what` is what the file should be, for the error.
 pub fn read(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
-    let reading = || format!("reading '{}'", path.display());
-    let wrong = |why: String| Error::new(ErrorKind::Invalid, format!("'{}' {why}: that is no {what}", path.display()));
     // Without NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on a regular file.
     let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).during(reading)?;
+    read_opened(OpenOptions::new().read(true).custom_flags(flags).open(path), path, most, what)
+}
+
+/// As [`read`], for a file of a datastore. Root does not follow a symbolic link of another user.
+pub fn read_own(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    read_opened(private::open_to_read(path), path, most, what)
+}
+
+fn read_opened(opened: io::Result<File>, path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    let reading = || format!("reading '{}'", path.display());
+    let wrong = |why: String| Error::new(ErrorKind::Invalid, format!("'{}' {why}: that is no {what}", path.display()));
+    let file = opened.during(reading)?;
     let metadata = file.metadata().during(reading)?;
     if !metadata.is_file() {
         return Err(wrong("is a folder, a pipe or a device".into()));
