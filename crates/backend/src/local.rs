@@ -29,7 +29,7 @@ pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
 use crate::file::flush_failed;
-use crate::owner::{Owner, create_folder_in, open_in};
+use crate::owner::{Owner, create_folder_in, explained, open_in};
 use crate::portable::{PortableQueue, Workers};
 use crate::searched::SearchedFolder;
 use crate::validate::check_name;
@@ -143,16 +143,8 @@ impl LocalDirectory {
     /// Opens a file. Errors do not contain its name.
     fn open_unnamed(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
-        let file = open_in(self.folder.as_fd(), self.owner(), name, flags).map_err(|error| {
-            match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) && self.owner().is_some() {
-                true => {
-                    let text = "it is a symbolic link of another user, which root does not follow: run the command as \
-                                the owner of the folder";
-                    io::Error::new(io::ErrorKind::InvalidInput, text)
-                }
-                false => error,
-            }
-        })?;
+        let opened = open_in(self.folder.as_fd(), self.owner(), name, flags);
+        let file = opened.map_err(|error| explained(error, self.owner()))?;
         let file = std::fs::File::from(file);
         if !file.metadata()?.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));

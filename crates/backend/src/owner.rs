@@ -27,6 +27,10 @@ use std::path::{Path, PathBuf};
 /// How often creating and opening a file are tried while other processes create and remove the file.
 const ATTEMPTS: usize = 16;
 
+/// The error of root that meets a symbolic link in place of a file in a folder of another user.
+const LINK_OF_ANOTHER: &str =
+    "it is a symbolic link of another user, which root does not follow: run the command as the owner of the folder";
+
 /// The user and group to which a new file is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner(Uid, Gid);
@@ -93,7 +97,8 @@ impl<'a> Place<'a> {
 
     /// Opens or creates a file, as the flags say.
     pub(crate) fn open(&self, flags: OFlags) -> io::Result<fs::File> {
-        open_in(self.folder.as_fd(), self.owner, self.name, flags).map(fs::File::from)
+        let opened = open_in(self.folder.as_fd(), self.owner, self.name, flags);
+        opened.map(fs::File::from).map_err(|error| explained(error, self.owner))
     }
 }
 
@@ -106,6 +111,14 @@ pub(crate) fn create_folder_in(folder: BorrowedFd<'_>, owner: Option<Owner>, nam
         Err(Errno::ACCESS | Errno::PERM | Errno::OVERFLOW) => create(),
         created => created,
     }?)
+}
+
+/// The error of [`open_in`], with the reason if it is a symbolic link that root does not follow.
+pub(crate) fn explained(error: io::Error, owner: Option<Owner>) -> io::Error {
+    match error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) && owner.is_some() {
+        true => io::Error::new(io::ErrorKind::InvalidInput, LINK_OF_ANOTHER),
+        false => error,
+    }
 }
 
 /// Opens a file in a folder, or creates it with access for its owner only, as the flags say. With `owner`, a file that

@@ -78,6 +78,16 @@ fn open(path: &Path, truncate: bool) -> io::Result<File> {
     place.open(OFlags::WRONLY | OFlags::CREATE | emptied)
 }
 
+/// Opens a file for reading, without waiting for the other end of a pipe. In a folder of another user, root does not
+/// follow a symbolic link of this name.
+pub fn open_to_read(path: &Path) -> io::Result<File> {
+    // The flag has no effect on a regular file.
+    match Place::of_root(path)? {
+        Some(place) => place.open(OFlags::RDONLY | OFlags::NONBLOCK),
+        None => OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path),
+    }
+}
+
 /// Replaces the content of a file, not atomically and not durably.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     create(path)?.write_all(bytes)

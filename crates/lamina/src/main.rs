@@ -11,6 +11,7 @@ mod console;
 mod exit;
 mod follow;
 mod generate;
+mod log;
 mod output;
 mod serve;
 mod stream;
@@ -154,6 +155,7 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
         End::Usage(format!("'{wanted}' is not a log filter: {e}; give a level such as debug, or export=trace"))
     })?;
     tracing_subscriber::fmt()
+        .fmt_fields(log::Escaped)
         .with_env_filter(filter)
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())

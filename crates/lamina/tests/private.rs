@@ -166,6 +166,21 @@ fn what_root_creates_in_the_datastore_of_another_user_belongs_to_that_user() {
 }
 
 #[test]
+fn root_follows_no_link_in_place_of_a_definition_in_the_datastore_of_another_user() {
+    let store = Store::new();
+    store.run("vm create web --memory 64M").ok();
+    let secret = store.path().with_file_name("secret");
+    fs::write(&secret, "key = hidden\n").unwrap();
+    let definition = store.path().join("machines/web/machine.toml");
+    fs::remove_file(&definition).unwrap();
+    std::os::unix::fs::symlink(&secret, &definition).unwrap();
+    give(&store.path());
+    let done = store.run("vm show web");
+    assert!(!done.stderr.contains("hidden"), "{}", done.stderr);
+    done.fails(1, "it is a symbolic link of another user, which root does not follow");
+}
+
+#[test]
 fn a_check_reports_files_of_other_owners_and_a_repair_by_root_gives_them_back() {
     let store = Store::new();
     store.run("disk create native 64M").ok();

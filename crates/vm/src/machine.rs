@@ -34,6 +34,7 @@ use crate::qemu::network;
 use crate::qemu::passt::{self, Passt};
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
+use crate::regular;
 use crate::{screen, seed, user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -145,14 +146,11 @@ impl Machine {
     /// The machine's definition.
     pub fn definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
-        let length = fs::metadata(&path).during(|| format!("looking at '{}'", path.display()))?.len();
-        if length > crate::definition::TEXT_MAX as u64 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("'{}' is no definition: {length} bytes", path.display()),
-            ));
-        }
-        let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
+        let bytes = regular::read_own(&path, definition::TEXT_MAX as u64, "definition of a machine")?;
+        let text = String::from_utf8(bytes).map_err(|_| {
+            let text = format!("'{}' is not UTF-8: that is no definition of a machine", path.display());
+            Error::new(ErrorKind::Invalid, text)
+        })?;
         let definition = Definition::parse(&text, &path.display().to_string())?;
         // If a rename was interrupted, the file still has the former name.
         Ok(Definition { name: self.name(), ..definition })
@@ -160,7 +158,10 @@ impl Machine {
 
     /// The disks that the text of the machine's definition names, even if the text is not a valid definition.
     pub fn named_disks(&self) -> Vec<String> {
-        fs::read_to_string(self.folder.join(DEFINITION)).map(|text| definition::named_disks(&text)).unwrap_or_default()
+        let bytes =
+            regular::read_own(&self.folder.join(DEFINITION), definition::TEXT_MAX as u64, "definition of a machine");
+        let text = bytes.ok().and_then(|bytes| String::from_utf8(bytes).ok());
+        text.map(|text| definition::named_disks(&text)).unwrap_or_default()
     }
 
     /// Locks the machine for changes; waits up to `patience` while another command has it locked.

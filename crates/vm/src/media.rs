@@ -20,12 +20,14 @@ use std::time::Instant;
 pub fn readable(path: &Path) -> Result<PathBuf> {
     let looking = || format!("opening the image '{}' for a CD-ROM drive", path.display());
     let whole = path.canonicalize().during(looking)?;
-    let kind = File::open(&whole).and_then(|file| file.metadata()).during(looking)?.file_type();
+    let kind = whole.metadata().during(looking)?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         let text =
             format!("'{}' is neither a file nor a block device, and cannot be in a CD-ROM drive", path.display());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
+    // Opened only now, because opening a pipe would wait for a writer.
+    File::open(&whole).during(looking)?;
     Ok(whole)
 }
 

@@ -9,7 +9,8 @@ use crate::definition::{Definition, Firmware};
 use crate::durable;
 use crate::machine::remove_if_there;
 use crate::qemu::firmware::{Uefi, find};
-use error::{Error, ErrorKind, IoContext, Result};
+use crate::regular;
+use error::{Error, Result};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -46,13 +47,7 @@ pub(crate) fn prepare(folder: &Path, definition: &Definition) -> Result<Option<U
 
 /// Copies a file of UEFI variables into a folder, durably.
 pub(crate) fn keep(from: &Path, folder: &Path) -> Result<()> {
-    let reading = || format!("reading '{}'", from.display());
-    let length = fs::metadata(from).during(reading)?.len();
-    if length > LENGTH_MAX {
-        let text = format!("'{}' has {length} bytes: no firmware has so many variables", from.display());
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
-    durable::write(&file(folder), &fs::read(from).during(reading)?)
+    durable::write(&file(folder), &regular::read(from, LENGTH_MAX, "file of UEFI variables")?)
 }
 
 /// Copies the UEFI variables of one folder, if it has any, to another folder.

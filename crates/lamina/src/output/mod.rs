@@ -13,6 +13,7 @@ mod words;
 
 pub use complaints::{complain, complain_of_clones, complain_of_error};
 pub use extents::Extents;
+pub use printable::printable;
 
 use control::{Event, Reply, Request};
 use std::io::{self, Write};

@@ -60,6 +60,9 @@ impl Descriptor {
             return Err(corrupt("this is no disk descriptor: it does not begin with its version"));
         }
         let header = Header::read(text)?;
+        if content_lines(text).filter_map(pair).any(|(key, value)| is_of_encryption(key, value)) {
+            return Err(unsupported("the disk is encrypted by VMware: decrypt it there, and copy it again"));
+        }
         let encoding = header.encoding()?;
         let mut extents = Vec::new();
         let mut database = Database::default();
@@ -196,6 +199,14 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
 /// The lines that are neither empty nor comments, without surrounding blanks.
 fn content_lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     lines(text).map(<[u8]>::trim_ascii).filter(|line| !line.is_empty() && !line.starts_with(b"#"))
+}
+
+/// Whether a line says that the extents are encrypted: the keys, or the I/O filter of vSphere that encrypts.
+fn is_of_encryption(key: &[u8], value: &[u8]) -> bool {
+    let mut filters = value.split(|byte| matches!(byte, b',' | b';' | b' '));
+    key.eq_ignore_ascii_case(b"encryptionKeys")
+        || key.eq_ignore_ascii_case(b"ddb.iofilters")
+            && filters.any(|filter| filter.eq_ignore_ascii_case(b"vmwarevmcrypt"))
 }
 
 /// The key and the value of a line, without surrounding blanks and quotes.

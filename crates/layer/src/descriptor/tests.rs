@@ -134,6 +134,8 @@ fn ambiguous_descriptors_are_refused() {
         (&BASE.replace("RW 83886080", "RW 137438953472\u{20}"), ""),
         (&BASE.replace("UTF-8", "no name\u{7}"), "no name of an encoding"),
         (&DELTA.replace("vm.vmdk", "v\"m.vmdk"), "holds a quote"),
+        (&(BASE.to_owned() + "encryptionKeys=\"vmware:key/list/(pair/(x))\"\n"), "is encrypted by VMware"),
+        (&(BASE.to_owned() + "ddb.iofilters = \"vmwarelwd,VMwareVMcrypt\"\n"), "is encrypted by VMware"),
     ];
     for (text, wanted) in cases {
         if wanted.is_empty() {
@@ -144,6 +146,7 @@ fn ambiguous_descriptors_are_refused() {
         assert!(message.contains(wanted), "{message} / {wanted}");
         assert!(matches!(kind, ErrorKind::Corrupt | ErrorKind::Unsupported), "{message}");
     }
+    parsed(&(BASE.to_owned() + "ddb.iofilters = \"vmwarelwd\"\n"));
     let twice = BASE.replace("RW 83886080", "RW 137438953472 VMFS \"a\"\nRW 1");
     assert!(refused(&twice).1.contains("64 TiB"));
 }

@@ -78,6 +78,10 @@ impl Reader<'_> {
                 machine.note(format!("{name} {kind}").trim(), Effect::LeftOut, reason);
             }
         }
+        if domain.child("commandline").is_some() {
+            let reason = "'lamina vm edit --qemu-arg' adds arguments of QEMU";
+            machine.note("commandline", Effect::LeftOut, reason);
+        }
         for serial in devices.all("serial").skip(1) {
             let reason = "machines have one serial port, which is their console";
             machine.note(format!("serial, line {}", serial.line), Effect::LeftOut, reason);
@@ -161,6 +165,14 @@ impl Reader<'_> {
                 }
             }
             let content = self.content(disk, &label)?;
+            let block = disk.child("blockio").and_then(|it| it.attribute("logical_block_size"));
+            if let Some(size) = block.filter(|size| *size != "512") {
+                let reason = format!(
+                    "its logical blocks of {} bytes are blocks of 512 bytes here: a guest may not find its partitions",
+                    size.escape_debug()
+                );
+                machine.note(&*label, Effect::Changed, reason);
+            }
             let address = |name: &str| {
                 disk.child("address").and_then(|it| it.attribute(name)).and_then(|text| text.parse::<u32>().ok())
             };
@@ -251,6 +263,20 @@ impl Reader<'_> {
         };
         let name = name.ok_or_else(|| self.source.wrong(disk, format!("disk '{label}' has no source {kind}")))?;
         let format = disk.child("driver").and_then(|it| it.attribute("type")).unwrap_or("raw");
+        // The file contains other bytes than the guest's disk, and nothing in a raw file shows that.
+        if let Some(encryption) = disk.child("encryption").or_else(|| source.and_then(|it| it.child("encryption"))) {
+            let text = format!(
+                "disk '{label}' is encrypted: decrypt it with 'qemu-img convert' into another file, name that in the XML, and \
+                 remove <encryption>"
+            );
+            return Err(self.source.wrong(encryption, text));
+        }
+        if let Some(slices) = source.and_then(|it| it.child("slices")) {
+            let text = format!(
+                "disk '{label}' is a slice of its file: copy the slice into a file, name that in the XML, and remove <slices>"
+            );
+            return Err(self.source.wrong(slices, text));
+        }
         if !["raw", "qcow2", "vmdk"].contains(&format) {
             let text = format!("disk '{label}' has the format '{}', which cannot be read", format.escape_debug());
             return Err(self.source.wrong(disk, text));

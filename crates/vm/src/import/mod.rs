@@ -43,9 +43,9 @@ pub use find::sources;
 use crate::definition::{Boot, Bus, Card, Firmware, Link, Platform};
 use crate::disks::Disks;
 use crate::identity::Mac;
-use error::{Error, ErrorKind, IoContext, Result};
+use crate::regular;
+use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
@@ -373,11 +373,5 @@ pub fn parse(format: Format, bytes: &[u8]) -> Result<Vec<Foreign>> {
 
 /// Reads the bytes of a description, within the limit.
 fn text(path: &Path) -> Result<Vec<u8>> {
-    let reading = || format!("reading '{}'", path.display());
-    let length = fs::metadata(path).during(reading)?.len();
-    if length > limits::TEXT_MAX {
-        let text = format!("'{}' has {length} bytes: that is no description of a machine", path.display());
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
-    fs::read(path).during(reading)
+    regular::read(path, limits::TEXT_MAX, "description of a machine")
 }

@@ -170,8 +170,13 @@ fn what_libvirt_writes() {
     let processors = "<cpu mode='custom'><model>EPYC</model><feature policy='require' name='pcid'/>\
                       <feature policy='disable' name='sse4a'/></cpu>\
                       <features><hyperv><relaxed state='on'/></hyperv></features><devices>";
-    let plan = planned(Format::Libvirt, &domain(removable).replace("<devices>", processors), &options());
+    let large = "<disk><source file='/x'/><blockio logical_block_size='4096'/><target dev='vda' bus='virtio'/></disk>";
+    let arguments = "</devices><qemu:commandline><qemu:arg value='-s'/></qemu:commandline>";
+    let text = domain(&format!("{removable}{large}")).replace("<devices>", processors);
+    let plan = planned(Format::Libvirt, &text.replace("</devices>", arguments), &options());
     for words in [
+        "vda: its logical blocks of 4096 bytes are blocks of 512 bytes here",
+        "commandline: 'lamina vm edit --qemu-arg' adds arguments of QEMU",
         "sda: it is a CD drive ('/x.iso'); 'lamina vm edit --cdrom FILE' adds one",
         "fda: machines have no floppy drives",
         "'lamina vm edit --cpu-model EPYC,+pcid,-sse4a' restricts the guest to the features of the source's CPU",
@@ -193,6 +198,12 @@ fn refused_domains_are_named_with_the_line() {
         (disk(""), "line 3: disk 'vda' has no source"),
         (disk("<source file='/x'/><driver type='vdi'/>"), "line 3: disk 'vda' has the format 'vdi'"),
         (disk("").replace("type='file'", "type='network'"), "type 'network'"),
+        (disk("<source file='/x'/><encryption format='luks'/>"), "line 3: disk 'vda' is encrypted"),
+        (disk("<source file='/x'><encryption format='luks'/></source>"), "line 3: disk 'vda' is encrypted"),
+        (
+            disk("<source file='/x'><slices><slice offset='9' size='9'/></slices></source>"),
+            "line 3: disk 'vda' is a slice",
+        ),
         (domain("<interface><mac address='01:00:00:00:00:00'/></interface>"), "is no network address"),
     ] {
         let error = parse(Format::Libvirt, text.as_bytes()).unwrap_err().to_string();

@@ -6,8 +6,8 @@ use super::dictionary::Dictionary;
 use super::paths::Permitted;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, ForeignSnapshot, Format, limits, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
-use error::{Error, ErrorKind, IoContext, Result};
-use std::fs;
+use crate::regular;
+use error::{Error, ErrorKind, Result};
 use std::path::Path;
 use uuid::Uuid;
 
@@ -59,12 +59,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
         && path.with_extension("vmsd").exists()
     {
         let list = permitted.find(name)?;
-        let length = fs::metadata(&list).during(|| format!("looking at '{}'", list.display()))?.len();
-        if length > limits::TEXT_MAX {
-            let text = format!("'{}' has {length} bytes: that is no list of snapshots", list.display());
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
-        let bytes = fs::read(&list).during(|| format!("reading '{}'", list.display()))?;
+        let bytes = regular::read(&list, limits::TEXT_MAX, "list of snapshots")?;
         snapshots(&mut machine, &bytes, &list)?;
     }
     Ok(machine)

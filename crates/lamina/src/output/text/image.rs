@@ -1,6 +1,7 @@
 //! Images as text.
 
 use crate::output::human::{count, size};
+use crate::output::printable::printable;
 use crate::output::table::print_facts;
 use crate::output::text::salvage::{print_lost, summed};
 use disk::convert::Converted;
@@ -22,7 +23,7 @@ pub fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
         print_facts(out, &facts(level))?;
     }
     match &info.problem {
-        Some(problem) => writeln!(out, "\nproblem: {problem}"),
+        Some(problem) => writeln!(out, "\nproblem: {}", printable(problem)),
         None => Ok(()),
     }
 }
@@ -73,11 +74,12 @@ pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
         } else {
             format!("{} ({})", finding.image, finding.file)
         };
+        let file = printable(&file);
         for problem in &finding.problems {
-            writeln!(out, "{file}: {problem}")?;
+            writeln!(out, "{file}: {}", printable(problem))?;
         }
         for note in &finding.notes {
-            writeln!(out, "{file}: note: {note}")?;
+            writeln!(out, "{file}: note: {}", printable(note))?;
         }
         if finding.dead > 0 {
             writeln!(out, "{file}: {} to which no table refers", size(finding.dead))?;
@@ -104,7 +106,7 @@ pub fn print_created(out: &mut dyn Write, level: &ImageLevel) -> io::Result<()> 
 /// Prints the result of a conversion.
 pub fn print_converted(out: &mut dyn Write, made: &Converted) -> io::Result<()> {
     for warning in &made.warnings {
-        writeln!(out, "warning: {warning}")?;
+        writeln!(out, "warning: {}", printable(warning))?;
     }
     print_lost(out, &made.lost)?;
     write!(out, "made {}: {}, {}, {} of data", made.target, made.format, size(made.capacity), size(made.copied))?;

@@ -1,0 +1,81 @@
+//! Reading of files that others may have written, such as descriptions and definitions. Such a name may be that of a
+//! pipe or a device, and reading it may never end.
+
+use backend::private;
+use error::{Error, ErrorKind, IoContext, Result};
+use rustix::fs::OFlags;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Reads a regular file of at most `most` bytes. `what` is what the file should be, for the error.
+pub fn read(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    // Without NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on a regular file.
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    read_opened(OpenOptions::new().read(true).custom_flags(flags).open(path), path, most, what)
+}
+
+/// As [`read`], for a file of a datastore. Root does not follow a symbolic link of another user.
+pub fn read_own(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    read_opened(private::open_to_read(path), path, most, what)
+}
+
+fn read_opened(opened: io::Result<File>, path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    let reading = || format!("reading '{}'", path.display());
+    let wrong = |why: String| Error::new(ErrorKind::Invalid, format!("'{}' {why}: that is no {what}", path.display()));
+    let file = opened.during(reading)?;
+    let metadata = file.metadata().during(reading)?;
+    if !metadata.is_file() {
+        return Err(wrong("is a folder, a pipe or a device".into()));
+    }
+    if metadata.len() > most {
+        return Err(wrong(format!("has {} bytes", metadata.len())));
+    }
+    let mut bytes = Vec::new();
+    file.take(most).read_to_end(&mut bytes).during(reading)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    #[test]
+    fn pipes_folders_and_long_files_are_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let long = folder.path().join("long");
+        std::fs::write(&long, "12345").unwrap();
+        assert_eq!(read(&long, 5, "list").unwrap(), b"12345");
+        for (path, why) in [
+            (&*pipe, "is a folder, a pipe or a device: that is no list"),
+            (folder.path(), "is a folder, a pipe or a device: that is no list"),
+            (&*long, "has 5 bytes: that is no list"),
+            (Path::new("/dev/zero"), "is a folder, a pipe or a device: that is no list"),
+        ] {
+            let error = read(path, 4, "list").unwrap_err();
+            assert!(error.kind() == ErrorKind::Invalid && error.to_string().ends_with(why), "{error}");
+        }
+        assert_eq!(read(&folder.path().join("nothing"), 4, "list").unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn commands_do_not_wait_for_a_pipe_in_place_of_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let fifo = |name: &str| {
+            let path = folder.path().join(name);
+            mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+            path
+        };
+        let definition = fifo(crate::machine::DEFINITION);
+        let machine = crate::machine::Machine::at(folder.path());
+        assert!(machine.definition().unwrap_err().to_string().contains("that is no definition"));
+        assert!(machine.named_disks().is_empty());
+        assert!(crate::nvram::keep(&definition, folder.path()).is_err());
+        assert!(crate::media::readable(&fifo("install.iso")).is_err());
+    }
+}
