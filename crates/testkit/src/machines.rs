@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 /// Time limit for each step of a guest on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
+/// The shortest and the longest time between two evaluations of a condition.
+const POLL_MIN: Duration = Duration::from_millis(50);
+const POLL_MAX: Duration = Duration::from_secs(1);
+
 /// What a kernel gets on its command line in every guest. The last three parameters shorten the start of a guest without
 /// KVM: page tables have four levels; programs are mapped at the same addresses each time, so that QEMU translates them
 /// once; the self-tests of the crypto API are left out.
@@ -128,7 +132,8 @@ impl Room {
         self.until(&format!("{name}'s agent answers"), || self.run(&format!("vm exec {name} -- /bin/true")).code == 0);
     }
 
-    /// Waits until a condition holds; otherwise panics with all console outputs.
+    /// Waits until a condition, which then stays true, holds; otherwise panics with all console outputs. Many conditions
+    /// run programs in the guest, which delay what it does, so the condition is evaluated less often in a long wait.
     #[track_caller]
     pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let begin = Instant::now();
@@ -137,7 +142,7 @@ impl Room {
                 let said = self.names().into_iter().map(|name| format!("{name}: {}", self.console(&name)));
                 panic!("waited too long until {what}: {}", said.collect::<String>());
             }
-            std::thread::sleep(Duration::from_millis(50));
+            std::thread::sleep((begin.elapsed() / 20).clamp(POLL_MIN, POLL_MAX));
         }
     }
 
