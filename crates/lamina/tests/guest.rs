@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
+use testkit::machines::KERNEL_LINE;
 use testkit::process;
 use testkit::process::{Store, tool};
 
@@ -16,7 +17,7 @@ fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
         if disk.contains('@') { "on" } else { "off" }
     );
     let [kernel, initrd] = ["vmlinuz", "initrd"].map(|name| guest.join(name).to_str().unwrap().to_string());
-    let line = format!("console=ttyS0 quiet panic=-1 phase={phase}");
+    let line = format!("{KERNEL_LINE} phase={phase}");
     // KVM is not used: it is often missing where these tests run, and the guest's speed does not matter.
     let machine =
         ["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-serial", "stdio", "-monitor", "none"];

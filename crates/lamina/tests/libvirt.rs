@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use testkit::machines;
+use testkit::machines::KERNEL_LINE;
 use testkit::process::{Done, Store, output, send, tool, wait};
 
 /// Number of the user and of the group that QEMU runs as.
@@ -178,7 +179,7 @@ fn domain(libvirt: &Libvirt, socket: &Path) -> String {
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{kernel}</kernel>
     <initrd>{initrd}</initrd>
-    <cmdline>console=ttyS0 quiet panic=-1</cmdline>
+    <cmdline>{KERNEL_LINE}</cmdline>
   </os>
   <devices>
     <emulator>{emulator}</emulator>

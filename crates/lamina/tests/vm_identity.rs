@@ -73,13 +73,13 @@ fn identity(room: &Room, name: &str) -> [String; 4] {
         let done: Done = output(command.arg(ready)).into();
         done.code == 0
     });
-    let lines = [
-        "hostname",
-        "cat /etc/machine-id",
-        "cat /etc/ssh/ssh_host_ed25519_key.pub",
-        "sed -n 's/^CLIENTID=//p' /run/systemd/netif/leases/*",
-    ];
-    lines.map(|line| room.shell(name, line))
+    let told = room.shell(
+        name,
+        "hostname && cat /etc/machine-id /etc/ssh/ssh_host_ed25519_key.pub && \
+         sed -n 's/^CLIENTID=//p' /run/systemd/netif/leases/*",
+    );
+    let lines: Vec<String> = told.lines().map(str::to_owned).collect();
+    lines.try_into().unwrap_or_else(|lines: Vec<String>| panic!("{name}: {lines:?}"))
 }
 
 /// Removes the seed from the definition of a machine that is off.

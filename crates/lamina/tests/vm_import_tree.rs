@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::fleet::Fleet;
-use testkit::machines::guest;
+use testkit::machines::{KERNEL_LINE, guest};
 use testkit::process::{Done, lamina, output, tool, until};
 use testkit::{Random, pattern};
 
@@ -148,7 +148,7 @@ fn template() -> Vec<u8> {
     fs::create_dir_all(tree.join("boot/grub")).unwrap();
     let loader = format!(
         "serial --unit=0\nterminal_input serial\nterminal_output serial\n\
-         linux /vmlinuz console=ttyS0 quiet panic=-1 {PLACEHOLDER}\ninitrd /vm-initrd\nboot\n"
+         linux /vmlinuz {KERNEL_LINE} {PLACEHOLDER}\ninitrd /vm-initrd\nboot\n"
     );
     fs::write(tree.join("boot/grub/grub.cfg"), loader).unwrap();
     for file in ["vmlinuz", "vm-initrd"] {

@@ -8,7 +8,7 @@ use foreign::{Left, MIB, vmx, vmx_card, vmx_disk};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
-use testkit::machines::{Room, guest};
+use testkit::machines::{KERNEL_LINE, Room, guest};
 use testkit::process::{Done, output, tool};
 
 /// The variables of a new machine, in Debian's package ovmf.
@@ -26,7 +26,7 @@ fn efi_disk(path: &Path) {
     fs::File::create(path).unwrap().set_len(40 * MIB).unwrap();
     tool("mformat", &["-i", disk, "-h", "16", "-s", "63", "-t", "81", "::"]);
     let script = path.with_extension("nsh");
-    fs::write(&script, "fs0:\\vmlinuz.efi initrd=\\initrd console=ttyS0 quiet panic=-1\r\n").unwrap();
+    fs::write(&script, format!("fs0:\\vmlinuz.efi initrd=\\initrd {KERNEL_LINE}\r\n")).unwrap();
     let [kernel, initrd] = ["vmlinuz", "vm-initrd"].map(|name| guest().join(name));
     for (file, name) in [(&kernel, "vmlinuz.efi"), (&initrd, "initrd"), (&script, "startup.nsh")] {
         tool("mcopy", &["-i", disk, file.to_str().unwrap(), &format!("::{name}")]);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use testkit::fleet::{Fleet, MEMORY};
-use testkit::machines::{Room, guest};
+use testkit::machines::{KERNEL_LINE, Room, guest};
 use testkit::process::tool;
 
 /// The text that the boot loader prints on the console.
@@ -36,8 +36,8 @@ fn bootable(folder: &Path, name: &str, commands: &str) -> PathBuf {
 fn a_guest_is_booted_from_an_image_beside_an_empty_disk() {
     let room = Room::new();
     let folder = tempfile::tempdir().unwrap();
-    let commands = "linux /vmlinuz console=ttyS0 quiet panic=-1\ninitrd /vm-initrd\nboot";
-    let image = bootable(folder.path(), "install", commands);
+    let commands = format!("linux /vmlinuz {KERNEL_LINE}\ninitrd /vm-initrd\nboot");
+    let image = bootable(folder.path(), "install", &commands);
     for firmware in ["bios", "uefi"] {
         let options = format!("--memory 256M --disk-size 1G --firmware {firmware} --start");
         room.run(&format!("vm create {firmware} {options} --cdrom {}", image.display())).ok();

@@ -6,7 +6,7 @@
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
-use testkit::machines::{Room, guest};
+use testkit::machines::{KERNEL_LINE, Room, guest};
 use testkit::process::{Done, output, tool};
 
 const KEYS: [&str; 2] = ["ssh-rsa AAAAB3NzaC1yc2E one", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA two@example.org"];
@@ -32,7 +32,7 @@ fn a_guest_and_its_clones_find_their_own_seeds() {
         let mut command = room.store.command(&format!("vm create {name} --memory 192M --disk-size 1G {more}"));
         let [kernel, initrd] = ["vmlinuz", "vm-initrd"].map(|file| guest().join(file));
         command.arg("--kernel").arg(kernel).arg("--initrd").arg(initrd);
-        command.args(["--append", "console=ttyS0 quiet panic=-1", "--ssh-key", KEYS[1]]);
+        command.args(["--append", KERNEL_LINE, "--ssh-key", KEYS[1]]);
         output(&mut command).into()
     };
     create("bad", "--user-data /nowhere/user-data").fails(2, "/nowhere/user-data");

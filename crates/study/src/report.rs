@@ -36,33 +36,19 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// A figure that must be at least `limit`.
-    pub fn at_least(
-        property: &'static str,
-        what: impl Into<String>,
-        measured: f64,
-        limit: f64,
-        unit: &'static str,
-    ) -> Finding {
-        let met = measured >= limit;
-        Finding { property, what: what.into(), measured, unit, limit: Some((Wanted::AtLeast, limit)), met }
-    }
-
-    /// A figure that must be at most `limit`.
-    pub fn at_most(
-        property: &'static str,
-        what: impl Into<String>,
-        measured: f64,
-        limit: f64,
-        unit: &'static str,
-    ) -> Finding {
-        let met = measured <= limit;
-        Finding { property, what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
-    }
-
     /// A figure without a limit.
-    pub fn note(property: &'static str, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
+    pub fn new(property: &'static str, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
         Finding { property, what: what.into(), measured, unit, limit: None, met: true }
+    }
+
+    /// The same figure, which must be at least `limit`.
+    pub fn at_least(self, limit: f64) -> Finding {
+        Finding { met: self.measured >= limit, limit: Some((Wanted::AtLeast, limit)), ..self }
+    }
+
+    /// The same figure, which must be at most `limit`.
+    pub fn at_most(self, limit: f64) -> Finding {
+        Finding { met: self.measured <= limit, limit: Some((Wanted::AtMost, limit)), ..self }
     }
 
     fn row(&self) -> Vec<String> {
@@ -193,12 +179,14 @@ mod tests {
 
     #[test]
     fn a_value_equal_to_its_limit_passes_and_one_beyond_fails() {
-        assert!(Finding::at_least("latency", "a", 0.95, 0.95, "x").met);
-        assert!(!Finding::at_least("latency", "a", 0.949, 0.95, "x").met);
-        assert!(Finding::at_most("latency", "a", 2.0, 2.0, "ms").met);
-        assert!(!Finding::at_most("latency", "a", f64::NAN, 2.0, "ms").met);
-        let text =
-            shown(&[Finding::at_most("latency", "p99", 2.5, 2.0, "ms"), Finding::note("latency", "count", 300.0, "")]);
+        assert!(Finding::new("latency", "a", 0.95, "x").at_least(0.95).met);
+        assert!(!Finding::new("latency", "a", 0.949, "x").at_least(0.95).met);
+        assert!(Finding::new("latency", "a", 2.0, "ms").at_most(2.0).met);
+        assert!(!Finding::new("latency", "a", f64::NAN, "ms").at_most(2.0).met);
+        let text = shown(&[
+            Finding::new("latency", "p99", 2.5, "ms").at_most(2.0),
+            Finding::new("latency", "count", 300.0, ""),
+        ]);
         assert!(text.contains("<= 2.00") && text.contains("MISSED") && text.contains("300"), "{text}");
     }
 }

@@ -1,6 +1,7 @@
 //! A Linux guest in QEMU on one disk, which `scripts/guest` builds. A phase of `crates/lamina/tests/guest/init` is the
 //! guest's part of a test.
 
+use crate::machines::KERNEL_LINE;
 use crate::process::{PATIENCE, until, wait};
 use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
@@ -22,7 +23,7 @@ impl Guest {
         qemu.args(["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-monitor", "none"]);
         qemu.args(["-no-reboot", "-nodefaults", "-serial", "stdio", "-blockdev", blockdev, "-device", device]);
         qemu.arg("-kernel").arg(folder.join("vmlinuz")).arg("-initrd").arg(folder.join("initrd"));
-        qemu.args(["-append", &format!("console=ttyS0 quiet panic=-1 phase={phase}")]);
+        qemu.args(["-append", &format!("{KERNEL_LINE} phase={phase}")]);
         let mut child = qemu.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
         let console = Arc::new(Mutex::new(String::new()));
         let (mut output, copy) = (child.stdout.take().unwrap(), console.clone());

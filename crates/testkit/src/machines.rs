@@ -10,6 +10,15 @@ use std::time::{Duration, Instant};
 /// Time limit for each step of a guest on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
+/// The shortest and the longest time between two evaluations of a condition.
+const POLL_MIN: Duration = Duration::from_millis(50);
+const POLL_MAX: Duration = Duration::from_secs(1);
+
+/// What a kernel gets on its command line in every guest. The last three parameters shorten the start of a guest without
+/// KVM: page tables have four levels; programs are mapped at the same addresses each time, so that QEMU translates them
+/// once; the self-tests of the crypto API are left out.
+pub const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 no5lvl norandmaps cryptomgr.notests";
+
 /// The folder of the guest, which is built if necessary.
 pub fn guest() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -75,7 +84,7 @@ impl Room {
     /// Boots a machine with another initial RAM disk and further arguments.
     pub fn boot_from(&self, initrd: &str, name: &str, arguments: &str, append: &str) {
         let [kernel, initrd] = ["vmlinuz", initrd].map(|file| guest().join(file));
-        let line = format!("console=ttyS0 quiet panic=-1 {append}");
+        let line = format!("{KERNEL_LINE} {append}");
         let mut command = self.store.command(&format!("vm create {name} {arguments} --disk-size 1G --start"));
         command.arg("--kernel").arg(kernel).arg("--initrd").arg(initrd).args(["--append", &line]);
         let done: Done = output(&mut command).into();
@@ -95,7 +104,7 @@ impl Room {
         done.ok();
         let mut create = self.store.command(&format!("vm create {name} --disk {name} --memory 256M --start --ssh-key"));
         create.arg("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA test").arg("--kernel").arg(guest().join("vmlinuz"));
-        create.arg("--initrd").arg(guest().join("vm-initrd")).args(["--append", "console=ttyS0 quiet"]);
+        create.arg("--initrd").arg(guest().join("vm-initrd")).args(["--append", KERNEL_LINE]);
         let done: Done = output(&mut create).into();
         done.ok();
         self.until_answers(name);
@@ -123,7 +132,8 @@ impl Room {
         self.until(&format!("{name}'s agent answers"), || self.run(&format!("vm exec {name} -- /bin/true")).code == 0);
     }
 
-    /// Waits until a condition holds; otherwise panics with all console outputs.
+    /// Waits until a condition, which then stays true, holds; otherwise panics with all console outputs. Many conditions
+    /// run programs in the guest, which delay what it does, so the condition is evaluated less often in a long wait.
     #[track_caller]
     pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let begin = Instant::now();
@@ -132,7 +142,7 @@ impl Room {
                 let said = self.names().into_iter().map(|name| format!("{name}: {}", self.console(&name)));
                 panic!("waited too long until {what}: {}", said.collect::<String>());
             }
-            std::thread::sleep(Duration::from_millis(50));
+            std::thread::sleep((begin.elapsed() / 20).clamp(POLL_MIN, POLL_MAX));
         }
     }
 

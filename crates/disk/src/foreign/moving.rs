@@ -92,11 +92,6 @@ impl Foreign {
 }
 
 impl ForeignOriginal {
-    /// The identity of the disk or of a snapshot in the table of switches.
-    pub fn identity(&self, snapshot: Option<&str>) -> Identity {
-        self.entry.identity(snapshot)
-    }
-
     fn chain_of(&self, snapshot: Option<&str>) -> Result<Arc<Chain>> {
         match snapshot {
             Some(name) => self.entry.disk.snapshot_chain(name),
@@ -140,6 +135,10 @@ impl Original for ForeignOriginal {
         Ok(Arc::new(ChainedDevice::new(title, self.entry.disk.snapshot_chain(name)?)))
     }
 
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        Ok(self.entry.identity(snapshot))
+    }
+
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
         let (below, above) = (self.chain_of(Some(from))?, self.chain_of(to)?);
         let (levels, keys) = (below.keys().len(), above.keys());
@@ -173,19 +172,6 @@ impl Original for ForeignOriginal {
     }
 }
 
-impl ForeignReplica {
-    /// The identity that the disk or a snapshot will have in the table of switches.
-    pub fn identity(&self, snapshot: Option<&str>) -> Identity {
-        Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
-    }
-
-    /// Opens a snapshot of the disk for reading.
-    pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
-        let title = format!("{}@{name}", self.disk.name());
-        Ok(Arc::new(ChainedDevice::new(title, self.disk.snapshot_chain(name)?)))
-    }
-}
-
 impl Replica for ForeignReplica {
     fn head(&self) -> Result<Arc<dyn Device>> {
         let device = ChainedDevice::new(self.disk.name(), self.disk.chain()?);
@@ -193,6 +179,15 @@ impl Replica for ForeignReplica {
         let device = Arc::new(device);
         *self.head.lock() = Arc::downgrade(&device);
         Ok(device)
+    }
+
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        let title = format!("{}@{name}", self.disk.name());
+        Ok(Arc::new(ChainedDevice::new(title, self.disk.snapshot_chain(name)?)))
+    }
+
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        Ok(Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) })
     }
 
     fn take(&self, node: &Node) -> Result<()> {

@@ -24,7 +24,7 @@ use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
 use crate::location::Location;
 use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
-use crate::switch::{Before, Client, Identity, Switch};
+use crate::switch::{Before, Client, Switch};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -71,13 +71,6 @@ impl Source {
         }
     }
 
-    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
-        match self {
-            Self::Native(disk) => disk.identity(snapshot),
-            Self::Foreign(disk) => Ok(disk.identity(snapshot)),
-        }
-    }
-
     fn copy(&self) -> Copy {
         match self {
             Self::Native(disk) => Copy::Native { object: Some(disk.id) },
@@ -112,24 +105,10 @@ impl Target {
         }
     }
 
-    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
-        match self {
-            Self::Native(disk) => disk.identity(snapshot),
-            Self::Foreign(disk) => Ok(disk.identity(snapshot)),
-        }
-    }
-
     fn copy(&self) -> Copy {
         match self {
             Self::Native(_) => Copy::Native { object: None },
             Self::Foreign(disk) => Copy::Images { folder: disk.folder.clone() },
-        }
-    }
-
-    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
-        match self {
-            Self::Native(disk) => disk.snapshot(name),
-            Self::Foreign(disk) => disk.snapshot(name),
         }
     }
 }
@@ -179,7 +158,7 @@ impl Datastore {
             Some(entry) => Source::Foreign(self.foreign.original(entry)?),
             None => Source::Native(self.native.original(name)?),
         };
-        let client = self.switches.attach(source.identity(None)?, || source.head())?;
+        let client = self.switches.attach(source.original().identity(None)?, || source.head())?;
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
         let identity = source.disk_identity();
@@ -365,12 +344,13 @@ impl Migration<'_> {
     /// Assigns the switches of the disk and its snapshots to the target.
     fn hand_over(&self, snapshots: &[String], left: &mut Vec<Before>) -> Result<()> {
         let (from, to) = (&self.home.switches, &self.there().switches);
-        from.hand_over(&self.source.identity(None)?, to, self.target.identity(None)?);
+        let (original, replica) = (self.source.original(), self.target.replica());
+        from.hand_over(&original.identity(None)?, to, replica.identity(None)?);
         for name in snapshots {
-            let old = self.source.identity(Some(name))?;
+            let old = original.identity(Some(name))?;
             if let Some(open) = from.get(&old) {
-                left.push(open.exchange(self.target.snapshot(name)?));
-                from.hand_over(&old, to, self.target.identity(Some(name))?);
+                left.push(open.exchange(replica.snapshot(name)?));
+                from.hand_over(&old, to, replica.identity(Some(name))?);
             }
         }
         Ok(())

@@ -13,6 +13,7 @@
 
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
+use crate::switch::Identity;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -51,6 +52,9 @@ pub(crate) trait Original: Send + Sync {
     /// Opens a snapshot for reading.
     fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>>;
 
+    /// The identity of the disk or of a snapshot in the table of switches.
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity>;
+
     /// Calls `each` for every range that may differ between snapshot `from` and a later snapshot, or the head.
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()>;
 }
@@ -59,6 +63,12 @@ pub(crate) trait Original: Send + Sync {
 pub(crate) trait Replica: Send + Sync {
     /// The head of the copy. The caller opens it again after [`Replica::go_back`] and [`Replica::resize`].
     fn head(&self) -> Result<Arc<dyn Device>>;
+
+    /// Opens a snapshot for reading.
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>>;
+
+    /// The identity that the disk or a snapshot has in the table of switches.
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity>;
 
     /// Takes a snapshot, and makes it durable together with its content.
     fn take(&self, node: &Node) -> Result<()>;

@@ -167,11 +167,6 @@ impl Native {
 }
 
 impl NativeOriginal {
-    /// The identity of the disk or of a snapshot in the table of switches.
-    pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
-        self.native.identity_of(self.id, snapshot)
-    }
-
     /// The head as a device.
     pub fn head(&self) -> Result<Arc<dyn Device>> {
         self.native.head_device(self.id)
@@ -229,6 +224,10 @@ impl Original for NativeOriginal {
         self.native.device_of_snapshot(self.id, name)
     }
 
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        self.native.identity_of(self.id, snapshot)
+    }
+
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
         let from = self.native.snapshot_id(self.id, from)?;
         let to = match to {
@@ -244,16 +243,6 @@ impl Original for NativeOriginal {
 }
 
 impl NativeReplica {
-    /// The identity that the disk or a snapshot will have in the table of switches.
-    pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
-        self.native.identity_of(self.id, snapshot)
-    }
-
-    /// Opens a snapshot of the disk for reading.
-    pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
-        self.native.device_of_snapshot(self.id, name)
-    }
-
     /// Removes the disk with its snapshots.
     pub fn remove(&self) -> Result<()> {
         self.native.engine.delete_disk(self.id, &[])
@@ -263,6 +252,14 @@ impl NativeReplica {
 impl Replica for NativeReplica {
     fn head(&self) -> Result<Arc<dyn Device>> {
         self.native.head_device(self.id)
+    }
+
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        self.native.device_of_snapshot(self.id, name)
+    }
+
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        self.native.identity_of(self.id, snapshot)
     }
 
     fn take(&self, node: &Node) -> Result<()> {

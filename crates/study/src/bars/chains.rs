@@ -160,14 +160,14 @@ fn measure_cell(
 }
 
 fn judge(state: &CacheShare, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
-    outcome.findings.push(Finding::note(PROPERTY, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
+    outcome.findings.push(Finding::new(PROPERTY, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
     for ((disk, format), of) in disks.iter().zip(rates).skip(1) {
         let share = share(of, &rates[0]);
         outcome.findings.push(if disk == OTHER_BASE {
-            Finding::note(PROPERTY, format!("{cell}, another flat disk: share (noise)"), share, "")
+            Finding::new(PROPERTY, format!("{cell}, another flat disk: share (noise)"), share, "")
         } else {
             let what = format!("{cell}, {DEPTH} levels of {format}: share of the base");
-            Finding::at_least(PROPERTY, what, share, state.share_min, "")
+            Finding::new(PROPERTY, what, share, "").at_least(state.share_min)
         });
     }
 }
@@ -182,9 +182,9 @@ fn memory(state: &CacheShare, format: &str, statistics: &Value, outcome: &mut Ou
     let (hits, misses) = (field("hits")?, field("misses")?);
     let what = |text: &str| format!("{} {format}: {text}", state.word);
     outcome.findings.extend([
-        Finding::note(PROPERTY, what("hit rate"), ratio(hits, hits + misses), ""),
-        Finding::note(PROPERTY, what("entries"), entries, ""),
-        Finding::at_most(PROPERTY, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
+        Finding::new(PROPERTY, what("hit rate"), ratio(hits, hits + misses), ""),
+        Finding::new(PROPERTY, what("entries"), entries, ""),
+        Finding::new(PROPERTY, what("memory of an entry"), ratio(bytes, entries), "bytes").at_most(ENTRY_MEMORY_MAX),
     ]);
     Ok(())
 }

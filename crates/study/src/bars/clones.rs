@@ -42,15 +42,10 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let copies = full(setting, &datastore)?;
     let (ours, cp): (Vec<f64>, Vec<f64>) = copies.iter().copied().unzip();
     outcome.findings.extend([
-        Finding::note(PROPERTY, "full clone", median(&ours), "s"),
-        Finding::note(PROPERTY, "cp --sparse=always and flush", median(&cp), "s"),
-        Finding::at_least(
-            PROPERTY,
-            "full clone: speed against cp",
-            ratio(median(&cp), median(&ours)),
-            COPY_SHARE_MIN,
-            "",
-        ),
+        Finding::new(PROPERTY, "full clone", median(&ours), "s"),
+        Finding::new(PROPERTY, "cp --sparse=always and flush", median(&cp), "s"),
+        Finding::new(PROPERTY, "full clone: speed against cp", ratio(median(&cp), median(&ours)), "")
+            .at_least(COPY_SHARE_MIN),
     ]);
 
     say(&format!("taking {} linked clones", plan.clones));
@@ -66,8 +61,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let bytes = after.saturating_sub(before) as f64 / clones;
     let what = format!("{} linked clones", plan.clones);
     outcome.findings.extend([
-        Finding::at_most(PROPERTY, &what, time.as_secs_f64(), clones * SECONDS_PER_CLONE_MAX, "s"),
-        Finding::at_most(PROPERTY, format!("{what}: space each"), bytes, BYTES_PER_CLONE_MAX, "bytes"),
+        Finding::new(PROPERTY, &what, time.as_secs_f64(), "s").at_most(clones * SECONDS_PER_CLONE_MAX),
+        Finding::new(PROPERTY, format!("{what}: space each"), bytes, "bytes").at_most(BYTES_PER_CLONE_MAX),
     ]);
     say("opening the datastore");
     let mut opened = Vec::new();
@@ -78,13 +73,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         opened.push(time.as_secs_f64() * 1e3);
         server.service.stop()?;
     }
-    outcome.findings.push(Finding::at_most(
-        PROPERTY,
-        "opening a datastore with the clones, cold",
-        median(&opened),
-        OPEN_MAX_MS,
-        "ms",
-    ));
+    outcome.findings.push(
+        Finding::new(PROPERTY, "opening a datastore with the clones, cold", median(&opened), "ms").at_most(OPEN_MAX_MS),
+    );
     outcome.raw = json!({
         "full_and_cp_s": copies, "clones": plan.clones, "clones_s": time.as_secs_f64(),
         "allocated_before": before, "allocated_after": after, "open_ms": opened,

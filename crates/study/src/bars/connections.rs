@@ -128,20 +128,15 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
     let what = |text: &str| format!("{name}: {text}");
     let against = ratio(median(&ours.p99), median(&peer.p99));
     outcome.findings.extend([
-        Finding::note(PROPERTY, what("requests a second, lamina"), median(&ours.rates), ""),
-        Finding::note(PROPERTY, what("requests a second, nbdkit"), median(&peer.rates), ""),
-        Finding::at_least(
-            PROPERTY,
-            what("slowest to fastest connection, lamina"),
-            median(&ours.fairness),
-            FAIRNESS_MIN,
-            "",
-        ),
-        Finding::note(PROPERTY, what("slowest to fastest connection, nbdkit"), median(&peer.fairness), ""),
-        Finding::note(PROPERTY, what("common rate"), f64::from(rate), "/s"),
-        Finding::note(PROPERTY, what("p99 at the common rate, lamina"), median(&ours.p99), "ms"),
-        Finding::note(PROPERTY, what("p99 at the common rate, nbdkit"), median(&peer.p99), "ms"),
-        Finding::at_most(PROPERTY, what("p99 against nbdkit's"), against, 1.0, ""),
+        Finding::new(PROPERTY, what("requests a second, lamina"), median(&ours.rates), ""),
+        Finding::new(PROPERTY, what("requests a second, nbdkit"), median(&peer.rates), ""),
+        Finding::new(PROPERTY, what("slowest to fastest connection, lamina"), median(&ours.fairness), "")
+            .at_least(FAIRNESS_MIN),
+        Finding::new(PROPERTY, what("slowest to fastest connection, nbdkit"), median(&peer.fairness), ""),
+        Finding::new(PROPERTY, what("common rate"), f64::from(rate), "/s"),
+        Finding::new(PROPERTY, what("p99 at the common rate, lamina"), median(&ours.p99), "ms"),
+        Finding::new(PROPERTY, what("p99 at the common rate, nbdkit"), median(&peer.p99), "ms"),
+        Finding::new(PROPERTY, what("p99 against nbdkit's"), against, "").at_most(1.0),
     ]);
     let samples = |side: &Side| {
         json!({

@@ -102,13 +102,14 @@ pub(super) fn watched(
     let speed = ratio(work.bytes as f64, time.as_secs_f64());
     let over = late(&timings, during).count();
     outcome.findings.extend([
-        Finding::note(PROPERTY, what("time"), time.as_secs_f64(), "s"),
-        Finding::at_least(PROPERTY, what("bytes moved per second"), speed / 1e6, BYTES_PER_SECOND_MIN / 1e6, "MB/s"),
-        Finding::at_most(PROPERTY, what("blocks that differ"), differences as f64, 0.0, ""),
-        Finding::note(PROPERTY, what("worst request in 20 s without it"), calm, "ms"),
-        Finding::at_most(PROPERTY, what("worst request during it"), busy, DELAY_MAX_MS, "ms"),
-        Finding::note(PROPERTY, what("requests during it above 50 ms"), over as f64, ""),
-        Finding::note(PROPERTY, what("rate during it against without"), share(&timings, during, before, after), ""),
+        Finding::new(PROPERTY, what("time"), time.as_secs_f64(), "s"),
+        Finding::new(PROPERTY, what("bytes moved per second"), speed / 1e6, "MB/s")
+            .at_least(BYTES_PER_SECOND_MIN / 1e6),
+        Finding::new(PROPERTY, what("blocks that differ"), differences as f64, "").at_most(0.0),
+        Finding::new(PROPERTY, what("worst request in 20 s without it"), calm, "ms"),
+        Finding::new(PROPERTY, what("worst request during it"), busy, "ms").at_most(DELAY_MAX_MS),
+        Finding::new(PROPERTY, what("requests during it above 50 ms"), over as f64, ""),
+        Finding::new(PROPERTY, what("rate during it against without"), share(&timings, during, before, after), ""),
     ]);
     Ok(json!({
         "what": work.what, "seconds": time.as_secs_f64(), "bytes": work.bytes, "differences": differences,

@@ -102,19 +102,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                 }
             }
             let base = median(&rates[0]);
-            findings.push(Finding::note(PROPERTY, format!("{state} {name} at depth 0"), base, "/s"));
+            findings.push(Finding::new(PROPERTY, format!("{state} {name} at depth 0"), base, "/s"));
             for (disk, rates) in disks.iter().zip(&rates).skip(1) {
                 let share = ratio(median(rates), base);
                 findings.push(if disk.depth == 0 {
-                    Finding::note(
-                        PROPERTY,
-                        format!("{state} {name}, another disk of depth 0: share (noise)"),
-                        share,
-                        "",
-                    )
+                    Finding::new(PROPERTY, format!("{state} {name}, another disk of depth 0: share (noise)"), share, "")
                 } else {
                     let what = format!("{state} {name} at depth {}: share of depth 0", disk.depth);
-                    Finding::at_least(PROPERTY, what, share, SHARE_MIN, "")
+                    Finding::new(PROPERTY, what, share, "").at_least(SHARE_MIN)
                 });
             }
             let sides: Vec<Value> =

@@ -121,7 +121,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         if cell.first_writes() {
             let flushed = by_side(&found[FLUSHED]);
             let what = format!("{} with a flush: SEsparse's share of flat", cell.name);
-            outcome.findings.push(Finding::note(PROPERTY, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
+            outcome.findings.push(Finding::new(PROPERTY, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
         }
         let mut row = vec![cell.name.clone()];
         row.extend(rates.iter().map(|rates| figure(median(rates) * f64::from(cell.block) / f64::from(1 << 20))));
@@ -261,20 +261,15 @@ fn connect(datastore: &Datastore, name: &str) -> Result<Client> {
 fn judge(cell: &Cell, rates: &[Vec<f64>; 3], outcome: &mut Outcome) {
     let share = |side: usize, of: usize| share(&rates[side], &rates[of]);
     outcome.findings.extend([
-        Finding::at_least(
-            PROPERTY,
-            format!("{}: SEsparse's share of flat", cell.name),
-            share(SESPARSE, FLAT),
-            cell.share_min(),
-            "",
-        ),
-        Finding::at_least(
+        Finding::new(PROPERTY, format!("{}: SEsparse's share of flat", cell.name), share(SESPARSE, FLAT), "")
+            .at_least(cell.share_min()),
+        Finding::new(
             PROPERTY,
             format!("{}: SEsparse's share of VMFSsparse", cell.name),
             share(SESPARSE, VMFSSPARSE),
-            VMFSSPARSE_SHARE_MIN,
             "",
-        ),
-        Finding::note(PROPERTY, format!("{}: VMFSsparse's share of flat", cell.name), share(VMFSSPARSE, FLAT), ""),
+        )
+        .at_least(VMFSSPARSE_SHARE_MIN),
+        Finding::new(PROPERTY, format!("{}: VMFSsparse's share of flat", cell.name), share(VMFSSPARSE, FLAT), ""),
     ]);
 }

@@ -97,20 +97,15 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         for (at, beside) in EACH.into_iter().enumerate() {
             let word = beside.word();
             let of = |what: &str| format!("{name}: {what}, {word}");
-            outcome.findings.push(Finding::note(
+            outcome.findings.push(Finding::new(
                 PROPERTY,
                 of("p99, one after another"),
                 median(&figures.fast[at]),
                 "us",
             ));
-            outcome.findings.push(Finding::note(
-                PROPERTY,
-                of("p99, 1,000 a second"),
-                median(&figures.steady[at]),
-                "us",
-            ));
+            outcome.findings.push(Finding::new(PROPERTY, of("p99, 1,000 a second"), median(&figures.steady[at]), "us"));
             if beside != Beside::Nothing {
-                outcome.findings.push(Finding::note(PROPERTY, of("busy disk"), median(&figures.busy[at]), "/s"));
+                outcome.findings.push(Finding::new(PROPERTY, of("busy disk"), median(&figures.busy[at]), "/s"));
             }
         }
     }
@@ -118,9 +113,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     for (what, figures) in [("one after another", &ours.fast), ("1,000 a second", &ours.steady)] {
         let against = |other: usize| ratio(median(&figures[2]), median(&figures[other]));
         let alone = format!("p99 beside misses against alone, {what}");
-        outcome.findings.push(Finding::at_most(PROPERTY, alone, against(0), P99_MAX, ""));
+        outcome.findings.push(Finding::new(PROPERTY, alone, against(0), "").at_most(P99_MAX));
         let hits = format!("p99 beside misses against beside hits, {what}");
-        outcome.findings.push(Finding::at_most(PROPERTY, hits, against(1), P99_MAX, ""));
+        outcome.findings.push(Finding::new(PROPERTY, hits, against(1), "").at_most(P99_MAX));
     }
     outcome.raw = sides.iter().map(|(name, _, figures)| described(name, figures)).collect();
     Ok(outcome)

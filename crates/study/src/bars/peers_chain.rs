@@ -115,7 +115,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                 let medians = [median(&rates[0]), median(&rates[1])];
                 let multiple = ratio(medians[0], medians[1]);
                 let what = format!("{} {cell_name}: multiple of qemu-nbd", mode.word());
-                outcome.findings.push(Finding::at_least(PROPERTY, what, multiple, MULTIPLE_MIN, ""));
+                outcome.findings.push(Finding::new(PROPERTY, what, multiple, "").at_least(MULTIPLE_MIN));
                 let scale = f64::from(cell.2) / f64::from(1 << 20);
                 let scale = if cell.1.random() { 1.0 } else { scale };
                 let rate = |side: usize| figure(medians[side] * scale);

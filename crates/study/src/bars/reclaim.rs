@@ -78,7 +78,7 @@ fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Out
         let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
         let returned = ratio(before.saturating_sub(after) as f64, discarded as f64);
         let what = format!("runs of {shown}: returned within 2 s");
-        outcome.findings.push(Finding::at_least(PROPERTY, what, returned, RETURNED_MIN, ""));
+        outcome.findings.push(Finding::new(PROPERTY, what, returned, "").at_least(RETURNED_MIN));
         raw.push(json!({
             "run": bytes, "discarded": discarded, "before": before, "after": after, "ms": time.as_secs_f64() * 1e3,
         }));
@@ -103,7 +103,7 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     let written = scratch::allocated(datastore.path())?;
     let growth = ratio(written.saturating_sub(before) as f64, discarded as f64);
     let what = "scattered blocks: growth when as much is written 2 s later";
-    outcome.findings.push(Finding::at_most(PROPERTY, what, growth, GROWTH_MAX, ""));
+    outcome.findings.push(Finding::new(PROPERTY, what, growth, "").at_most(GROWTH_MAX));
 
     say("discarding scattered blocks and waiting");
     setting.scratch.rest(datastore.path())?;
@@ -113,8 +113,8 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     let (after, time) = scratch::wait_allocated(datastore.path(), wanted, IDLE_TIME_MAX)?;
     let returned = ratio(full.saturating_sub(after) as f64, left as f64);
     let what = "scattered blocks: returned in a minute of idle time";
-    outcome.findings.push(Finding::at_least(PROPERTY, what, returned, RETURNED_MIN, ""));
-    outcome.findings.push(Finding::note(PROPERTY, "scattered blocks: time until returned", time.as_secs_f64(), "s"));
+    outcome.findings.push(Finding::new(PROPERTY, what, returned, "").at_least(RETURNED_MIN));
+    outcome.findings.push(Finding::new(PROPERTY, "scattered blocks: time until returned", time.as_secs_f64(), "s"));
     Ok(json!({
         "discarded": discarded, "before": before, "after_writing": written,
         "discarded_idle": left, "before_idle": full, "after_idle": after, "idle_s": time.as_secs_f64(),
@@ -142,15 +142,15 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
     let grown = ratio(after.saturating_sub(empty) as f64, live);
     let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
     outcome.findings.extend([
-        Finding::at_most(PROPERTY, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
-        Finding::note(
+        Finding::new(PROPERTY, "overwritten ten times: space against live data", grown, "").at_most(SPACE_MAX),
+        Finding::new(
             PROPERTY,
             "overwritten ten times: space including the empty datastore's",
             ratio(after as f64, live),
             "",
         ),
-        Finding::note(PROPERTY, "slowest pass of random writes", slowest, "/s"),
-        Finding::note(PROPERTY, "slowest pass against the first", ratio(slowest, rates[0]), ""),
+        Finding::new(PROPERTY, "slowest pass of random writes", slowest, "/s"),
+        Finding::new(PROPERTY, "slowest pass against the first", ratio(slowest, rates[0]), ""),
     ]);
     Ok(json!({ "empty": empty, "after_each": space, "settled": after, "rates": rates }))
 }

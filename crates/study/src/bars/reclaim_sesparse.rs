@@ -79,18 +79,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let calm = (rate(&timings, before) + rate(&timings, after)) / 2.0;
     let share = ratio(rate(&timings, during), calm);
     let returned = ratio(full.saturating_sub(left) as f64, dead as f64);
-    let note = |what: &str, figure, unit| Finding::note(PROPERTY, what, figure, unit);
+    let note = |what: &str, figure, unit| Finding::new(PROPERTY, what, figure, unit);
     server.service.stop()?;
     Ok(Outcome {
         findings: vec![
-            Finding::at_least(PROPERTY, "wipe and shrink: space returned of what was dead", returned, RETURNED_MIN, ""),
-            Finding::at_least(
-                PROPERTY,
-                "wipe and shrink: rate of writes against before and after",
-                share,
-                SHARE_MIN,
-                "",
-            ),
+            Finding::new(PROPERTY, "wipe and shrink: space returned of what was dead", returned, "")
+                .at_least(RETURNED_MIN),
+            Finding::new(PROPERTY, "wipe and shrink: rate of writes against before and after", share, "")
+                .at_least(SHARE_MIN),
             note("time of the wipe", times[0], "s"),
             note("time of the shrink", times[1], "s"),
             note("worst request before", worst(&timings, &[before]), "ms"),

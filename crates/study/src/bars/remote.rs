@@ -105,9 +105,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let share = ratio(median(&local), median(&remote));
     outcome.findings.extend([
-        Finding::note(PROPERTY, "clone at another server", median(&remote), "s"),
-        Finding::note(PROPERTY, "full clone in the same datastore", median(&local), "s"),
-        Finding::at_least(PROPERTY, "remote clone: speed against a local one", share, SPEED_SHARE_MIN, ""),
+        Finding::new(PROPERTY, "clone at another server", median(&remote), "s"),
+        Finding::new(PROPERTY, "full clone in the same datastore", median(&local), "s"),
+        Finding::new(PROPERTY, "remote clone: speed against a local one", share, "").at_least(SPEED_SHARE_MIN),
     ]);
 
     say("a second clone after a change");
@@ -122,15 +122,10 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let data = sent["data"].as_u64().unwrap_or(u64::MAX);
     let wire = sent["wire"].as_u64().unwrap_or(u64::MAX);
     outcome.findings.extend([
-        Finding::at_most(
-            PROPERTY,
-            "second clone: data sent against changed",
-            data as f64 / bytes as f64,
-            SENT_SHARE_MAX,
-            "",
-        ),
-        Finding::note(PROPERTY, "second clone: bytes on the wire against changed", wire as f64 / bytes as f64, ""),
-        Finding::note(PROPERTY, "second clone", time.as_secs_f64(), "s"),
+        Finding::new(PROPERTY, "second clone: data sent against changed", data as f64 / bytes as f64, "")
+            .at_most(SENT_SHARE_MAX),
+        Finding::new(PROPERTY, "second clone: bytes on the wire against changed", wire as f64 / bytes as f64, ""),
+        Finding::new(PROPERTY, "second clone", time.as_secs_f64(), "s"),
     ]);
     outcome.raw = json!({ "runs": raw, "changed": bytes, "second": sent });
     receiver.serving.service.stop()?;

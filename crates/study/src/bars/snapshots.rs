@@ -100,20 +100,15 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
     let timings = load.finish()?;
     let (delayed, noise) = (worst(&timings, &with), worst(&timings, &without));
     let latencies: Vec<f64> = timings.iter().map(|t| t.microseconds() / 1000.0).collect();
-    let note = |what: &str, figure| Finding::note(PROPERTY, what, figure, "ms");
+    let note = |what: &str, figure| Finding::new(PROPERTY, what, figure, "ms");
     outcome.findings.extend([
         note("taking a snapshot, median", median(&times)),
-        Finding::at_most(PROPERTY, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
+        Finding::new(PROPERTY, "taking a snapshot, p99", percentile(&times, 0.99), "ms").at_most(CREATE_P99_MAX_MS),
         note("taking a snapshot by a command, median", median(&commands)),
         note("worst request in windows without a snapshot", noise),
         note("worst request in flight during a snapshot", delayed),
-        Finding::at_most(
-            PROPERTY,
-            "worst delay by a snapshot (difference)",
-            (delayed - noise).max(0.0),
-            DELAY_MAX_MS,
-            "ms",
-        ),
+        Finding::new(PROPERTY, "worst delay by a snapshot (difference)", (delayed - noise).max(0.0), "ms")
+            .at_most(DELAY_MAX_MS),
         note("request latency over all, p99.9", percentile(&latencies, 0.999)),
     ]);
     Ok(json!({
@@ -193,21 +188,17 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         let busy = rate(&timings, busy);
         let returned = ratio(before.saturating_sub(after) as f64, held as f64);
         outcome.findings.extend([
-            Finding::at_least(
-                PROPERTY,
-                format!("deleting {what}: rate against before and after"),
-                ratio(busy, calm),
-                DELETE_SHARE_MIN,
-                "",
-            ),
-            Finding::at_least(PROPERTY, format!("deleting {what}: space returned of held"), returned, RETURNED_MIN, ""),
-            Finding::note(
+            Finding::new(PROPERTY, format!("deleting {what}: rate against before and after"), ratio(busy, calm), "")
+                .at_least(DELETE_SHARE_MIN),
+            Finding::new(PROPERTY, format!("deleting {what}: space returned of held"), returned, "")
+                .at_least(RETURNED_MIN),
+            Finding::new(
                 PROPERTY,
                 format!("deleting {what}: time until all space except the writers' was returned"),
                 time.as_secs_f64() * 1e3,
                 "ms",
             ),
-            Finding::note(
+            Finding::new(
                 PROPERTY,
                 format!("deleting {what}: time until the rest was returned, after the load"),
                 rest.as_secs_f64() * 1e3,

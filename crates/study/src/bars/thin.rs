@@ -51,7 +51,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             let (full, empty) = measure_cell(setting, &datastore, mode, cell, *part)?;
             let share = ratio(median(&empty), median(&full));
             let what = format!("{} {}: empty disk's share of the full one's rate", mode.word(), cell.name);
-            findings.push(Finding::at_least(PROPERTY, what, share, SHARE_MIN, ""));
+            findings.push(Finding::new(PROPERTY, what, share, "").at_least(SHARE_MIN));
             raw.push(json!({ "mode": mode, "cell": cell.name, "full": full, "empty": empty }));
         }
         server.service.stop()?;

@@ -75,9 +75,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         }
         let share = ratio(median(&theirs), median(&ours));
         outcome.findings.extend([
-            Finding::note(PROPERTY, format!("{how} full clone"), median(&ours), "s"),
-            Finding::note(PROPERTY, format!("cp and flush, beside {how} clones"), median(&theirs), "s"),
-            Finding::at_least(PROPERTY, format!("{how} full clone: speed against cp"), share, COPY_SHARE_MIN, ""),
+            Finding::new(PROPERTY, format!("{how} full clone"), median(&ours), "s"),
+            Finding::new(PROPERTY, format!("cp and flush, beside {how} clones"), median(&theirs), "s"),
+            Finding::new(PROPERTY, format!("{how} full clone: speed against cp"), share, "").at_least(COPY_SHARE_MIN),
         ]);
         samples.push(json!({ "hot": hot, "clone_s": ours, "cp_s": theirs }));
     }

@@ -169,16 +169,11 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
         let what = format!("frozen parent, {touched} MiB touched");
         let Frozen { first, again, times, own, .. } = &figures;
         outcome.findings.extend([
-            Finding::at_most(
-                CLONE,
-                format!("{what}: clone executes after"),
-                median(&times[index]),
-                RUNNING_MAX_MS,
-                "ms",
-            ),
-            Finding::note(CLONE, format!("{what}: stood still, first time"), median(&first[index]), "ms"),
-            Finding::note(CLONE, format!("{what}: stood still, later"), median(&again[index]), "ms"),
-            Finding::note(CLONE, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
+            Finding::new(CLONE, format!("{what}: clone executes after"), median(&times[index]), "ms")
+                .at_most(RUNNING_MAX_MS),
+            Finding::new(CLONE, format!("{what}: stood still, first time"), median(&first[index]), "ms"),
+            Finding::new(CLONE, format!("{what}: stood still, later"), median(&again[index]), "ms"),
+            Finding::new(CLONE, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
         ]);
     }
     let spread = |of: &[Vec<f64>]| {
@@ -186,21 +181,21 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
         ratio(medians.iter().copied().fold(0.0, f64::max), medians.iter().copied().fold(f64::INFINITY, f64::min))
     };
     let against = |what: &str, of: &[Vec<f64>]| {
-        Finding::at_most(CLONE, format!("{what}, slowest memory against fastest"), spread(of), RATIO_MAX, "")
+        Finding::new(CLONE, format!("{what}, slowest memory against fastest"), spread(of), "").at_most(RATIO_MAX)
     };
     outcome.findings.extend([
         against("time until a clone executes", &figures.times),
         against("time a parent stands still, first time", &figures.first),
         against("time a parent stands still, later", &figures.again),
-        Finding::at_most(CLONE, "an idle clone's own guest memory", median(&figures.idle), OWN_MAX_MIB, "MiB"),
-        Finding::note(
+        Finding::new(CLONE, "an idle clone's own guest memory", median(&figures.idle), "MiB").at_most(OWN_MAX_MIB),
+        Finding::new(
             CLONE,
             "instant clones per hour, with their identity",
             f64::from(AT_ONCE) / median(&figures.commands) * 3600.0,
             "",
         ),
-        Finding::note(CLONE, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
-        Finding::note(CLONE, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
+        Finding::new(CLONE, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
+        Finding::new(CLONE, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
     ]);
     let Frozen { first, again, times, own, idle, commands } = figures;
     Ok(json!({
@@ -301,15 +296,10 @@ fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<
     }
     let between: Vec<f64> = stuns[1..IN_A_ROW - 1].concat();
     outcome.findings.extend([
-        Finding::at_most(STUN, "running parent stands still, first clone", median(&stuns[0]), STUN_MAX_MS, "ms"),
-        Finding::note(STUN, "running parent stands still, clones between", median(&between), "ms"),
-        Finding::at_most(
-            STUN,
-            "running parent stands still, tenth clone",
-            median(&stuns[IN_A_ROW - 1]),
-            STUN_MAX_MS,
-            "ms",
-        ),
+        Finding::new(STUN, "running parent stands still, first clone", median(&stuns[0]), "ms").at_most(STUN_MAX_MS),
+        Finding::new(STUN, "running parent stands still, clones between", median(&between), "ms"),
+        Finding::new(STUN, "running parent stands still, tenth clone", median(&stuns[IN_A_ROW - 1]), "ms")
+            .at_most(STUN_MAX_MS),
     ]);
     Ok(json!({ "stun_ms": stuns }))
 }
@@ -343,15 +333,15 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     let together =
         |all: &[[f64; 2]]| median(&all.iter().map(|[cloned, alone]| ratio(*cloned, *alone)).collect::<Vec<_>>());
     outcome.findings.extend([
-        Finding::at_least(
+        Finding::new(
             PARENT_SPEED,
             "a cloned guest's speed of writes, against a guest without clones",
             ratio(together(&before), together(&after)),
-            SPEED_MIN,
             "",
-        ),
-        Finding::note(PARENT_SPEED, "a cloned guest's speed of writes, against before", kept(0), ""),
-        Finding::note(PARENT_SPEED, "speed of writes of the guest without clones, against before", kept(1), ""),
+        )
+        .at_least(SPEED_MIN),
+        Finding::new(PARENT_SPEED, "a cloned guest's speed of writes, against before", kept(0), ""),
+        Finding::new(PARENT_SPEED, "speed of writes of the guest without clones, against before", kept(1), ""),
     ]);
     room.delete(&["child".into(), "cloned".into(), "alone".into()])?;
     Ok(json!({ "before_s": before, "after_s": after }))

@@ -61,14 +61,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     for (gib, middle) in SIZES.iter().zip(&medians) {
         let what = format!("{CLONES} linked clones, disk of {gib} GiB");
         outcome.findings.push(match *gib == BAR_SIZE {
-            true => Finding::at_most(PROPERTY, &what, *middle, SECONDS_MAX, "s"),
-            false => Finding::note(PROPERTY, &what, *middle, "s"),
+            true => Finding::new(PROPERTY, &what, *middle, "s").at_most(SECONDS_MAX),
+            false => Finding::new(PROPERTY, &what, *middle, "s"),
         });
     }
     let slowest = medians.iter().copied().fold(0.0, f64::max);
     let fastest = medians.iter().copied().fold(f64::INFINITY, f64::min);
     let what = "linked clones: slowest size against fastest";
-    outcome.findings.push(Finding::at_most(PROPERTY, what, ratio(slowest, fastest), RATIO_MAX, ""));
+    outcome.findings.push(Finding::new(PROPERTY, what, ratio(slowest, fastest), "").at_most(RATIO_MAX));
     server.service.stop()?;
     outcome.raw = json!({ "clones": CLONES, "sizes_gib": SIZES, "seconds": times });
     Ok(outcome)

@@ -101,37 +101,24 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
     let resident = largest(&sides[0].residents).max(writing as f64);
     let mut findings = vec![
-        Finding::note(PROPERTY, "random writes while the map grows", written, "/s"),
-        Finding::at_most(
-            PROPERTY,
-            "most resident memory, writing and reading",
-            mib(resident),
-            mib(RESIDENT_MAX),
-            "MiB",
-        ),
-        Finding::at_most(PROPERTY, "cold opening to the first block read", median(&opened), OPEN_MAX_MS, "ms"),
-        Finding::note(PROPERTY, "random reads, map fully cached", ample, "/s"),
-        Finding::at_least(
-            PROPERTY,
-            "random reads, default cache: share of fully cached",
-            ratio(default, ample),
-            SHARE_MIN,
-            "",
-        ),
-        Finding::note(PROPERTY, "random reads, 16 MiB cache: share of fully cached", ratio(tight, ample), ""),
+        Finding::new(PROPERTY, "random writes while the map grows", written, "/s"),
+        Finding::new(PROPERTY, "most resident memory, writing and reading", mib(resident), "MiB")
+            .at_most(mib(RESIDENT_MAX)),
+        Finding::new(PROPERTY, "cold opening to the first block read", median(&opened), "ms").at_most(OPEN_MAX_MS),
+        Finding::new(PROPERTY, "random reads, map fully cached", ample, "/s"),
+        Finding::new(PROPERTY, "random reads, default cache: share of fully cached", ratio(default, ample), "")
+            .at_least(SHARE_MIN),
+        Finding::new(PROPERTY, "random reads, 16 MiB cache: share of fully cached", ratio(tight, ample), ""),
     ];
     for side in &sides {
-        findings.push(Finding::note(PROPERTY, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));
+        findings.push(Finding::new(PROPERTY, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));
     }
     if let Some(baseline) = sides.get(3) {
         let share = ratio(median(&sides[2].p99), median(&baseline.p99));
-        findings.push(Finding::at_most(
-            PROPERTY,
-            "p99 with a tight cache: share of the baseline's",
-            share,
-            BASELINE_P99_MAX,
-            "",
-        ));
+        findings.push(
+            Finding::new(PROPERTY, "p99 with a tight cache: share of the baseline's", share, "")
+                .at_most(BASELINE_P99_MAX),
+        );
     }
     let sides: Vec<_> = sides.iter().map(Side::described).collect();
     let raw = json!({

@@ -168,6 +168,20 @@ impl Bus {
         }
     }
 
+    /// What the controller is, for display.
+    pub fn description(self) -> &'static str {
+        match self {
+            Self::Virtio => "virtio-blk",
+            Self::VirtioScsi => "Virtio SCSI",
+            Self::Pvscsi => "VMware's paravirtual SCSI",
+            Self::Lsi => "LSI 53C895A",
+            Self::Lsisas => "LSI SAS 1068",
+            Self::Ide => "IDE",
+            Self::Sata => "AHCI",
+            Self::Nvme => "NVMe",
+        }
+    }
+
     /// Whether a controller of this kind accepts disks while the machine runs, and reports them to the guest. With the
     /// other kinds, QEMU refuses the disk or the guest does not notice it.
     pub fn takes_disks(self) -> bool {
@@ -220,6 +234,18 @@ impl Card {
             Self::E1000e => "e1000e",
             Self::Rtl8139 => "rtl8139",
             Self::Pcnet => "pcnet",
+        }
+    }
+
+    /// What the card is, for display.
+    pub fn description(self) -> &'static str {
+        match self {
+            Self::Virtio => "virtio-net",
+            Self::Vmxnet3 => "VMware's paravirtual card",
+            Self::E1000 => "Intel 82540EM",
+            Self::E1000e => "Intel 82574L",
+            Self::Rtl8139 => "Realtek 8139",
+            Self::Pcnet => "AMD PCnet",
         }
     }
 }

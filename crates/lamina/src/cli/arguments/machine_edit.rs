@@ -4,13 +4,13 @@ use super::machine::parse_machine;
 use super::machine_create::{
     BootArgument, NetworkArgument, ProcessorArguments, VncArgument, VncTlsArguments, WriteErrorsArgument,
 };
-use super::machine_import::{BusArgument, CardArgument};
+use super::machine_devices::DeviceArguments;
 use crate::cli::address::{absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
 use control::MachineVerb;
 use std::path::PathBuf;
-use vm::definition::{BootDevice, Bus, Card, PORTS_MAX};
+use vm::definition::{BootDevice, PORTS_MAX};
 use vm::edit::Edit;
 use vm::identity::Mac;
 
@@ -53,15 +53,9 @@ pub struct VmEdit {
     /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
     pub ports: Option<u8>,
-    /// Attach all disks and network cards by virtio, for a guest that has the drivers.
-    #[arg(long, conflicts_with_all = ["bus", "card"])]
-    pub virtio: bool,
-    /// Controller of all disks, except those in ports.
-    #[arg(long, value_enum, value_name = "BUS")]
-    pub bus: Option<BusArgument>,
-    /// Model of all network cards.
-    #[arg(long, value_enum, value_name = "MODEL")]
-    pub card: Option<CardArgument>,
+    /// Controller of the disks, and model of the network cards.
+    #[command(flatten)]
+    pub devices: DeviceArguments,
     /// Devices that the firmware tries, in this order. 'default' restores the usual order: disk,cdrom.
     #[arg(long = "boot", value_name = "DEVICE", value_delimiter = ',', value_parser = parse_boot)]
     pub boot_order: Vec<BootChoice>,
@@ -157,8 +151,8 @@ impl VmEdit {
             write_errors: self.write_errors.map(Into::into),
             autostart: self.autostart,
             ports: self.ports,
-            bus: if self.virtio { Some(Bus::Virtio) } else { self.bus.map(Bus::from) },
-            card: if self.virtio { Some(Card::Virtio) } else { self.card.map(Card::from) },
+            bus: self.devices.bus(),
+            card: self.devices.card(),
             boot_order: self.boot_order()?,
             vnc: self.vnc.and_then(|vnc| vnc.0),
             no_vnc: self.vnc == Some(VncArgument(None)),

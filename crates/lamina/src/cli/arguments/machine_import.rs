@@ -2,79 +2,14 @@
 
 use super::machine::parse_machine;
 use super::machine_create::NetworkArgument;
+use super::machine_devices::DeviceArguments;
 use crate::cli::address::absolute;
 use crate::cli::size::parse_size;
 use clap::{Args, ValueEnum};
 use control::MachineImport;
 use std::path::PathBuf;
-use vm::definition::{Bus, Card, Firmware, Link};
+use vm::definition::{Firmware, Link};
 use vm::import::Options;
-
-/// How disks are attached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BusArgument {
-    /// virtio-blk
-    Virtio,
-    /// Virtio SCSI
-    VirtioScsi,
-    /// VMware's paravirtual SCSI
-    Pvscsi,
-    /// LSI 53C895A
-    Lsi,
-    /// LSI SAS 1068
-    Lsisas,
-    /// IDE
-    Ide,
-    /// AHCI
-    Sata,
-    /// NVMe
-    Nvme,
-}
-
-impl From<BusArgument> for Bus {
-    fn from(bus: BusArgument) -> Self {
-        match bus {
-            BusArgument::Virtio => Self::Virtio,
-            BusArgument::VirtioScsi => Self::VirtioScsi,
-            BusArgument::Pvscsi => Self::Pvscsi,
-            BusArgument::Lsi => Self::Lsi,
-            BusArgument::Lsisas => Self::Lsisas,
-            BusArgument::Ide => Self::Ide,
-            BusArgument::Sata => Self::Sata,
-            BusArgument::Nvme => Self::Nvme,
-        }
-    }
-}
-
-/// Models of network cards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CardArgument {
-    /// virtio-net
-    Virtio,
-    /// VMware's paravirtual card
-    Vmxnet3,
-    /// Intel 82540EM
-    E1000,
-    /// Intel 82574L
-    E1000e,
-    /// Realtek 8139
-    Rtl8139,
-    /// AMD PCnet
-    Pcnet,
-}
-
-impl From<CardArgument> for Card {
-    fn from(card: CardArgument) -> Self {
-        match card {
-            CardArgument::Virtio => Self::Virtio,
-            CardArgument::Vmxnet3 => Self::Vmxnet3,
-            CardArgument::E1000 => Self::E1000,
-            CardArgument::E1000e => Self::E1000e,
-            CardArgument::Rtl8139 => Self::Rtl8139,
-            CardArgument::Pcnet => Self::Pcnet,
-        }
-    }
-}
 
 /// Firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -105,15 +40,9 @@ pub struct VmImport {
     /// Start the machine when it is imported.
     #[arg(long)]
     pub start: bool,
-    /// Attach all disks and network cards by virtio, for a guest that has the drivers.
-    #[arg(long, conflicts_with_all = ["bus", "card"])]
-    pub virtio: bool,
-    /// Controller of all disks. Default: as in the source.
-    #[arg(long, value_enum, value_name = "BUS")]
-    pub bus: Option<BusArgument>,
-    /// Model of all network cards. Default: as in the source.
-    #[arg(long, value_enum, value_name = "MODEL")]
-    pub card: Option<CardArgument>,
+    /// Controller of the disks, and model of the network cards.
+    #[command(flatten)]
+    pub devices: DeviceArguments,
     /// Firmware. Default: as in the source; bios for an image.
     #[arg(long, value_enum, value_name = "FIRMWARE")]
     pub firmware: Option<FirmwareArgument>,
@@ -152,8 +81,8 @@ impl VmImport {
                 name: self.name.clone(),
                 permitted: self.allow_folder.iter().map(|folder| absolute(folder)).collect::<Result<_, _>>()?,
                 link,
-                bus: if self.virtio { Some(Bus::Virtio) } else { self.bus.map(Bus::from) },
-                card: if self.virtio { Some(Card::Virtio) } else { self.card.map(Card::from) },
+                bus: self.devices.bus(),
+                card: self.devices.card(),
                 firmware: self.firmware.map(|firmware| match firmware {
                     FirmwareArgument::Bios => Firmware::Bios,
                     FirmwareArgument::Uefi => Firmware::Uefi,

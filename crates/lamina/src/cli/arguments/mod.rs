@@ -9,6 +9,7 @@ mod job;
 mod label;
 mod machine;
 mod machine_create;
+mod machine_devices;
 mod machine_edit;
 mod machine_import;
 mod machine_seed;

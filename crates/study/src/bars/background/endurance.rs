@@ -66,14 +66,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let latencies: Vec<f64> = timings.iter().map(|timing| timing.microseconds() / 1e3).collect();
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let findings = vec![
-        Finding::note(PROPERTY, "time", plan.endurance, "s"),
-        Finding::note(PROPERTY, "rounds of all background work", rounds as f64, ""),
-        Finding::note(PROPERTY, "writes of the steady load", timings.len() as f64, ""),
-        Finding::note(PROPERTY, "their p99", percentile(&latencies, 0.99), "ms"),
-        Finding::note(PROPERTY, "longest write of the steady load", largest(&latencies), "ms"),
-        Finding::note(PROPERTY, "resident memory at its highest", mib(highest), "MiB"),
-        Finding::note(PROPERTY, "resident memory stated", mib(STATED), "MiB"),
-        Finding::at_most(PROPERTY, "resident memory at the end", mib(resident), SHARE_MAX * mib(STATED), "MiB"),
+        Finding::new(PROPERTY, "time", plan.endurance, "s"),
+        Finding::new(PROPERTY, "rounds of all background work", rounds as f64, ""),
+        Finding::new(PROPERTY, "writes of the steady load", timings.len() as f64, ""),
+        Finding::new(PROPERTY, "their p99", percentile(&latencies, 0.99), "ms"),
+        Finding::new(PROPERTY, "longest write of the steady load", largest(&latencies), "ms"),
+        Finding::new(PROPERTY, "resident memory at its highest", mib(highest), "MiB"),
+        Finding::new(PROPERTY, "resident memory stated", mib(STATED), "MiB"),
+        Finding::new(PROPERTY, "resident memory at the end", mib(resident), "MiB").at_most(SHARE_MAX * mib(STATED)),
     ];
     Ok(Outcome { findings, raw: Value::Array(samples) })
 }

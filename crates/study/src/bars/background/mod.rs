@@ -175,11 +175,11 @@ fn beside(
     let longest = worst(&timings, &[busy]);
     let what = |text: &str| format!("{name}: {text}");
     outcome.findings.extend([
-        Finding::note(PROPERTY, what("p99 without it"), alone, "ms"),
-        Finding::at_most(PROPERTY, what("p99 of requests meanwhile"), beside, P99_MAX_MS, "ms"),
-        Finding::note(PROPERTY, what("longest without it"), worst(&timings, &[calm]), "ms"),
-        Finding::at_most(PROPERTY, what("longest request meanwhile"), longest, LONGEST_MAX_MS, "ms"),
-        Finding::note(PROPERTY, what("time"), seconds, "s"),
+        Finding::new(PROPERTY, what("p99 without it"), alone, "ms"),
+        Finding::new(PROPERTY, what("p99 of requests meanwhile"), beside, "ms").at_most(P99_MAX_MS),
+        Finding::new(PROPERTY, what("longest without it"), worst(&timings, &[calm]), "ms"),
+        Finding::new(PROPERTY, what("longest request meanwhile"), longest, "ms").at_most(LONGEST_MAX_MS),
+        Finding::new(PROPERTY, what("time"), seconds, "s"),
     ]);
     Ok(json!({
         "work": name, "p99_alone_ms": alone, "p99_beside_ms": beside, "longest_ms": longest, "seconds": seconds,

@@ -95,10 +95,10 @@ pub(super) fn cells(setting: &Setting, kinds: &[Strangers], outcome: &mut Outcom
         let ratios: Vec<f64> = beside.iter().zip(alone).map(|(beside, alone)| ratio(*beside, *alone)).collect();
         let what = |text: &str| format!("{}: {text}", kind.cell());
         outcome.findings.extend([
-            Finding::note(PROPERTY, what("p99 alone"), median(alone), "ms"),
-            Finding::note(PROPERTY, what("p99 beside the load"), median(beside), "ms"),
-            Finding::note(PROPERTY, what("connections of strangers in a run"), median(&done), ""),
-            Finding::at_most(PROPERTY, what("p99 beside the load against alone"), median(&ratios), P99_MAX, ""),
+            Finding::new(PROPERTY, what("p99 alone"), median(alone), "ms"),
+            Finding::new(PROPERTY, what("p99 beside the load"), median(beside), "ms"),
+            Finding::new(PROPERTY, what("connections of strangers in a run"), median(&done), ""),
+            Finding::new(PROPERTY, what("p99 beside the load against alone"), median(&ratios), "").at_most(P99_MAX),
         ]);
         raw.push(json!({ "cell": kind.cell(), "alone_ms": alone, "beside_ms": beside, "connections": done }));
     }

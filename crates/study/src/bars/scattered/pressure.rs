@@ -62,11 +62,11 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
         for (what, times) in &writes.observed {
             let what = format!("journal of 4 MiB, {name}: {what}");
             let p99 = percentile(times, 0.99);
-            findings.push(Finding::at_most(PROPERTY, format!("{what}, p99"), p99, P99_MAX_MS, "ms"));
-            findings.push(Finding::note(PROPERTY, format!("{what}, longest"), largest(times), "ms"));
+            findings.push(Finding::new(PROPERTY, format!("{what}, p99"), p99, "ms").at_most(P99_MAX_MS));
+            findings.push(Finding::new(PROPERTY, format!("{what}, longest"), largest(times), "ms"));
         }
         let written = writes.load as f64 / time.as_secs_f64();
-        findings.push(Finding::note(PROPERTY, format!("journal of 4 MiB, {name}: writes"), written, "/s"));
+        findings.push(Finding::new(PROPERTY, format!("journal of 4 MiB, {name}: writes"), written, "/s"));
         let shown = writes.observed.iter().map(|(what, times)| {
             json!({
                 "requests": what, "count": times.len(), "median_ms": percentile(times, 0.5),

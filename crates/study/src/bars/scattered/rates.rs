@@ -190,19 +190,19 @@ fn described(side: &Side) -> Value {
 fn judge(mode: Mode, sides: &[Side], findings: &mut Vec<Finding>) {
     for side in sides {
         let name = format!("{} {}", mode.word(), side.name);
-        findings.push(Finding::note(PROPERTY, format!("{name}: writes"), side.rate(), "/s"));
-        findings.push(Finding::note(
+        findings.push(Finding::new(PROPERTY, format!("{name}: writes"), side.rate(), "/s"));
+        findings.push(Finding::new(
             PROPERTY,
             format!("{name}: with a flush behind each slice"),
             side.flushed_rate(),
             "/s",
         ));
-        findings.push(Finding::note(PROPERTY, format!("{name}: p99"), percentile(&side.latencies, 0.99) / 1e3, "ms"));
-        findings.push(Finding::note(PROPERTY, format!("{name}: longest"), largest(&side.latencies) / 1e3, "ms"));
+        findings.push(Finding::new(PROPERTY, format!("{name}: p99"), percentile(&side.latencies, 0.99) / 1e3, "ms"));
+        findings.push(Finding::new(PROPERTY, format!("{name}: longest"), largest(&side.latencies) / 1e3, "ms"));
         if matches!(side.kind, Kind::Lamina(_)) {
             for other in sides.iter().filter(|other| matches!(other.kind, Kind::Qcow2 { .. })) {
                 let what = format!("{name}: multiple of {}", other.name);
-                findings.push(Finding::at_least(PROPERTY, what, ratio(side.rate(), other.rate()), RATIO_MIN, ""));
+                findings.push(Finding::new(PROPERTY, what, ratio(side.rate(), other.rate()), "").at_least(RATIO_MIN));
             }
         }
     }

@@ -95,13 +95,13 @@ pub(super) fn measure(setting: &Setting, journal: Journal, findings: &mut Vec<Fi
     setting.scratch.remove(datastore.path())?;
     drop(volume);
     for (what, seconds) in &opened {
-        findings.push(Finding::at_most(PROPERTY, format!("{name}: open after {what}"), *seconds, OPEN_MAX_S, "s"));
+        findings.push(Finding::new(PROPERTY, format!("{name}: open after {what}"), *seconds, "s").at_most(OPEN_MAX_S));
     }
-    findings.push(Finding::at_most(PROPERTY, format!("{name}: flushed blocks lost"), lost as f64, 0.0, ""));
-    findings.push(Finding::note(PROPERTY, format!("{name}: p99 of writes meanwhile"), millis(&latencies, 0.99), "ms"));
-    findings.push(Finding::note(PROPERTY, format!("{name}: longest write meanwhile"), largest(&latencies) / 1e3, "ms"));
-    findings.push(Finding::note(PROPERTY, format!("{name}: creating a thick disk of 500 GiB"), created, "s"));
-    findings.push(Finding::note(PROPERTY, format!("{name}: space of the thick disk given back"), given_back, "GiB/s"));
+    findings.push(Finding::new(PROPERTY, format!("{name}: flushed blocks lost"), lost as f64, "").at_most(0.0));
+    findings.push(Finding::new(PROPERTY, format!("{name}: p99 of writes meanwhile"), millis(&latencies, 0.99), "ms"));
+    findings.push(Finding::new(PROPERTY, format!("{name}: longest write meanwhile"), largest(&latencies) / 1e3, "ms"));
+    findings.push(Finding::new(PROPERTY, format!("{name}: creating a thick disk of 500 GiB"), created, "s"));
+    findings.push(Finding::new(PROPERTY, format!("{name}: space of the thick disk given back"), given_back, "GiB/s"));
     Ok(json!({
         "journal": name, "opened": opened, "lost": lost, "writes": latencies.len(),
         "create_s": created, "given_back_gib_s": given_back,

@@ -31,7 +31,7 @@ pub(super) fn measure(setting: &Setting, cells: &[&Cell]) -> Result<Outcome> {
             let Sides { rates, processor } = measure_cell(setting, mode, cell, &servers)?;
             let share = share(&rates[0], &rates[1]);
             let what = format!("{name}: share of the baseline");
-            outcome.findings.push(Finding::at_least(PROPERTY, what, share, BASELINE_SHARE_MIN, ""));
+            outcome.findings.push(Finding::new(PROPERTY, what, share, "").at_least(BASELINE_SHARE_MIN));
             let [ours, baseline] = [median(&rates[0]), median(&rates[1])];
             let [used, used_by_baseline] = processor;
             rows.push(vec![

@@ -180,18 +180,14 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
     let name = format!("{} {}", mode.word(), cell.name);
     let to_raw = ratio(ours, best(Kind::Raw, servers, samples));
     let to_qcow2 = ratio(ours, best(Kind::Qcow2, servers, samples));
-    findings.push(Finding::at_least(
-        PROPERTY,
-        format!("{name}: share of the best raw server"),
-        to_raw,
-        RAW_SHARE_MIN,
-        "",
-    ));
+    findings.push(
+        Finding::new(PROPERTY, format!("{name}: share of the best raw server"), to_raw, "").at_least(RAW_SHARE_MIN),
+    );
     if mode == Mode::Direct {
         // nbdkit is left out here, because it acknowledges writes when they are in the page cache.
         let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == Kind::Raw && s.name != "nbdkit");
         let direct = rates.map(|(_, all)| rate(all)).fold(0.0, f64::max);
-        findings.push(Finding::note(
+        findings.push(Finding::new(
             PROPERTY,
             format!("{name}: share of the best raw server that bypasses the page cache"),
             ratio(ours, direct),
@@ -201,13 +197,13 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
     let baseline = best(Kind::Baseline, servers, samples);
     if baseline > 0.0 {
         let what = format!("{name}: share of the baseline");
-        findings.push(Finding::at_least(PROPERTY, what, ratio(ours, baseline), BASELINE_SHARE_MIN, ""));
+        findings.push(Finding::new(PROPERTY, what, ratio(ours, baseline), "").at_least(BASELINE_SHARE_MIN));
     }
     let what = format!("{name}: multiple of the best qcow2");
     findings.push(if cell.pattern.random() {
-        Finding::at_least(PROPERTY, what, to_qcow2, QCOW2_MULTIPLE_MIN, "")
+        Finding::new(PROPERTY, what, to_qcow2, "").at_least(QCOW2_MULTIPLE_MIN)
     } else {
-        Finding::note(PROPERTY, what, to_qcow2, "")
+        Finding::new(PROPERTY, what, to_qcow2, "")
     });
 }
 

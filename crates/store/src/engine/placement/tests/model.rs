@@ -252,18 +252,18 @@ fn explore(scenario: &Scenario, fault: Fault, most: usize) -> Outcome {
             let stepped = actions.filter_map(|action| Some((action, rules.step(state, action).transpose()?)));
             let crashed = rules.crashes(state).into_iter().map(|(kept, state)| (Action::Crash(kept), state));
             for (action, outcome) in stepped.chain(crashed) {
-                let outcome = outcome.and_then(|state| crash::readable(&state).map(|()| state));
-                let next = match outcome {
-                    Ok(next) => next,
-                    Err(why) => {
-                        let violation = Some((why, trace(&steps, number, action)));
-                        return Outcome { states: seen.len(), depth, violation };
-                    }
+                // Most actions lead to a state that was reached and checked before.
+                let checked = match outcome {
+                    Ok(next) if !seen.insert(next.key()) => continue,
+                    Ok(next) => crash::readable(&next),
+                    Err(why) => Err(why),
                 };
-                if seen.insert(next.key()) {
-                    next_frontier.push(steps.len() as u32);
-                    steps.push(Step { before: number, action });
+                if let Err(why) = checked {
+                    let violation = Some((why, trace(&steps, number, action)));
+                    return Outcome { states: seen.len(), depth, violation };
                 }
+                next_frontier.push(steps.len() as u32);
+                steps.push(Step { before: number, action });
             }
             if seen.len() >= most {
                 return Outcome { states: seen.len(), depth, violation: None };

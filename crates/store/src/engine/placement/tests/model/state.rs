@@ -276,8 +276,8 @@ impl ModelState {
         self.open[disk][logical].is_some() || disk == 0 && self.closed.is_some_and(|layer| layer[logical].is_some())
     }
 
-    /// A key of the state: states with the same key have the same future. Values and counters appear only by their
-    /// order.
+    /// A key of the state: states with the same key pass the same checks and have the same future. Values and counters
+    /// appear only by their order.
     pub fn key(&self) -> u128 {
         let mut key = Key { bytes: Vec::with_capacity(512), names: [u8::MAX; 256], named: 1 };
         key.names[0] = 0;
@@ -394,6 +394,7 @@ impl Key {
     }
 
     fn metadata(&mut self, metadata: &Metadata) {
+        self.flags(&[metadata.given_twice]);
         for node in &metadata.nodes {
             self.bytes.extend([node.references, node.level]);
             self.flags(&node.unwritten);
@@ -442,14 +443,23 @@ impl Key {
         self.value(value);
     }
 
+    /// Two hashes of 64 bits, which fold the products of 128 bits as wyhash does. A search hashes every state that it
+    /// reaches, and most of them several times, so the hash must be fast. It need not resist chosen keys.
     fn finish(self) -> u128 {
-        use std::hash::{DefaultHasher, Hasher};
-        let hash = |seed: u8| {
-            let mut hasher = DefaultHasher::new();
-            hasher.write_u8(seed);
-            hasher.write(&self.bytes);
-            u128::from(hasher.finish())
+        let fold = |left: u64, right: u64| {
+            let product = u128::from(left) * u128::from(right);
+            product as u64 ^ (product >> 64) as u64
         };
-        hash(1) << 64 | hash(2)
+        let mut hashes = [0xa076_1d64_78bd_642f ^ self.bytes.len() as u64, 0xe703_7ed1_a0b4_28db];
+        for chunk in self.bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            let word = u64::from_le_bytes(word);
+            hashes = [
+                fold(hashes[0] ^ word, 0x8ebc_6af0_9c88_c6e3),
+                fold(hashes[1].rotate_left(29) ^ word, 0x5899_65cc_7537_4cc3),
+            ];
+        }
+        u128::from(hashes[0]) << 64 | u128::from(hashes[1])
     }
 }
