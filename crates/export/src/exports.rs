@@ -32,6 +32,12 @@ pub trait Exports: Send + Sync {
         None
     }
 
+    /// Whether the client may learn of the snapshots of a disk that it may open: of their names, and of what changed
+    /// since each of them.
+    fn shows_snapshots(&self) -> bool {
+        true
+    }
+
     /// The description of one export. Implementations for which listing all names is slow should override it.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
@@ -81,6 +87,10 @@ impl Exports for Admission<'_> {
 
     fn foreground(&self) -> Option<Arc<Foreground>> {
         self.exports.foreground()
+    }
+
+    fn shows_snapshots(&self) -> bool {
+        self.exports.shows_snapshots()
     }
 
     fn description(&self, name: &str) -> Option<String> {

@@ -1,6 +1,7 @@
 //! Which exports the processes of other users may open over a unix socket.
 //!
 //! A client cannot distinguish an export that it may not open from one that does not exist, as with the rules for TCP.
+//! Unlike there, a permission for a disk includes no permission for its snapshots.
 
 use super::absent;
 use crate::exports::{ExportName, Exports};
@@ -70,6 +71,12 @@ impl Exports for Restricted {
 
     fn foreground(&self) -> Option<Arc<Foreground>> {
         self.exports.foreground()
+    }
+
+    /// The owner of the datastore makes the snapshots. A user who may open only some disks cannot open snapshots, and
+    /// so must not learn of them through metadata contexts either.
+    fn shows_snapshots(&self) -> bool {
+        self.access.only(self.user).is_none()
     }
 
     fn description(&self, name: &str) -> Option<String> {

@@ -8,7 +8,8 @@
 //!    TLS. `STARTTLS` resets everything that was negotiated before.
 //! 3. Where TLS is required, no export name, size or error about an export is sent before TLS.
 //! 4. If there are rules for the client ([`crate::access`]), an export that the client may not open is treated as one
-//!    that does not exist: the name is passed to the rules only.
+//!    that does not exist: the name is passed to the rules only. If a client may learn of no snapshot, there are no
+//!    metadata contexts of snapshots for it.
 //! 5. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
 //!    disconnects.
 
@@ -381,7 +382,7 @@ impl Handshake<'_> {
                 return Ok(());
             }
         };
-        let bases = opened.device.dirty_bases();
+        let bases = if self.exports.shows_snapshots() { opened.device.dirty_bases() } else { Vec::new() };
         if set {
             let Some(contexts) = status::choose(&request, &bases) else {
                 self.refuse(code, option_reply::ERR_TOO_BIG, "too many metadata contexts");

@@ -5,8 +5,9 @@ use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::tls::{Certificates, upgrade};
 use connections::Listen;
-use export::access::Rules;
+use export::access::{Rules, UserAccess};
 use export::nbd::ServerConfig;
+use std::collections::BTreeSet;
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -199,4 +200,49 @@ fn a_client_without_its_right_is_not_waited_for_and_one_that_may_read_is() {
     replace(&tenants, "a.example b-1 read\n", 2);
     let waiting: Vec<_> = clients.all().into_iter().map(|client| client.export).collect();
     assert_eq!(waiting, ["b-1"]);
+}
+
+/// Lets every user open one disk.
+#[derive(Debug)]
+struct OneDisk;
+
+impl UserAccess for OneDisk {
+    fn only(&self, _user: u32) -> Option<BTreeSet<String>> {
+        Some(BTreeSet::from(["a-1".to_owned()]))
+    }
+}
+
+#[test]
+fn a_user_learns_of_no_snapshot_of_its_own_disk() {
+    let served = |user_access: Option<Arc<dyn UserAccess>>| {
+        let disks = ["a-1", "a-1@monday"].map(|name| MemoryDisk::new(name, CAPACITY, 2));
+        let config = ServerConfig { user_access, ..ServerConfig::default() };
+        Running::with(config, Shelf::of(&disks.iter().collect::<Vec<_>>()))
+    };
+    let listed = |client: &mut Client| {
+        let replies = client.option(OPT_LIST_META, &Client::meta_data("a-1", &[]));
+        let names = replies.iter().filter(|(kind, _)| *kind == REP_META);
+        names.map(|(_, data)| String::from_utf8(data[4..].to_vec()).unwrap()).collect::<Vec<_>>()
+    };
+    // Both disks in memory report the snapshots 'monday' and 'tuesday'.
+    let queries = ["base:allocation", "lamina:dirty:monday", "qemu:dirty-bitmap:monday", "lamina:dirty:sunday"];
+    let unrestricted = served(None);
+    let mut owner = Client::unix(&unrestricted.socket);
+    owner.greet(3);
+    owner.choose(Mode::Structured);
+    assert_eq!(listed(&mut owner).len(), 5);
+    assert_eq!(owner.set_meta("a-1", &queries).len(), 3);
+
+    let restricted = served(Some(Arc::new(OneDisk)));
+    let mut user = Client::unix(&restricted.socket);
+    user.greet(3);
+    user.choose(Mode::Structured);
+    assert_eq!(listed(&mut user), ["base:allocation"]);
+    let chosen = user.set_meta("a-1", &queries);
+    assert_eq!(chosen.keys().collect::<Vec<_>>(), ["base:allocation"]);
+    // The user has the permissions of `write` in the rules for TCP: it writes the disk, and grows but never shrinks it.
+    assert_eq!(user.go("a-1"), REP_ACK);
+    user.write(0, b"of the user");
+    assert_eq!(user.ask(CMD_RESIZE, 0, 2 * CAPACITY, 0).error, 0);
+    assert_eq!(user.ask(CMD_RESIZE, 0, CAPACITY, 0).error, EPERM);
 }
