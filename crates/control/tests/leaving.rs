@@ -11,7 +11,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use work::NoProgress;
 
@@ -23,6 +23,8 @@ struct Lingering {
     clients: Arc<Clients>,
     datastore: Arc<Datastore>,
     milliseconds: AtomicU64,
+    /// Whether clients send a disconnect request.
+    farewell: AtomicBool,
 }
 
 impl Protocol for Lingering {
@@ -34,7 +36,9 @@ impl Protocol for Lingering {
         visit.chooses(name, LONG).unwrap();
         let device = self.datastore.device(name, false).unwrap();
         visit.agreed(name);
-        visit.says_farewell();
+        if self.farewell.load(Ordering::SeqCst) {
+            visit.says_farewell();
+        }
         (&**connection).write_all(b".").unwrap();
         while !connection.peer_has_gone() {
             std::thread::sleep(Duration::from_millis(1));
@@ -64,6 +68,7 @@ impl Setup {
             clients: Arc::clone(&clients),
             datastore: Arc::clone(&datastore),
             milliseconds: AtomicU64::new(150),
+            farewell: AtomicBool::new(true),
         });
         let socket = folder.path().join("socket");
         let config = ServiceConfig {
@@ -152,4 +157,25 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
     drop(stays);
     let error = setup.ask(delete_snapshot(false)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+}
+
+#[test]
+fn a_server_that_may_not_update_a_disk_does_not_learn_who_uses_it() {
+    let setup = Setup::new();
+    setup.lingering.farewell.store(false, Ordering::SeqCst);
+    let client = setup.client("vm");
+    let refused = || {
+        let error = control::refuse_to_replace(&setup.lingering.clients, "vm").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+        let text = error.to_string();
+        assert!(!text.contains(&format!("process {}", std::process::id())), "{text}");
+        text
+    };
+    assert_eq!(refused(), "disk 'vm' is in use by 1 client(s); disconnect them first");
+    drop(client);
+    let text = refused();
+    assert!(text.contains("counts as in use for another ") && text.contains(" s: 1 client(s) lost the"), "{text}");
+    // The same refusal of a command of the owner names the client.
+    let error = setup.ask(delete("vm")).unwrap_err();
+    assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
 }

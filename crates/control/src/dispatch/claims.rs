@@ -105,7 +105,8 @@ fn wait_left(clients: &Clients, disk: &str, deed: Deed<'_>) {
     }
 }
 
-/// Returns `Busy` if a client uses the disk or may reconnect to it, because the disk must not be replaced then.
+/// Returns `Busy` if a client uses the disk or may reconnect to it, because the disk must not be replaced then. The
+/// error is sent to another server, so it does not name the clients; `lamina disk show` names them.
 pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     wait_left(clients, disk, Deed::Replace);
     match about_clients(clients, disk, Deed::Replace) {
@@ -114,23 +115,26 @@ pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     }
 }
 
-/// The reasons to refuse the operation that are due to clients, and whether any of these clients is connected.
+/// The reasons to refuse the operation that are due to clients, and whether any of these clients is connected. The
+/// reasons to refuse [`Deed::Replace`] do not name the clients.
 fn about_clients(clients: &Clients, disk: &str, deed: Deed<'_>) -> (Vec<String>, bool) {
     let all = clients.all().into_iter().filter(|client| deed.concerns(disk, &client.export));
     let (connected, gone): (Vec<Client>, Vec<Client>) = all.partition(|client| client.grace.is_none());
     let mut reasons = Vec::new();
+    let count = |clients: &[Client]| format!("{} client(s)", clients.len());
     if !connected.is_empty() {
-        let count = connected.len();
-        let text =
-            format!("disk '{disk}' is in use by {count} client(s): {}; disconnect them first", named(&connected));
-        reasons.push(text);
+        let mut who = count(&connected);
+        if deed != Deed::Replace {
+            who.push_str(&format!(": {}", named(&connected)));
+        }
+        reasons.push(format!("disk '{disk}' is in use by {who}; disconnect them first"));
     }
     if let Some(longest) = gone.iter().filter_map(|client| client.grace).max() {
         reasons.push(format!(
             "disk '{disk}' counts as in use for another {} s: {} lost the connection without a disconnect request and \
              may reconnect",
             seconds(longest),
-            named(&gone)
+            if deed == Deed::Replace { count(&gone) } else { named(&gone) }
         ));
     }
     (reasons, !connected.is_empty())
