@@ -38,6 +38,7 @@ pub mod private;
 mod queue;
 pub mod random;
 mod readiness;
+pub mod regular;
 pub mod replace;
 pub mod searched;
 pub mod simulated;

@@ -21,6 +21,7 @@ pub use current::{CurrentRules, Lost, Registered};
 pub(crate) use users::Restricted;
 pub use users::UserAccess;
 
+use backend::regular;
 use connections::{CertificateName, PeerCertificate};
 use error::{Error, ErrorKind, Result};
 use std::path::Path;
@@ -69,16 +70,15 @@ impl Rules {
     /// Reads rules from a file.
     ///
     /// # Errors
-    /// `Invalid`, with the line, for a file that is not a list of rules.
+    /// `Invalid`, with the line, for a file that is not a list of rules, and the errors of [`regular::read`].
     pub fn load(path: &Path) -> Result<Self> {
-        let reading = |error| Error::io(format!("reading the access rules '{}'", path.display()), error);
-        let length = std::fs::metadata(path).map_err(reading)?.len();
-        if length > TEXT_MAX {
-            let text = format!("'{}' has {length} bytes: it is no list of access rules", path.display());
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
-        let text = std::fs::read_to_string(path).map_err(reading)?;
-        Self::parse(&text).map_err(|error| error.context(format_args!("access rules '{}'", path.display())))
+        // A pipe in place of the file is refused: the thread that reads the rules again would wait for it without end.
+        let bytes = regular::read(path, TEXT_MAX, "list of access rules")?;
+        let parsed = match std::str::from_utf8(&bytes) {
+            Ok(text) => Self::parse(text),
+            Err(_) => Err(Error::new(ErrorKind::Invalid, "it is no text in UTF-8")),
+        };
+        parsed.map_err(|error| error.context(format_args!("access rules '{}'", path.display())))
     }
 
     /// Parses rules.

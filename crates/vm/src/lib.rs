@@ -61,7 +61,6 @@ mod plug;
 pub mod qemu;
 pub mod qmp;
 pub mod quiet;
-mod regular;
 pub mod resize;
 pub mod screen;
 mod seed;

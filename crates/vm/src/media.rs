@@ -97,6 +97,7 @@ pub(crate) fn eject(monitor: &mut Client, cdrom: &Cdrom, force: bool) -> Result<
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     #[test]
     fn an_image_is_a_file_that_can_be_read() {
@@ -113,5 +114,21 @@ mod tests {
         let error = check(&machine).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.to_string().contains("'lamina vm edit web --eject "), "{error}");
+    }
+
+    #[test]
+    fn commands_do_not_wait_for_a_pipe_in_place_of_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let fifo = |name: &str| {
+            let path = folder.path().join(name);
+            mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+            path
+        };
+        let definition = fifo(crate::machine::DEFINITION);
+        let machine = crate::machine::Machine::at(folder.path());
+        assert!(machine.definition().unwrap_err().to_string().contains("that is no definition"));
+        assert!(machine.named_disks().is_empty());
+        assert!(crate::nvram::keep(&definition, folder.path()).is_err());
+        assert!(readable(&fifo("install.iso")).is_err());
     }
 }

@@ -9,7 +9,7 @@ use crate::definition::{Definition, Firmware};
 use crate::durable;
 use crate::machine::remove_if_there;
 use crate::qemu::firmware::{Uefi, find};
-use crate::regular;
+use backend::regular;
 use error::{Error, Result};
 use std::fs;
 use std::io;

@@ -1,15 +1,17 @@
 //! Tenants: clients that may open some of the exports, depending on their certificates, and cannot find out anything
 //! about the others.
 
-use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::tls::{Certificates, upgrade};
+use crate::{Folder, Running};
 use connections::Listen;
 use export::access::{Rules, UserAccess};
 use export::nbd::ServerConfig;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use testkit::protocol::*;
@@ -245,4 +247,15 @@ fn a_user_learns_of_no_snapshot_of_its_own_disk() {
     user.write(0, b"of the user");
     assert_eq!(user.ask(CMD_RESIZE, 0, 2 * CAPACITY, 0).error, 0);
     assert_eq!(user.ask(CMD_RESIZE, 0, CAPACITY, 0).error, EPERM);
+}
+
+#[test]
+fn rules_in_a_pipe_or_device_are_refused_at_once() {
+    let folder = Folder::new();
+    let pipe = folder.0.join("rules");
+    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    for path in [&*pipe, &*folder.0, Path::new("/dev/zero")] {
+        let text = Rules::load(path).unwrap_err().to_string();
+        assert!(text.ends_with("is a folder, a pipe or a device: that is no list of access rules"), "{text}");
+    }
 }

@@ -43,7 +43,7 @@ pub use find::sources;
 use crate::definition::{Boot, Bus, Card, Firmware, Link, Platform};
 use crate::disks::Disks;
 use crate::identity::Mac;
-use crate::regular;
+use backend::regular;
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

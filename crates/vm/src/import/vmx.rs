@@ -6,7 +6,7 @@ use super::dictionary::Dictionary;
 use super::paths::Permitted;
 use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, ForeignSnapshot, Format, limits, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
-use crate::regular;
+use backend::regular;
 use error::{Error, ErrorKind, Result};
 use std::path::Path;
 use uuid::Uuid;

@@ -1,7 +1,7 @@
 //! Arguments for the configuration of cloud-init in a guest.
 
+use backend::regular;
 use clap::Args;
-use std::fs;
 use std::path::{Path, PathBuf};
 use vm::definition::{Seed, USER_DATA_MAX};
 
@@ -32,26 +32,22 @@ impl SeedArguments {
                 false => ssh_keys.extend(keys(Path::new(key))?),
             }
         }
-        let user_data = self.user_data.as_deref().map(text).transpose()?;
+        let user_data = self.user_data.as_deref().map(|path| text(path, "file of user data")).transpose()?;
         let seed = Seed { hostname: self.hostname.clone(), ssh_keys, user_data };
         Ok((seed != Seed::default()).then_some(seed))
     }
 }
 
-/// The text of a file. Data in other forms, such as compressed data, cannot be in a definition.
-fn text(path: &Path) -> Result<String, String> {
-    let failed = |what: String| format!("'{}': {what}", path.display());
-    let length = fs::metadata(path).map_err(|error| failed(error.to_string()))?.len();
-    if length > USER_DATA_MAX as u64 {
-        return Err(failed(format!("{length} bytes, at most {USER_DATA_MAX} are allowed")));
-    }
-    let bytes = fs::read(path).map_err(|error| failed(error.to_string()))?;
-    String::from_utf8(bytes).map_err(|_| failed("it is no text in UTF-8".into()))
+/// The text of a file; `what` is what the file should be. Data in other forms, such as compressed data, cannot be in a
+/// definition.
+fn text(path: &Path, what: &str) -> Result<String, String> {
+    let bytes = regular::read(path, USER_DATA_MAX as u64, what).map_err(|error| error.to_string())?;
+    String::from_utf8(bytes).map_err(|_| format!("'{}': it is no text in UTF-8", path.display()))
 }
 
 /// The public keys in a file.
 fn keys(path: &Path) -> Result<Vec<String>, String> {
-    let text = text(path)?;
+    let text = text(path, "file of public keys")?;
     if text.contains("PRIVATE KEY-----") {
         return Err(format!(
             "'{}' is a private key, which must stay secret: name the file of the public key",

@@ -1,7 +1,7 @@
-//! Reading of files that others may have written, such as descriptions and definitions. Such a name may be that of a
-//! pipe or a device, and reading it may never end.
+//! Reading of files that others may have written, or whose names users give, such as descriptions and lists of rules.
+//! Such a name may be that of a pipe or a device, and reading it may never end.
 
-use backend::private;
+use crate::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions};
@@ -10,6 +10,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Reads a regular file of at most `most` bytes. `what` is what the file should be, for the error.
+///
+/// # Errors
+/// `Invalid` for another kind of file and for a longer file, and errors of the system. All of them name the file.
 pub fn read(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
     // Without NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on a regular file.
     let flags = OFlags::NONBLOCK.bits().cast_signed();
@@ -30,7 +33,7 @@ fn read_opened(opened: io::Result<File>, path: &Path, most: u64, what: &str) -> 
         return Err(wrong("is a folder, a pipe or a device".into()));
     }
     if metadata.len() > most {
-        return Err(wrong(format!("has {} bytes", metadata.len())));
+        return Err(wrong(format!("has {} bytes, and at most {most} are read", metadata.len())));
     }
     let mut bytes = Vec::new();
     file.take(most).read_to_end(&mut bytes).during(reading)?;
@@ -54,28 +57,12 @@ mod tests {
         for (path, why) in [
             (&*pipe, "is a folder, a pipe or a device: that is no list"),
             (folder.path(), "is a folder, a pipe or a device: that is no list"),
-            (&*long, "has 5 bytes: that is no list"),
+            (&*long, "has 5 bytes, and at most 4 are read: that is no list"),
             (Path::new("/dev/zero"), "is a folder, a pipe or a device: that is no list"),
         ] {
             let error = read(path, 4, "list").unwrap_err();
             assert!(error.kind() == ErrorKind::Invalid && error.to_string().ends_with(why), "{error}");
         }
         assert_eq!(read(&folder.path().join("nothing"), 4, "list").unwrap_err().kind(), ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn commands_do_not_wait_for_a_pipe_in_place_of_a_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let fifo = |name: &str| {
-            let path = folder.path().join(name);
-            mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-            path
-        };
-        let definition = fifo(crate::machine::DEFINITION);
-        let machine = crate::machine::Machine::at(folder.path());
-        assert!(machine.definition().unwrap_err().to_string().contains("that is no definition"));
-        assert!(machine.named_disks().is_empty());
-        assert!(crate::nvram::keep(&definition, folder.path()).is_err());
-        assert!(crate::media::readable(&fifo("install.iso")).is_err());
     }
 }
