@@ -90,12 +90,14 @@ impl Connection {
         self.service.stopping()
     }
 
-    /// Called when the client has presented a valid certificate. From now on the connection counts as authenticated.
+    /// Called when the client has presented a valid certificate. From now on the connection counts as authenticated. If
+    /// `holder` is given, which identifies the holder of the certificate, the share of this holder is limited.
     ///
     /// # Errors
-    /// `ConnectionRefused` if the limit of authenticated connections is reached.
-    pub fn authenticate(&self) -> io::Result<()> {
-        self.service.authenticate(self)
+    /// `ConnectionRefused` if the limit of authenticated connections is reached, or if the holder has as many
+    /// connections as are free.
+    pub fn authenticate(&self, holder: Option<&[u8]>) -> io::Result<()> {
+        self.service.authenticate(self, holder)
     }
 
     /// Whether the client has presented a valid certificate.

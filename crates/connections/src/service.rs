@@ -4,7 +4,8 @@
 //!
 //! 1. The register has exactly the connections whose threads run, even if a thread panics. Each class of connections
 //!    has its own limit ([`Limits`]), which is never exceeded.
-//! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
+//! 2. A TCP connection is unauthenticated until its client has presented a valid certificate. A holder of certificates
+//!    gets no connection while it has as many as are free: one holder has at most half of them, and leaves free ones.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
 //! 4. Refusals and failed negotiations are logged at a bounded rate, no matter how often clients connect. Over TCP,
@@ -141,11 +142,18 @@ impl Register {
     fn class(&self, connection: &Connection) -> Class {
         self.places.get(&connection.number).map_or(Class::Unauthenticated, |place| place.class)
     }
+
+    /// Number of authenticated connections of a holder.
+    fn held_by(&self, holder: &[u8]) -> usize {
+        self.places.values().filter(|place| place.holder.as_deref() == Some(holder)).count()
+    }
 }
 
 struct Place {
     connection: Arc<Connection>,
     class: Class,
+    /// The holder of the client's certificate, if the share of the holder is limited.
+    holder: Option<Vec<u8>>,
 }
 
 /// A connection in the register, which is removed when this value is dropped.
@@ -360,21 +368,25 @@ impl Shared {
         register.next += 1;
         let (socket, tcp, stop) = (Arc::new(socket), class != Class::Unix, Arc::default());
         let connection = Arc::new(Connection { number, peer, socket, tcp, stop, service: Arc::clone(self) });
-        register.places.insert(number, Place { connection: Arc::clone(&connection), class });
+        register.places.insert(number, Place { connection: Arc::clone(&connection), class, holder: None });
         register.counts[class as usize] += 1;
         Ok(RegisterEntry { connection, registration: Registration { shared: Arc::clone(self), number } })
     }
 
-    /// Makes a connection count as authenticated.
-    pub(crate) fn authenticate(&self, connection: &Connection) -> io::Result<()> {
+    /// Makes a connection count as authenticated, and as one of `holder`.
+    pub(crate) fn authenticate(&self, connection: &Connection, holder: Option<&[u8]>) -> io::Result<()> {
         let mut register = self.register.lock();
-        let (count, limit) = (register.counts[Class::Authenticated as usize], self.limits.authenticated);
+        let limit = self.limits.authenticated;
+        let free = limit.saturating_sub(register.counts[Class::Authenticated as usize]);
+        let held = holder.map_or(0, |holder| register.held_by(holder));
         let Some(place) = register.places.get_mut(&connection.number) else { return Ok(()) };
         if place.class != Class::Unauthenticated {
             return Ok(());
         }
-        if count < limit {
+        // Connections are not taken away from a holder, so a holder must leave some to others that connect later.
+        if held < free {
             place.class = Class::Authenticated;
+            place.holder = holder.map(<[u8]>::to_vec);
             register.counts[Class::Unauthenticated as usize] -= 1;
             register.counts[Class::Authenticated as usize] += 1;
             return Ok(());
@@ -382,7 +394,13 @@ impl Shared {
         register.refusals[Class::Authenticated as usize].count();
         drop(register);
         self.log_due();
-        let text = format!("all {limit} connections for clients with certificates are in use");
+        let text = match free {
+            0 => format!("all {limit} connections for clients with certificates are in use"),
+            _ => format!(
+                "certificates with this name have {held} connections already, and the last {free} of {limit} are kept \
+                 for other names"
+            ),
+        };
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 

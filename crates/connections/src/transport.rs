@@ -57,8 +57,9 @@ pub trait Transport: Send {
         None
     }
 
-    /// Called when TLS over this transport has verified the peer's certificate. An error refuses the peer.
-    fn authenticated(&mut self) -> io::Result<()> {
+    /// Called when TLS over this transport has verified the peer's certificate. `holder` identifies the holder of the
+    /// certificate. An error refuses the peer.
+    fn authenticated(&mut self, _holder: &[u8]) -> io::Result<()> {
         Ok(())
     }
 
@@ -164,8 +165,8 @@ impl Transport for Socket {
         Some(self.connection.socket().as_fd())
     }
 
-    fn authenticated(&mut self) -> io::Result<()> {
-        self.connection.authenticate()
+    fn authenticated(&mut self, holder: &[u8]) -> io::Result<()> {
+        self.connection.authenticate(Some(holder))
     }
 
     fn close(&mut self) {

@@ -12,9 +12,9 @@ use std::sync::atomic::AtomicUsize;
 const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Responds to each byte: to `e` by returning it, to `a` by authenticating the client, to `p` with a panic, to `w` by
-/// writing until the client has read everything, to `h` by working until the connection has to end. Other bytes end the
-/// connection.
+/// Responds to each byte: to `e` by returning it, to `a` by authenticating the client, to a digit by authenticating the
+/// client as the holder with this name, to `p` with a panic, to `w` by writing until the client has read everything, to
+/// `h` by working until the connection has to end. Other bytes end the connection.
 #[derive(Default)]
 struct Small {
     working: AtomicUsize,
@@ -32,7 +32,8 @@ impl Protocol for Small {
         while matches!((&**connection).read(&mut byte), Ok(1)) {
             let go_on = match byte[0] {
                 b'e' => send(connection, &byte),
-                b'a' => connection.authenticate().is_ok() && send(connection, &byte),
+                b'a' => connection.authenticate(None).is_ok() && send(connection, &byte),
+                b'0'..=b'9' => connection.authenticate(Some(&byte[..])).is_ok() && send(connection, &byte),
                 b'p' => panic!("a fault in the protocol"),
                 b'w' => {
                     self.working.fetch_add(1, Ordering::SeqCst);
@@ -163,6 +164,27 @@ fn each_class_of_connections_has_its_own_limit() {
     assert!(ask(&mut world.unix(), b'e'));
     assert!(ask(&mut tcp[1], b'a'), "the closed connection does not count any more");
     world.until("two unix clients and one TCP client remain", |world| world.service.connections() == 3);
+}
+
+#[test]
+fn one_name_does_not_use_up_the_connections_of_others() {
+    let world = start(Limits { authenticated: 8, ..Limits::each(32) }, QUICK);
+    let enter = |name: u8| {
+        let mut stream = world.tcp();
+        ask(&mut stream, name).then_some(stream)
+    };
+    let enters = |name: u8| (0..8).filter_map(|_| enter(name)).collect::<Vec<_>>();
+    let mut first = enters(b'1');
+    let others = [enters(b'2'), enters(b'3'), enters(b'4')];
+    assert_eq!((first.len(), others.each_ref().map(Vec::len)), (4, [2, 1, 1]));
+    assert!(enter(b'5').is_none(), "all connections are in use");
+    // A connection that becomes free goes to a name that has none, not to the name that has the most.
+    world.until("refused connections end", |world| world.service.connections() == 8);
+    drop(first.pop());
+    world.until("a connection ends", |world| world.service.connections() == 7);
+    assert!(enter(b'1').is_none());
+    assert!(enter(b'5').is_some());
+    assert!(first.iter_mut().all(|stream| ask(stream, b'e')));
 }
 
 #[test]

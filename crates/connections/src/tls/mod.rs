@@ -143,6 +143,16 @@ impl CertificateName {
     }
 }
 
+/// Identifies the holder of a certificate: by the DNS names, which a renewed certificate has too, or by the whole
+/// certificate if it has no DNS name.
+fn holder(certificate: &CertificateDer<'_>) -> Vec<u8> {
+    let names = webpki::EndEntityCert::try_from(certificate)
+        .map(|certificate| certificate.valid_dns_names().map(str::to_ascii_lowercase).collect::<Vec<String>>());
+    let mut names = names.unwrap_or_default();
+    names.sort();
+    if names.is_empty() { certificate.to_vec() } else { names.join(",").into_bytes() }
+}
+
 /// The cipher suites, the fastest first, because the order of the client decides which is used. All of them are strong.
 fn bulk_provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();

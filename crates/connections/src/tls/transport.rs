@@ -1,6 +1,6 @@
 //! TLS over another transport, for sessions that decide when to block.
 
-use super::{PeerCertificate, TlsIdentity};
+use super::{PeerCertificate, TlsIdentity, holder};
 use crate::limits::TLS_BUFFER_BYTES_MAX;
 use crate::transport::{Transport, Wait};
 use rustls::ServerConnection;
@@ -110,8 +110,10 @@ impl Transport for Tls {
                     self.input = state.plaintext_bytes_to_read() > 0;
                     if !self.authenticated && !self.session.is_handshaking() {
                         self.authenticated = true;
-                        if self.session.peer_certificates().is_some() {
-                            self.below.authenticated()?;
+                        let chain = self.session.peer_certificates();
+                        let holder = chain.and_then(<[_]>::first).map(holder);
+                        if let Some(holder) = holder {
+                            self.below.authenticated(&holder)?;
                         }
                     }
                     self.flush()?;

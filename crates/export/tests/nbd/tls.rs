@@ -206,7 +206,7 @@ fn clients_with_unknown_certificates_are_refused() {
 fn clients_with_certificates_have_a_separate_limit() {
     let certificates = Certificates::new();
     let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
-    let limits = Limits { unix: 1, authenticated: 2, unauthenticated: 1 };
+    let limits = Limits { unix: 1, authenticated: 4, unauthenticated: 1 };
     let tls = Some(certificates.server(true, true));
     let config = ServerConfig { listen, tls, limits, ..ServerConfig::default() };
     let running = Running::with(config, Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 2)]));
@@ -226,13 +226,26 @@ fn clients_with_certificates_have_a_separate_limit() {
         assert_eq!(client.read(0, 10), [0; 10]);
     }
     drop(idle);
-    // A third authenticated client exceeds the limit.
-    let begin = std::time::Instant::now();
-    while running.server.connections() > 2 {
-        assert!(begin.elapsed().as_secs() < 60);
-        std::thread::yield_now();
-    }
+    let remain = |connections| {
+        let begin = std::time::Instant::now();
+        while running.server.connections() > connections {
+            assert!(begin.elapsed().as_secs() < 60);
+            std::thread::yield_now();
+        }
+    };
+    remain(2);
+    // A third client with the same certificate exceeds the share of its name, which is half of the limit.
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(authenticated)).is_err());
+    let other = |name: &str| {
+        let stream = TcpStream::connect(running.tcp_address()).unwrap();
+        let mut client = upgrade(stream, certificates.client_named(name));
+        assert_eq!(client.go("vm"), REP_ACK);
+        client
+    };
+    remain(2);
+    let _others = [other("b.example"), other("c.example")];
+    // A fifth authenticated client exceeds the limit.
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| other("d.example"))).is_err());
     Client::open(&running.socket, "vm", Mode::Simple).leave();
 }
 

@@ -178,7 +178,7 @@ impl Receiving {
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             match stream.has_certificate() {
-                true => connection.authenticate().map_err(|error| Error::new(ErrorKind::Busy, error.to_string())),
+                true => connection.authenticate(None).map_err(|error| Error::new(ErrorKind::Busy, error.to_string())),
                 false => Ok(()),
             }
         };
