@@ -173,7 +173,16 @@ pub(super) fn serve<S: ByteStream>(
 ) -> Result<()> {
     let mut line = Conversation::new(stream, peer);
     line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT_DEFAULT))?;
-    let first = line.hear()?;
+    let first = match line.hear() {
+        Ok(first) => first,
+        Err(error) if error.kind() == ErrorKind::Corrupt => {
+            // TLS is established, so the peer gets the reason, as far as it may use this server.
+            let error = admitted(&line.stream).err().unwrap_or(error);
+            let _ = line.tell(&Message::failure(&error));
+            return Err(error);
+        }
+        Err(error) => return Err(error),
+    };
     let begun = || {
         admitted(&line.stream)?;
         let Message::Hello { versions, program } = first else { return Err(first.clone().into_error()) };

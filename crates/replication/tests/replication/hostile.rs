@@ -16,14 +16,19 @@ use std::sync::Arc;
 type Line = Conversation<TlsStream>;
 
 fn dial(keys: &Keys, receiver: &Receiver) -> Line {
+    let mut line = silent(keys, receiver);
+    line.tell(&Message::Hello { versions: vec![1], program: "a hostile peer".into() }).unwrap();
+    assert!(matches!(line.hear().unwrap(), Message::Welcome { version: 1, .. }));
+    line
+}
+
+/// A connection on which no message was sent.
+fn silent(keys: &Keys, receiver: &Receiver) -> Line {
     let socket = TcpStream::connect(receiver.address()).unwrap();
     let identity = keys.client("client").load().unwrap();
     let stream =
         TlsStream::connect(Arc::new(socket.into()), &identity, &CertificateName::parse("127.0.0.1").unwrap()).unwrap();
-    let mut line = Conversation::new(stream, "the server".into());
-    line.tell(&Message::Hello { versions: vec![1], program: "a hostile peer".into() }).unwrap();
-    assert!(matches!(line.hear().unwrap(), Message::Welcome { version: 1, .. }));
-    line
+    Conversation::new(stream, "the server".into())
 }
 
 fn arrival(name: &str, capacity: u64) -> NewArrival {
@@ -121,6 +126,22 @@ fn invalid_data_is_refused() {
     drop((control, data));
     drop(receiver);
     there.check();
+}
+
+#[test]
+fn a_malformed_first_frame_is_answered_with_a_failure() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let receiver = there.receiver(&keys);
+    let wrong_sum = Head { checksum: 7, ..Head::of(Kind::Message, 0, 0, b"\"ping\"") }.encode();
+    let message = [&wrong_sum[..], &b"\"ping\""[..]].concat();
+    let end = Head::of(Kind::End, 0, 0, &[]).encode();
+    for bytes in [&[0x55; 64][..], &message[..], &end[..]] {
+        let mut line = silent(&keys, &receiver);
+        line.stream.write(&[bytes]).unwrap();
+        line.flush().unwrap();
+        let answer = line.hear().unwrap();
+        assert!(matches!(&answer, Message::Failure { kind, .. } if kind == "corrupt"), "{answer:?}");
+    }
 }
 
 #[test]
