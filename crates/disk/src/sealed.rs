@@ -38,15 +38,14 @@ pub struct Kind {
 impl Kind {
     /// The error for bytes that are not a record of this kind.
     pub fn corrupt(&self, what: &str) -> Error {
-        Error::new(ErrorKind::Corrupt, format!("the record of a {} {what}", self.word))
+        Error::new(ErrorKind::Corrupt, format!("the {} record {what}", self.word))
     }
 
     /// Encodes a record.
     pub fn encode(&self, record: &impl Serialize) -> Result<Vec<u8>> {
         let Self { word, .. } = self;
-        let mut body = serde_json::to_vec_pretty(record).map_err(|error| {
-            Error::new(ErrorKind::Invalid, format!("a record of a {word} cannot be written: {error}"))
-        })?;
+        let mut body = serde_json::to_vec_pretty(record)
+            .map_err(|error| Error::new(ErrorKind::Invalid, format!("a {word} record cannot be written: {error}")))?;
         body.push(b'\n');
         let mut bytes = self.first_line(checksum(&body));
         bytes.append(&mut body);
@@ -112,7 +111,7 @@ impl Kind {
         match version.parse::<u32>() {
             Ok(version) if version == *own => {}
             Ok(newer) => {
-                let text = format!("the record of a {word} has version {newer}, and this program reads {own}");
+                let text = format!("the {word} record has version {newer}, and this program reads {own}");
                 return Err(Error::new(ErrorKind::Unsupported, text));
             }
             Err(_) => return Err(self.corrupt("has no version")),
@@ -128,16 +127,16 @@ impl Kind {
         match directory.open(name, IoMode::Buffered) {
             Ok(file) => self.read_from(&*file, name).map(Some),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(Error::io(format!("reading the record '{name}' of a {}", self.word), error)),
+            Err(error) => Err(Error::io(format!("reading the {} record '{name}'", self.word), error)),
         }
     }
 
     /// The content of the open file `name`.
     pub fn read_from(&self, file: &dyn File, name: &str) -> Result<Vec<u8>> {
-        let during = || format!("reading the record '{name}' of a {}", self.word);
+        let during = || format!("reading the {} record '{name}'", self.word);
         let length = file.len().during(during)?;
         if length > self.length_max {
-            let text = format!("'{name}' of {length} bytes is no record of a {}", self.word);
+            let text = format!("'{name}' of {length} bytes is no {} record", self.word);
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         let mut bytes = vec![0; length as usize];
@@ -149,7 +148,7 @@ impl Kind {
     pub fn remove(&self, directory: &dyn Directory, name: &str) -> Result<()> {
         remove_if_there(directory, name)
             .and_then(|()| directory.sync())
-            .during(|| format!("removing the record '{name}' of a {}", self.word))
+            .during(|| format!("removing the {} record '{name}'", self.word))
     }
 }
 

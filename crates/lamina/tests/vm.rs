@@ -93,6 +93,11 @@ fn a_broken_definition_affects_no_other_machine_and_protects_its_disks() {
     assert_eq!((&list["zoo"]["state"], list["zoo"]["problem"].is_string()), (&json!("running"), true));
     fleet.run("start db").ok();
     fleet.run("stop db --force").ok();
+    for verb in ["show web", "start web", "edit web --cpus 2"] {
+        let refused = fleet.run(verb);
+        let says = ["machine 'web' is broken", "correct the file", "'lamina vm delete web --force'"];
+        assert!(refused.code == 2 && says.iter().all(|words| refused.stderr.contains(words)), "{verb}: {refused:?}");
+    }
 
     // The text of web's definition still names the disk `web`. The definition of zoo was removed, so no definition
     // names the disk `zoo`.

@@ -78,7 +78,10 @@ pub fn parse(bytes: &[u8], origin: &str) -> Result<Element> {
         match event.map_err(|error| fail(&error))? {
             event @ (Event::Start(_) | Event::Empty(_)) => {
                 elements += 1;
-                if open.len() == DEPTH_MAX || elements > ELEMENTS_MAX || (open.is_empty() && root.is_some()) {
+                if open.is_empty() && root.is_some() {
+                    return Err(fail(&"it has a second root element, and XML has only one"));
+                }
+                if open.len() == DEPTH_MAX || elements > ELEMENTS_MAX {
                     return Err(fail(&"it has too many elements, or they are nested too deeply"));
                 }
                 match event {
@@ -184,6 +187,8 @@ mod tests {
             let error = parse(text.as_bytes(), "f").unwrap_err().to_string();
             assert!(error.starts_with(&format!("'f', line {line}: ")), "{error}");
         }
+        let two = parse(b"<a/>\n<b/>", "f").unwrap_err().to_string();
+        assert!(two.ends_with("a second root element, and XML has only one"), "{two}");
         assert!(parse(b"<a>\n\xff</a>", "f").unwrap_err().to_string().contains("line 2: it is not UTF-8"));
     }
 }

@@ -142,8 +142,23 @@ impl Machine {
         &self.folder
     }
 
-    /// The machine's definition.
+    /// The machine's definition. The error for a missing or wrong definition says what to do.
     pub fn definition(&self) -> Result<Definition> {
+        self.read_definition().map_err(|error| match error.kind() {
+            ErrorKind::Io => error,
+            _ => {
+                let text = format!(
+                    "machine '{0}' is broken: {error}; correct the file, or delete the machine without its disks with \
+                     'lamina vm delete {0} --force'",
+                    self.name()
+                );
+                Error::new(error.kind(), text)
+            }
+        })
+    }
+
+    /// The machine's definition; errors tell only what is wrong with it.
+    pub fn read_definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
         let bytes = regular::read_own(&path, definition::TEXT_MAX as u64, "definition of a machine")?;
         let text = String::from_utf8(bytes).map_err(|_| {

@@ -60,6 +60,8 @@ fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
 
 #[test]
 fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
+    let newer = decode(b"lamina settings 2 crc32c=00000000\n{}\n").unwrap_err();
+    assert_eq!(newer.to_string(), "the settings record has version 2, and this program reads 1");
     for damage in [&b"lamina settings 2 crc32c=00000000\n{}\n"[..], b"lamina settings 1 crc32c=00000000\n{}\n", b"x"] {
         let directory = directory();
         sealed::put(&*directory, FILE, damage).unwrap();

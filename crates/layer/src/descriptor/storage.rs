@@ -78,6 +78,14 @@ pub fn create_unfinished(
     let temporary = format!("{name}{NEW_SUFFIX}");
     directory.create_locked(&temporary, mode).map_err(|error| match error.kind() {
         std::io::ErrorKind::WouldBlock => is_being_made(name),
+        // A sweep has removed what a crash has left, but it removes no link.
+        std::io::ErrorKind::AlreadyExists => {
+            let text = format!(
+                "there is a file or link '{temporary}' already, and '{name}' has this name until it is complete: \
+                 remove '{temporary}', and try again"
+            );
+            Error::new(ErrorKind::Exists, text)
+        }
         _ => Error::io(format!("creating '{temporary}'"), error),
     })
 }

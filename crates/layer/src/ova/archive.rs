@@ -129,7 +129,14 @@ impl Archive {
 pub(super) fn plain_name(name: &str) -> Result<&str> {
     let strange = |c: char| c == '/' || c == '\\' || c == ':' || c.is_control();
     if name.is_empty() || name.len() > NAME_MAX || name == "." || name == ".." || name.contains(strange) {
-        let what = format!("{name:?} is no plain file name: it would lead out of the archive");
+        let why = if name.len() > NAME_MAX {
+            format!("it has {} bytes, at most {NAME_MAX} are allowed", name.len())
+        } else if name.contains(char::is_control) {
+            "it contains control characters".to_owned()
+        } else {
+            "it would lead out of the archive".to_owned()
+        };
+        let what = format!("{name:?} is no plain file name: {why}");
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     Ok(name)

@@ -256,14 +256,7 @@ fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool, force: bool)
     let disks = match machine.definition() {
         _ if keep_disks => Vec::new(),
         Err(_) if force => Vec::new(),
-        Ok(definition) => definition.disk_names(),
-        Err(error) => {
-            let text = format!(
-                "machine '{name}' is broken: {error}; correct the file, or delete the machine without its disks with \
-                 --force"
-            );
-            return Err(Error::new(error.kind(), text));
-        }
+        definition => definition?.disk_names(),
     };
     let there = host.disks().all()?;
     let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());

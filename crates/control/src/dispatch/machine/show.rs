@@ -23,7 +23,7 @@ fn activity(machine: &Machine) -> Result<MachineActivity> {
 pub fn all(host: &Host) -> Result<MachineReply> {
     let mut machines = Vec::new();
     for machine in host.machines().list()? {
-        let definition = match machine.definition() {
+        let definition = match machine.read_definition() {
             // The machine was deleted after it was listed.
             Err(_) if !machine.folder().exists() => continue,
             definition => definition.map_err(|error| Failure::from(&error)),

@@ -47,3 +47,13 @@ fn an_image_being_created_is_not_swept() {
     let local = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
     check_that_a_sweep_keeps_an_image_being_created(&local);
 }
+
+#[test]
+fn a_link_with_the_temporary_name_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("nowhere", folder.path().join("web.vmdk.lamina-new")).unwrap();
+    let local = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
+    let error = storage::create_unfinished(&local, "web.vmdk", IoMode::Buffered).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Exists);
+    assert!(error.to_string().ends_with("remove 'web.vmdk.lamina-new', and try again"), "{error}");
+}

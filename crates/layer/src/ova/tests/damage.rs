@@ -4,6 +4,19 @@ use super::*;
 use crate::proving::{mutate, peak_memory};
 
 #[test]
+fn the_error_for_a_member_says_what_is_wrong_with_its_name() {
+    for (name, why) in [
+        ("a\u{1b}[2J.vmdk", "it contains control characters"),
+        ("../a.vmdk", "it would lead out of the archive"),
+        (&*"a".repeat(256), "it has 256 bytes, at most 255 are allowed"),
+    ] {
+        let error = archive::plain_name(name).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("is no plain file name: {why}")) && !error.contains('\u{1b}'), "{error}");
+    }
+    assert_eq!(archive::plain_name("a.vmdk").unwrap(), "a.vmdk");
+}
+
+#[test]
 fn a_wrong_byte_is_found_and_its_grain_reported() {
     let bytes = made(&[compressible(1, 1 << 20), pattern(2, 1 << 20)], Algorithm::Sha256, Controller::Ide);
     let ova = Ova::open(memory_file(&bytes), "web.ova").unwrap();
