@@ -186,6 +186,23 @@ fn machines_of_virtualbox_as_ovf_and_ova() {
         assert!(notes(machine).contains("sound"), "{}", notes(machine));
     }
     import(&fleet, &left.path().join("box.ova"), "--name live --live").fails(1, "without --live");
+    // A descriptor whose capacity is not that of the image is refused, also by a dry run.
+    let other = tempfile::tempdir().unwrap();
+    let folder = other.path();
+    for name in ["box-disk1.vmdk", "box-disk2.vmdk"] {
+        fs::copy(left.path().join(name), folder.join(name)).unwrap();
+    }
+    fs::write(folder.join("box.ovf"), OVF.replacen("8388608", "16777216", 1)).unwrap();
+    let archive = folder.join("box.ova").display().to_string();
+    let members = ["box.ovf", "box-disk1.vmdk", "box-disk2.vmdk"];
+    let options = ["-C", folder.to_str().unwrap(), "--format=ustar", "-cf", archive.as_str()];
+    testkit::process::tool("tar", &[&options[..], &members].concat());
+    for source in ["box.ovf", "box.ova"] {
+        for how in ["", "--dry-run"] {
+            let refused = import(&fleet, &folder.join(source), &format!("--name other {how}"));
+            refused.fails(6, "says that the disk has 16 MiB, and its image has 8 MiB");
+        }
+    }
     // Imports an archive that lamina itself has written.
     left.disk("own.ova", "own-root", "ova");
     let machine = boots(&fleet, &left, "own.ova", "own", "--memory 64M", &["own-root"]);

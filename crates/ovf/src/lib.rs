@@ -10,8 +10,12 @@
 
 pub mod xml;
 
+use error::text::size;
 use error::{Error, ErrorKind, Result};
 use xml::Element;
+
+/// Bytes of a sector: capacities of images are multiples of it.
+const SECTOR: u64 = 512;
 
 /// Kinds of devices: resource types of CIM.
 pub mod resource {
@@ -136,7 +140,7 @@ impl Envelope {
     /// # Errors
     /// `Invalid` if the text has no such number of bytes; `Unsupported` if the capacity is a property (`${size}`),
     /// which the user of the descriptor would have to set.
-    pub fn capacity(&self, disk: &Element) -> Result<u64> {
+    pub fn capacity(&self, disk: &Element) -> Result<Capacity> {
         let wrong = |what: &str| self.wrong(disk, format!("the capacity of the disk {what}"));
         let count = disk.attribute("capacity").ok_or_else(|| wrong("is missing"))?.trim();
         if count.starts_with("${") {
@@ -146,7 +150,36 @@ impl Envelope {
         let count: u64 = count.parse().map_err(|_| wrong("is no number"))?;
         let unit = disk.attribute("capacityAllocationUnits").map_or(Some(1), allocation_unit);
         let unit = unit.ok_or_else(|| wrong("has an unknown unit"))?;
-        count.checked_mul(unit).filter(|bytes| *bytes > 0).ok_or_else(|| wrong("cannot be"))
+        let bytes = count.checked_mul(unit).filter(|bytes| *bytes > 0).ok_or_else(|| wrong("cannot be"))?;
+        Ok(Capacity { bytes, unit })
+    }
+}
+
+/// The capacity of a disk, as a descriptor states it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// The capacity in bytes, a multiple of `unit`.
+    pub bytes: u64,
+    /// The unit in which the descriptor counts, in bytes.
+    pub unit: u64,
+}
+
+impl Capacity {
+    /// Compares the capacity with that of the disk's image.
+    ///
+    /// # Errors
+    /// `Corrupt` if they differ by more than rounding to the unit, or to sectors, explains.
+    pub fn check(&self, image: u64) -> Result<()> {
+        if self.bytes.abs_diff(image) < self.unit.max(SECTOR) {
+            return Ok(());
+        }
+        let text = format!(
+            "the description says that the disk has {}, and its image has {}: one of them is wrong; correct the \
+             description, or import the image alone",
+            size(self.bytes),
+            size(image)
+        );
+        Err(Error::new(ErrorKind::Corrupt, text))
     }
 }
 
@@ -195,7 +228,10 @@ mod tests {
         let envelope = Envelope::parse(text.as_bytes(), "f").unwrap();
         let (files, disks): (Vec<_>, Vec<_>) = (envelope.files().collect(), envelope.disks().collect());
         assert_eq!((files.len(), envelope.href(files[0]).unwrap()), (1, "d.vmdk"));
-        assert_eq!((disks.len(), envelope.capacity(disks[0]).unwrap()), (1, 3 << 20));
+        assert_eq!(
+            (disks.len(), envelope.capacity(disks[0]).unwrap()),
+            (1, Capacity { bytes: 3 << 20, unit: 1 << 20 })
+        );
         let systems = envelope.systems();
         assert_eq!(systems.iter().map(|system| system.attribute("id").unwrap()).collect::<Vec<_>>(), ["a", "b"]);
         let items: Vec<_> = items(systems[1].child("VirtualHardwareSection").unwrap()).collect();
@@ -230,5 +266,24 @@ mod tests {
         ] {
             assert_eq!(allocation_unit(text), bytes, "{text}");
         }
+    }
+
+    #[test]
+    fn a_capacity_is_that_of_the_image_except_for_rounding() {
+        let (bytes, gib) = (Capacity { bytes: 16 << 20, unit: 1 }, Capacity { bytes: 10 << 30, unit: 1 << 30 });
+        for (capacity, image, fits) in [
+            (bytes, 16 << 20, true),
+            (bytes, (16 << 20) + 512, false),
+            (bytes, 64 << 40, false),
+            (Capacity { bytes: 1000, unit: 1 }, 1024, true),
+            (gib, (9 << 30) + 512, true),
+            (gib, 9 << 30, false),
+            (gib, u64::MAX, false),
+        ] {
+            assert_eq!(capacity.check(image).is_ok(), fits, "{capacity:?} {image}");
+        }
+        let error = bytes.check(64 << 40).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert!(error.to_string().contains("has 16 MiB, and its image has 64 TiB"), "{error}");
     }
 }

@@ -35,7 +35,7 @@ pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
 pub use device::{DeviceSink, DeviceSource, HoldingSource};
 pub use export::{ArchiveCard, ArchiveController, ArchiveExport, ArchiveMachine};
 pub use format::{SourceFormat, TargetFormat};
-pub use source::{ChainSource, descriptor_of};
+pub use source::{ChainSource, descriptor_of, member_capacity};
 pub(crate) use source::{is_archive, open_member};
 pub(crate) use target::folder_of;
 

@@ -5,8 +5,9 @@ use super::{ImageOptions, SourceFormat};
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
 use error::{Error, ErrorKind, IoContext, Result};
+use layer::Layer;
 use layer::image::{self, Image, OpenOptions, Place, Signature, open_chain};
-use layer::ova::Ova;
+use layer::ova::{Disk, Ova};
 use layer::sesparse::DirtyJournal;
 use layer::stream::Stream;
 use std::collections::VecDeque;
@@ -144,27 +145,11 @@ pub(crate) fn open_member(
     options: &ImageOptions,
     progress: &dyn Progress,
     warnings: &mut Vec<String>,
-) -> Result<(String, Arc<dyn File>)> {
+) -> Result<(Disk, Arc<dyn File>)> {
     let label = place.label();
     let ova = Ova::open(place.open(IoMode::Buffered, Access::Read)?, &label)?;
     warnings.extend(ova.warnings().iter().map(|warning| format!("'{label}': {warning}")));
-    let names: Vec<&str> = ova.disks().iter().map(|disk| disk.file.as_str()).collect();
-    let disk = match (&options.member, ova.disks()) {
-        (Some(member), disks) => disks.iter().find(|disk| disk.file == *member).ok_or_else(|| {
-            let text = format!("'{label}' has no disk '{member}': it has {}", names.join(", "));
-            Error::new(ErrorKind::NotFound, text)
-        })?,
-        (None, [disk]) => disk,
-        (None, []) => return Err(Error::new(ErrorKind::Invalid, format!("'{label}' describes no disk"))),
-        (None, _) => {
-            let text = format!("'{label}' has several disks: choose one with --member: {}", names.join(", "));
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
-    };
-    if disk.parent.is_some() {
-        let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
-        return Err(Error::new(ErrorKind::Unsupported, text));
-    }
+    let disk = disk_of(&ova, &label, options.member.as_deref())?;
     // The digest in the archive's manifest is verified before anything is created from the file.
     let mut reader = ova.reader(&disk.file)?;
     let mut buffer = vec![0; DIGEST_PIECE];
@@ -181,7 +166,50 @@ pub(crate) fn open_member(
             Err(error) => return Err(Error::io(format!("reading '{}' of '{label}'", disk.file), error)),
         }
     }
-    Ok((disk.file.clone(), ova.file(&disk.file)?))
+    let file = ova.file(&disk.file)?;
+    Ok((disk.clone(), file))
+}
+
+/// The disk in an archive that has the file `member`, or the only disk.
+fn disk_of<'a>(ova: &'a Ova, label: &str, member: Option<&str>) -> Result<&'a Disk> {
+    let names: Vec<&str> = ova.disks().iter().map(|disk| disk.file.as_str()).collect();
+    let disk = match (member, ova.disks()) {
+        (Some(member), disks) => disks.iter().find(|disk| disk.file == member).ok_or_else(|| {
+            let text = format!("'{label}' has no disk '{member}': it has {}", names.join(", "));
+            Error::new(ErrorKind::NotFound, text)
+        })?,
+        (None, [disk]) => disk,
+        (None, []) => return Err(Error::new(ErrorKind::Invalid, format!("'{label}' describes no disk"))),
+        (None, _) => {
+            let text = format!("'{label}' has several disks: choose one with --member: {}", names.join(", "));
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+    };
+    if disk.parent.is_some() {
+        let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    Ok(disk)
+}
+
+/// The stream of a disk in an archive. Importers create the disk with the capacity in the stream's header, so a header
+/// with another capacity than the one in the description is refused.
+fn stream_of(disk: &Disk, file: Arc<dyn File>, label: &str) -> Result<Arc<Stream>> {
+    let stream = Arc::new(Stream::open(file, label)?);
+    disk.check_capacity(stream.capacity()).map_err(|error| error.context(format_args!("'{label}'")))?;
+    Ok(stream)
+}
+
+/// The capacity in bytes of the disk `member` in the archive at a path. The digest of the disk is not verified.
+///
+/// # Errors
+/// `Corrupt` if the archive's description states another capacity than the disk has; those of opening both.
+pub fn member_capacity(path: &Path, member: &str) -> Result<u64> {
+    let place = Place::local(path, &[])?;
+    let label = place.label();
+    let ova = Ova::open(place.open(IoMode::Buffered, Access::Read)?, &label)?;
+    let disk = disk_of(&ova, &label, Some(member))?;
+    Ok(stream_of(disk, ova.file(member)?, &format!("{label}:{member}"))?.capacity())
 }
 
 fn open_archive(
@@ -190,9 +218,9 @@ fn open_archive(
     progress: &dyn Progress,
     warnings: &mut Vec<String>,
 ) -> Result<Box<dyn Source>> {
-    let (name, file) = open_member(place, options, progress, warnings)?;
-    let label = format!("{}:{name}", place.label());
-    let stream = Arc::new(Stream::open(file, &label)?);
+    let (disk, file) = open_member(place, options, progress, warnings)?;
+    let label = format!("{}:{}", place.label(), disk.file);
+    let stream = stream_of(&disk, file, &label)?;
     let chain = Chain::open(label, vec![stream], chain::Options { read_only: true, ..chain::Options::default() })?;
     Ok(Box::new(ChainSource::new(Arc::new(chain))))
 }

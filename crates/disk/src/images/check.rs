@@ -41,10 +41,10 @@ pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn P
     let place = options.place(path)?;
     if crate::convert::is_archive(&place, options.format)? {
         let mut warnings = Vec::new();
-        let (name, _) = crate::convert::open_member(&place, options, progress, &mut warnings)?;
+        let (disk, _) = crate::convert::open_member(&place, options, progress, &mut warnings)?;
         let finding = ImageFinding {
             image: place.label(),
-            file: name,
+            file: disk.file,
             format: "ova".into(),
             problems: Vec::new(),
             notes: warnings,

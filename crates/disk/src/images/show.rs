@@ -137,9 +137,12 @@ fn described(shown: &mut ImageLevel, descriptor: &Descriptor) {
 /// The disk in an archive.
 fn show_member(place: &Place, options: &ImageOptions) -> Result<ImageInfo> {
     let mut warnings = Vec::new();
-    let (name, file) = crate::convert::open_member(place, options, &NoProgress, &mut warnings)?;
-    let label = format!("{}:{name}", place.label());
+    let (disk, file) = crate::convert::open_member(place, options, &NoProgress, &mut warnings)?;
+    let label = format!("{}:{}", place.label(), disk.file);
     let stream = Arc::new(Stream::open(file, &label)?);
+    if let Err(error) = disk.check_capacity(stream.capacity()) {
+        warnings.push(error.to_string());
+    }
     let mut shown = of_layer(label, &*stream)?;
     if let Some(text) = stream.descriptor()? {
         described(&mut shown, &Descriptor::parse(&text)?);

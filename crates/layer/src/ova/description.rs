@@ -4,8 +4,8 @@
 use super::MEMBERS_MAX;
 use super::archive::plain_name;
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
-use ovf::resource;
 use ovf::xml::Element;
+use ovf::{Capacity, resource};
 
 /// A disk that the OVF describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,6 +20,17 @@ pub struct Disk {
     pub format: String,
     /// The disk of which this one is a delta, by its identifier within the OVF.
     pub parent: Option<String>,
+    stated: Capacity,
+}
+
+impl Disk {
+    /// Compares the capacity that the OVF states with the capacity of the disk's image.
+    ///
+    /// # Errors
+    /// `Corrupt`, with both sizes, if they differ.
+    pub fn check_capacity(&self, image: u64) -> Result<()> {
+        self.stated.check(image)
+    }
 }
 
 /// Processors and memory of the machine.
@@ -60,8 +71,8 @@ impl Description {
             let id = disk.attribute("diskId").ok_or_else(|| wrong("the disk has no id"))?;
             // Importers create a disk without a file empty.
             let Some(file) = disk.attribute("fileRef") else { continue };
-            let capacity = envelope.capacity(disk).map_err(corrupt)?;
-            if capacity > CAPACITY_MAX {
+            let stated = envelope.capacity(disk).map_err(corrupt)?;
+            if stated.bytes > CAPACITY_MAX {
                 return Err(wrong("the capacity of the disk cannot be"));
             }
             let found = files.iter().find(|(own, _)| *own == file);
@@ -69,9 +80,10 @@ impl Description {
             disks.push(Disk {
                 id: id.to_owned(),
                 file: found.ok_or_else(missing)?.1.to_owned(),
-                capacity: capacity.next_multiple_of(SECTOR),
+                capacity: stated.bytes.next_multiple_of(SECTOR),
                 format: disk.attribute("format").unwrap_or_default().to_owned(),
                 parent: disk.attribute("parentRef").map(str::to_owned),
+                stated,
             });
             if disks.len() > MEMBERS_MAX {
                 return Err(wrong(&format!("there are more than {MEMBERS_MAX} disks")));

@@ -17,7 +17,7 @@ pub fn read(path: &Path) -> Result<Foreign> {
     machine.platform.display = Display::Vga;
     let controller = machine.add_controller("sata".into(), Bus::Sata)?;
     let content = Content::Image { path: path.to_owned(), format: None };
-    machine.add_disk(ForeignDisk { label: "disk".into(), controller, unit: 0, content })?;
+    machine.add_disk(ForeignDisk { label: "disk".into(), controller, unit: 0, content, stated: None })?;
     machine.add_card(ForeignCard {
         label: "card".into(),
         model: Card::E1000e,

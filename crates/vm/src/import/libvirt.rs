@@ -208,7 +208,7 @@ impl Reader<'_> {
                 }
             };
             let order = disk.child("boot").and_then(|it| it.attribute("order")?.parse().ok()).unwrap_or(u32::MAX);
-            ordered.push((order, ForeignDisk { label, controller: index, unit, content }));
+            ordered.push((order, ForeignDisk { label, controller: index, unit, content, stated: None }));
         }
         ordered.sort_by_key(|(order, _)| *order);
         ordered.into_iter().try_for_each(|(_, disk)| machine.add_disk(disk))

@@ -189,6 +189,8 @@ pub struct ForeignDisk {
     pub unit: u32,
     /// The disk's content.
     pub content: Content,
+    /// The capacity that the description states, if it states one besides the image.
+    pub stated: Option<::ovf::Capacity>,
 }
 
 /// A network card.

@@ -7,7 +7,7 @@ use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
 use crate::definition::{Bus, Chipset, Clock, Display, Firmware};
 use crate::identity::Mac;
 use ::ovf::xml::Element;
-use ::ovf::{Envelope, resource};
+use ::ovf::{Capacity, Envelope, resource};
 use error::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -174,8 +174,8 @@ impl Reader<'_> {
                 let unit: u32 =
                     unit.parse().map_err(|_| self.wrong(item, format!("'{}' is no address", unit.escape_debug())))?;
                 let unit = first.saturating_add(unit);
-                let content = self.content(item)?;
-                parts.disks.push((parent, ForeignDisk { label, controller, unit, content }));
+                let (content, stated) = self.content(item)?;
+                parts.disks.push((parent, ForeignDisk { label, controller, unit, content, stated }));
             }
             resource::ETHERNET => {
                 let name =
@@ -208,7 +208,8 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn content(&self, item: &Element) -> Result<Content> {
+    /// The content of a disk, and the capacity that the descriptor states besides an image.
+    fn content(&self, item: &Element) -> Result<(Content, Option<Capacity>)> {
         let place = item.text_of("HostResource").unwrap_or_default();
         let (kind, id) =
             match place.strip_prefix("ovf:").unwrap_or(place).strip_prefix('/').and_then(|it| it.split_once('/')) {
@@ -216,7 +217,7 @@ impl Reader<'_> {
                 _ => return Err(self.wrong(item, format!("'{}' is no disk of this descriptor", place.escape_debug()))),
             };
         if kind == "file" {
-            return self.file(item, id, None);
+            return Ok((self.file(item, id, None)?, None));
         }
         let Some(disk) = self.envelope.disks().find(|disk| disk.attribute("diskId") == Some(id)) else {
             return Err(self.wrong(item, format!("there is no disk '{}'", id.escape_debug())));
@@ -225,8 +226,9 @@ impl Reader<'_> {
             return Err(self.wrong(disk, "the disk is a delta of another disk, which cannot be imported"));
         }
         match disk.attribute("fileRef") {
-            Some(file) => self.file(disk, file, disk.attribute("format")),
-            None => Ok(Content::Empty { capacity: self.envelope.capacity(disk)? }),
+            // A capacity that is no number cannot be compared with that of the image, which decides.
+            Some(file) => Ok((self.file(disk, file, disk.attribute("format"))?, self.envelope.capacity(disk).ok())),
+            None => Ok((Content::Empty { capacity: self.envelope.capacity(disk)?.bytes }, None)),
         }
     }
 

@@ -26,6 +26,9 @@ pub struct PlannedDisk {
     pub content: Content,
     /// The disk's capacity in bytes; `None` until [`super::run::check`] has found it out.
     pub capacity: Option<u64>,
+    /// The capacity that the description states besides the image, for [`super::run::check`].
+    #[serde(skip)]
+    pub stated: Option<::ovf::Capacity>,
 }
 
 /// A snapshot to import.
@@ -58,6 +61,8 @@ pub struct Plan {
     pub snapshots: Vec<PlannedSnapshot>,
     /// Differences from the source.
     pub notes: Vec<Note>,
+    /// Addresses of cards that were made for this plan. Another plan of the same machine has others.
+    pub new_addresses: Vec<Mac>,
 }
 
 /// Decides which machine is created from a description.
@@ -101,9 +106,9 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
         }
         let name = disk_name(&name, index);
         definition.disks.push(Disk { name: name.clone(), slot, bus, unit });
-        disks.push(PlannedDisk { name, label: disk.label, content: disk.content, capacity: None });
+        disks.push(PlannedDisk { name, label: disk.label, content: disk.content, capacity: None, stated: disk.stated });
     }
-    cards(&mut foreign, &mut definition, options).map_err(context)?;
+    let new_addresses = cards(&mut foreign, &mut definition, options).map_err(context)?;
     let snapshots = plan_snapshots(&mut foreign, &disks);
     definition.version = definition.needed_version();
     definition.check().map_err(context)?;
@@ -115,6 +120,7 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
         nvram: foreign.nvram.filter(|_| options.firmware.is_none_or(|firmware| firmware == Firmware::Uefi)),
         snapshots,
         notes: foreign.notes,
+        new_addresses,
     })
 }
 
@@ -181,20 +187,22 @@ impl Places {
     }
 }
 
-fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) -> Result<()> {
+/// Adds the network cards; returns the addresses that were made for them.
+fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) -> Result<Vec<Mac>> {
     let mut used: BTreeSet<Mac> = BTreeSet::new();
+    let mut made = Vec::new();
     for card in std::mem::take(&mut foreign.cards) {
         let mac = match card.mac {
             Some(mac) if used.insert(mac) => mac,
-            Some(mac) => {
-                foreign.note(
-                    &*card.label,
-                    Effect::Changed,
-                    format!("two cards have the address {mac}; the second card gets a new one"),
-                );
-                Mac::new()?
+            given => {
+                if let Some(mac) = given {
+                    let reason = format!("two cards have the address {mac}; the second card gets a new one");
+                    foreign.note(&*card.label, Effect::Changed, reason);
+                }
+                let mac = Mac::new()?;
+                made.push(mac);
+                mac
             }
-            None => Mac::new()?,
         };
         let link = if card.connected { options.link.clone() } else { Link::None };
         if card.connected && !card.network.is_empty() {
@@ -212,7 +220,7 @@ fn cards(foreign: &mut Foreign, definition: &mut Definition, options: &Options) 
             last.model = options.card.unwrap_or(card.model);
         }
     }
-    Ok(())
+    Ok(made)
 }
 
 fn plan_snapshots(foreign: &mut Foreign, disks: &[PlannedDisk]) -> Vec<PlannedSnapshot> {

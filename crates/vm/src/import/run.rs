@@ -40,7 +40,8 @@ fn of_disk(error: Error, source: &Path, label: &str) -> Error {
     }
 }
 
-/// Checks that a plan can be carried out, and determines the capacities of its disks.
+/// Checks that a plan can be carried out, and determines the capacities of its disks. The digests of an archive are not
+/// verified, because that takes as long as reading the whole archive: the import itself verifies them.
 pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     let context = |error: Error, label: &str| of_disk(error, &plan.source, label);
     let exists = |what: &str| {
@@ -59,8 +60,11 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     for disk in &mut plan.disks {
         disk.capacity = match &disk.content {
             Content::Image { path, format } => {
-                let capacity = host.disks().image(path, format.as_deref(), &how.permitted);
-                Some(capacity.map_err(|error| context(error, &disk.label))?)
+                let found = host.disks().image(path, format.as_deref(), &how.permitted).and_then(|capacity| {
+                    // The import reads the image, so a wrong description would go unnoticed.
+                    disk.stated.map_or(Ok(()), |stated| stated.check(capacity)).map(|()| capacity)
+                });
+                Some(found.map_err(|error| context(error, &disk.label))?)
             }
             Content::Empty { capacity } => Some(*capacity),
             Content::Member { .. } if how.live => {
@@ -68,7 +72,10 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
                     "a disk in an archive cannot be used in place: import it without --live, or unpack the archive";
                 return Err(context(Error::new(ErrorKind::Unsupported, text), &disk.label));
             }
-            Content::Member { .. } => None,
+            Content::Member { archive, member } => {
+                let found = host.disks().member(archive, member);
+                Some(found.map_err(|error| context(error, &disk.label))?)
+            }
         };
     }
     Ok(())

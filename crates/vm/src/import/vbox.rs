@@ -128,7 +128,7 @@ impl Reader<'_> {
             };
             let image = device.child("Image").ok_or_else(|| self.source.wrong(device, "the disk has no image"))?;
             let content = self.content(settings, image)?;
-            machine.add_disk(ForeignDisk { label: place, controller: index, unit, content })?;
+            machine.add_disk(ForeignDisk { label: place, controller: index, unit, content, stated: None })?;
         }
         Ok(())
     }

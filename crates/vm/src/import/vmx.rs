@@ -151,7 +151,7 @@ fn controllers(machine: &mut Foreign, file: &Dictionary, kind: &str, permitted: 
                 ide = controller;
             }
             let unit = if kind == "ide" { number * 2 + unit.min(1) } else { unit };
-            machine.add_disk(ForeignDisk { label: device, controller: index, unit, content })?;
+            machine.add_disk(ForeignDisk { label: device, controller: index, unit, content, stated: None })?;
         }
     }
     Ok(())

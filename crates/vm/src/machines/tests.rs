@@ -41,6 +41,9 @@ impl Disks for Names {
     fn image(&self, _: &Path, _: Option<&str>, _: &[PathBuf]) -> Result<u64> {
         Ok(1 << 20)
     }
+    fn member(&self, _: &Path, _: &str) -> Result<u64> {
+        Ok(1 << 20)
+    }
     fn descriptor(&self, _: &Path) -> Result<Vec<u8>> {
         Ok(Vec::new())
     }

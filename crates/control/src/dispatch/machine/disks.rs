@@ -2,7 +2,7 @@
 
 use crate::dispatch::{Part, Target, Watch, dispatch};
 use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
-use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of};
+use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of, member_capacity};
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DiskFormat, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SettingsChange, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
@@ -116,6 +116,10 @@ impl Disks for Bound {
             },
             other => Err(unexpected(&other)),
         }
+    }
+
+    fn member(&self, archive: &Path, member: &str) -> Result<u64> {
+        member_capacity(archive, member)
     }
 
     fn descriptor(&self, archive: &Path) -> Result<Vec<u8>> {

@@ -17,8 +17,8 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
             value
         }
         MachineReply::Imported { machines, failed, dry_run } => json!({
-            "machines": machines.iter().map(imported).collect::<Vec<Value>>(), "failed": failures(failed),
-            "dry_run": dry_run,
+            "machines": machines.iter().map(|machine| imported(machine, *dry_run)).collect::<Vec<Value>>(),
+            "failed": failures(failed), "dry_run": dry_run,
         }),
         MachineReply::Exported { machine, archive, capacity, notes } => json!({
             "name": machine, "archive": archive, "capacity": capacity, "notes": notes,
@@ -110,9 +110,15 @@ fn definition(definition: &Definition) -> Value {
     })
 }
 
-fn imported(machine: &ImportedMachine) -> Value {
+fn imported(machine: &ImportedMachine, dry_run: bool) -> Value {
     let ImportedMachine { plan, snapshots, started } = machine;
     let mut value = definition(&plan.definition);
+    for (index, network) in plan.definition.networks.iter().enumerate() {
+        // The import itself makes another address than the dry run.
+        if dry_run && plan.new_addresses.contains(&network.mac) {
+            value["networks"][index]["mac"] = Value::Null;
+        }
+    }
     value["source"] = json!(plan.source);
     value["format"] = json!(plan.format);
     value["images"] = json!(plan.disks);

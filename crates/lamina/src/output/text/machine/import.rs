@@ -33,10 +33,19 @@ fn print_one(out: &mut dyn Write, machine: &ImportedMachine, dry_run: bool) -> i
         fact("disk", format!("{}: {place}{size}, {}", disk.name, origin(planned)))?;
     }
     for network in &defined.networks {
-        fact("network", format!("{} {} on {}", network.mac, network.model.name(), words::link(&network.link)))?;
+        // The import itself makes another address than the dry run.
+        let mac = match dry_run && plan.new_addresses.contains(&network.mac) {
+            true => "a new address".to_owned(),
+            false => network.mac.to_string(),
+        };
+        fact("network", format!("{mac} {} on {}", network.model.name(), words::link(&network.link)))?;
     }
     for snapshot in snapshots {
-        fact("snapshot", snapshot.clone())?;
+        let condition = if dry_run { ", if the images of its disks have it" } else { "" };
+        fact("snapshot", format!("{snapshot}{condition}"))?;
+    }
+    if dry_run && plan.disks.iter().any(|disk| matches!(disk.content, Content::Member { .. })) {
+        fact("digests", "not verified: the import verifies those in the manifest, and refuses wrong ones".to_owned())?;
     }
     print_notes(out, &plan.notes)
 }
@@ -62,7 +71,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use std::path::PathBuf;
-    use vm::definition::Definition;
+    use vm::definition::{Definition, Link};
+    use vm::identity::Mac;
     use vm::import::plan::Plan;
     use vm::import::{Effect, Format};
 
@@ -77,6 +87,7 @@ mod tests {
             nvram: None,
             snapshots: Vec::new(),
             notes: vec![Note { effect: Effect::Changed, item: evil.into(), reason: evil.into() }],
+            new_addresses: Vec::new(),
         };
         let machine = ImportedMachine { plan, snapshots: vec![evil.into()], started: false };
         let mut out = Vec::new();
@@ -85,5 +96,38 @@ mod tests {
         assert!(!text.contains('\u{1b}'), "{text:?}");
         assert_eq!(text.matches("\\u{1b}[31mred\\n").count(), 4, "{text:?}");
         assert_eq!(text.lines().count(), 6, "{text:?}");
+    }
+
+    #[test]
+    fn a_dry_run_says_what_only_the_import_decides() {
+        let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
+        let (kept, made): (Mac, Mac) = ("52:54:00:00:00:01".parse().unwrap(), "52:54:00:00:00:02".parse().unwrap());
+        for mac in [kept, made] {
+            definition.add_network(mac, Link::None).unwrap();
+        }
+        let content = Content::Member { archive: "/vms/web.ova".into(), member: "d.vmdk".into() };
+        let disk =
+            PlannedDisk { name: "web".into(), label: "disk".into(), content, capacity: Some(1 << 20), stated: None };
+        let plan = Plan {
+            source: "/vms/web.ova".into(),
+            format: Format::Ova,
+            definition,
+            disks: vec![disk],
+            nvram: None,
+            snapshots: Vec::new(),
+            notes: Vec::new(),
+            new_addresses: vec![made],
+        };
+        let machine = ImportedMachine { plan, snapshots: vec!["monday".into()], started: false };
+        let printed = |dry_run| {
+            let mut out = Vec::new();
+            print(&mut out, std::slice::from_ref(&machine), dry_run).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        let (dry, done) = (printed(true), printed(false));
+        assert!(dry.contains("  network:  52:54:00:00:00:01 ") && dry.contains("  network:  a new address "), "{dry}");
+        assert!(dry.contains("  snapshot: monday, if the images") && dry.contains("  digests:  not verified"), "{dry}");
+        assert!(done.contains("  network:  52:54:00:00:00:02 ") && !done.contains("digests:"), "{done}");
+        assert!(done.contains("  snapshot: monday\n"), "{done}");
     }
 }
