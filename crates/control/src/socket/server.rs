@@ -8,11 +8,13 @@
 //!    for [`STALL_MAX`].
 //! 2. The `cancelled()` of a request's progress returns true soon after the client cancels or disconnects, and
 //!    [`GRACE`] after [`Server::stop`]. If the reply still cannot be sent [`GRACE`] later, the connection is cut.
-//! 3. After [`Server::stop`] no request is running and none can begin, and the socket file is removed.
+//! 3. Lines that are being received use at most [`LINES_MEMORY`] for all connections, besides a small part for each
+//!    connection. A client whose line needs more gets an error, and its connection is closed.
+//! 4. After [`Server::stop`] no request is running and none can begin, and the socket file is removed.
 //!
 //! Accepting, counting and ending connections is done by crate [`connections`].
 
-use super::lines::{Line, LineReader};
+use super::lines::{Line, LineMemory, LineReader};
 use crate::dispatch::Watch;
 use crate::message::{
     FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
@@ -33,6 +35,9 @@ use std::time::Duration;
 
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 64;
+
+/// Memory for the incomplete lines of all connections: enough for two of the longest lines.
+const LINES_MEMORY: usize = 64 << 20;
 
 /// How long a connection may be without a request.
 const IDLE_MAX: Duration = Duration::from_secs(60);
@@ -61,6 +66,7 @@ pub struct Server(Service);
 /// State shared by the threads of connections.
 struct Control {
     handler: Box<Handler>,
+    memory: Arc<LineMemory>,
 }
 
 impl Server {
@@ -78,7 +84,8 @@ impl Server {
             limits: Limits { unix: CONNECTIONS_MAX, authenticated: 0, unauthenticated: 0 },
             drain: Drain { undisturbed: GRACE, finish: GRACE, cut: None },
         };
-        Service::start(config, Arc::new(Control { handler })).map(Self)
+        let memory = Arc::new(LineMemory::new(LINES_MEMORY));
+        Service::start(config, Arc::new(Control { handler, memory })).map(Self)
     }
 
     /// Refuses further requests, lets running requests finish, and cancels those that take longer than [`GRACE`]. May
@@ -95,7 +102,8 @@ impl Protocol for Control {
             tracing::warn!(%error, "a control connection could not be served");
             return;
         }
-        Session { handler: &*self.handler, connection, writing: Mutex::new(()) }.serve();
+        let session = Session { handler: &*self.handler, connection, writing: Mutex::new(()) };
+        session.serve(LineReader::sharing(&**connection, REQUEST_LINE_MAX, &self.memory));
     }
 
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
@@ -143,8 +151,7 @@ impl Session<'_> {
     }
 
     /// Answers requests until the client disconnects or violates the protocol, or the server stops.
-    fn serve(&self) {
-        let mut lines = LineReader::new(self.connection, REQUEST_LINE_MAX);
+    fn serve(&self, mut lines: LineReader<&Connection>) {
         loop {
             if !lines.has_pending() {
                 match wait([self.connection.socket().as_fd(), self.connection.stopping()], IDLE_MAX) {
@@ -157,6 +164,11 @@ impl Session<'_> {
                 Ok(Line::TooLong) => {
                     let sentence = format!("a control message may have at most {REQUEST_LINE_MAX} bytes");
                     Err(Error::new(ErrorKind::Invalid, sentence))
+                }
+                Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+                    let sentence =
+                        "the messages that other commands are sending need the memory for this one: try again";
+                    Err(Error::new(ErrorKind::Busy, sentence))
                 }
                 Ok(Line::End) | Err(_) => return,
             };

@@ -192,6 +192,26 @@ fn invalid_lines_get_one_error_and_close_the_connection() {
 }
 
 #[test]
+fn long_incomplete_lines_do_not_add_up() {
+    let mut world = World::new();
+    let half = vec![b'x'; REQUEST_LINE_MAX - (1 << 20)];
+    let stall = || {
+        let mut stream = world.stream();
+        stream.write_all(&half).map(|()| stream)
+    };
+    let held = [stall().unwrap(), stall().unwrap()];
+    let mut third = world.stream();
+    // The server may close the connection before it has received everything.
+    let _ = third.write_all(&half);
+    let mut answer = String::new();
+    BufReader::new(third).read_line(&mut answer).unwrap();
+    assert!(answer.contains("\"error\"") && answer.contains("try again"), "{answer}");
+    assert!(world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok(), "a short request");
+    drop(held);
+    world.stop();
+}
+
+#[test]
 fn a_connection_beyond_the_limit_gets_an_error() {
     let mut world = World::new();
     let mut held: Vec<Client> = (0..CONNECTIONS_MAX).map(|_| world.client()).collect();
