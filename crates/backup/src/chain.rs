@@ -124,7 +124,7 @@ impl Chain {
         // Blocks beyond the end of the disk, which a parent of a larger capacity may have.
         let start = u64::from(number) * SEGMENT_BLOCKS;
         let end = self.capacity.div_ceil(BLOCK_SIZE as u64);
-        (0..SEGMENT_BLOCKS).filter(|block| start + block >= end).for_each(|block| decided.add(block));
+        (end.saturating_sub(start)..SEGMENT_BLOCKS).for_each(|block| decided.add(block));
         for (level, reader) in self.levels.iter_mut().enumerate() {
             if decided.is_full() {
                 break;

@@ -146,9 +146,12 @@ impl Copying<'_> {
                 return Err(stopped());
             }
             let plan = chain.plan(number)?;
+            if plan.is_empty() {
+                continue;
+            }
             let start = u64::from(number) * SEGMENT;
             let bytes = size(&plan.data, start, chain.capacity());
-            if bytes == 0 && (!self.on_base || plan.is_empty()) {
+            if bytes == 0 && !self.on_base {
                 continue;
             }
             counts.segments += 1;

@@ -37,9 +37,7 @@ impl Ranges {
     /// Locks `range`; waits for earlier requests that overlap it.
     pub fn lock(&self, range: Range<u64>) -> Held<'_> {
         let mut state = self.state.lock();
-        let number = state.next;
-        state.next += 1;
-        state.requests.push(Request { number, range });
+        let number = state.add(range);
         while state.is_blocked(number) {
             state.waiting += 1;
             self.freed.wait(&mut state);
@@ -47,9 +45,29 @@ impl Ranges {
         }
         Held { ranges: self, number }
     }
+
+    /// Locks `range` if no held or waiting request overlaps it. Never waits: a long range that waited would make all
+    /// later requests within it wait too.
+    pub fn try_lock(&self, range: Range<u64>) -> Option<Held<'_>> {
+        let mut state = self.state.lock();
+        let taken = |other: &Request| other.range.start < range.end && range.start < other.range.end;
+        if state.requests.iter().any(taken) {
+            return None;
+        }
+        let number = state.add(range);
+        Some(Held { ranges: self, number })
+    }
 }
 
 impl RangesState {
+    /// Appends a request; returns its number.
+    fn add(&mut self, range: Range<u64>) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        self.requests.push(Request { number, range });
+        number
+    }
+
     fn is_blocked(&self, number: u64) -> bool {
         let Some(at) = self.requests.iter().position(|request| request.number == number) else { return false };
         let (earlier, mine) = (&self.requests[..at], &self.requests[at].range);
@@ -97,6 +115,21 @@ mod tests {
                 });
             }
         });
+        assert!(ranges.state.lock().requests.is_empty());
+    }
+
+    #[test]
+    fn a_lock_without_waiting_is_refused_while_any_request_overlaps_it() {
+        let ranges = Ranges::default();
+        let held = ranges.lock(10..20);
+        assert!(ranges.try_lock(0..11).is_none() && ranges.try_lock(19..u64::MAX).is_none());
+        assert!(ranges.try_lock(12..13).is_none());
+        let below = ranges.try_lock(0..10);
+        assert!(below.is_some() && ranges.try_lock(20..u64::MAX).is_some());
+        drop(held);
+        assert!(ranges.try_lock(9..20).is_none());
+        drop(below);
+        assert!(ranges.try_lock(0..u64::MAX).is_some());
         assert!(ranges.state.lock().requests.is_empty());
     }
 }

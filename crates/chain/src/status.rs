@@ -32,7 +32,8 @@ pub struct Span {
     pub condition: Condition,
 }
 
-/// Bytes around the position that a step always looks up, and the most bytes that it looks up.
+/// Bytes after the position that a step always looks up, and the bytes that it looks up at first. The second number
+/// doubles after each step that covered all of them, so that long ranges of one kind take few steps.
 const STEP: u64 = 64 << 10;
 const WINDOW: u64 = 64 << 20;
 /// The most extents of a walk.
@@ -62,11 +63,12 @@ impl Chain {
         // Layers are queried for whole sectors.
         let sectors_end = end.next_multiple_of(SECTOR).min(levels.capacity());
         let mut spans: Vec<Span> = Vec::new();
-        let mut at = offset;
+        let (mut at, mut reach) = (offset, WINDOW);
         while at < end && spans.len() <= limit {
             let start = at / SECTOR * SECTOR;
             let demand = start..(start + STEP).min(sectors_end);
-            let window = start..demand.end.max((start + WINDOW).min(sectors_end));
+            let window = start..demand.end.max(start.saturating_add(reach).min(sectors_end));
+            let window_end = window.end.min(end);
             let mut walk = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS };
             let found = match walk.run() {
                 // Damage beyond the part that is looked up in any case does not matter yet.
@@ -96,6 +98,7 @@ impl Chain {
                 }
                 at = stop;
             }
+            reach = if at >= window_end { reach.saturating_mul(2) } else { WINDOW };
         }
         spans.truncate(limit);
         Ok(spans)

@@ -30,6 +30,7 @@ mod settings;
 mod snapshot_group;
 mod space;
 mod spare;
+mod stride;
 pub mod switch;
 #[cfg(test)]
 mod testbed;

@@ -523,3 +523,52 @@ fn checks_overridden_at_an_import_are_skipped_at_later_openings() {
         check(&datastore, name, &model, name);
     }
 }
+
+#[test]
+fn an_image_of_64_tib_that_is_almost_empty_is_imported_without_reading_its_holes() {
+    use disk::migrate::ImportMode;
+    const SIZE: u64 = 64 << 40;
+    const PART: u64 = 1 << 20;
+    const HOLES: u64 = 1 << 40;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut random = Random(9);
+    let mut parts = ["a.bin", "b.bin"].map(|name| (name, vec![0; PART as usize]));
+    for (name, bytes) in &mut parts {
+        bytes.iter_mut().for_each(|byte| *byte = random.next() as u8);
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    std::fs::File::create(folder.path().join("holes.bin")).unwrap().set_len(HOLES).unwrap();
+    let zeros = SIZE - HOLES - 2 * PART;
+    let text = format!(
+        "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"custom\"\n\
+         RW {} FLAT \"a.bin\" 0\nRW {} ZERO\nRW {} FLAT \"holes.bin\" 0\nRW {} FLAT \"b.bin\" 0\n",
+        PART / 512,
+        zeros / 512,
+        HOLES / 512,
+        PART / 512
+    );
+    let path = folder.path().join("web.vmdk");
+    std::fs::write(&path, text).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    for (name, way) in [("copy", ImportMode::Copy), ("live", ImportMode::Live)] {
+        datastore.import(name, &import(&path, way, 0), &NoProgress).unwrap();
+        datastore.start_imports();
+        let begun = std::time::Instant::now();
+        while datastore.disk(name).unwrap().format != "native" {
+            assert!(begun.elapsed() < Duration::from_secs(120), "{name}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let device = datastore.device(name, true).unwrap();
+        assert_eq!(device.capacity(), SIZE);
+        let [(_, first), (_, last)] = &parts;
+        assert!(device.read(0, PART as usize).unwrap() == *first, "{name}");
+        assert!(device.read(SIZE - PART, PART as usize).unwrap() == *last, "{name}");
+        let extents: Vec<(u64, Allocation)> =
+            device.status(0, SIZE, 10).unwrap().iter().map(|extent| (extent.length, extent.allocation)).collect();
+        let expected = [(PART, Allocation::Data), (zeros + HOLES, Allocation::Hole), (PART, Allocation::Data)];
+        assert_eq!(extents, expected, "{name}");
+    }
+    let cut = datastore.import("no", &import(&path, ImportMode::Copy, 0), &StopAt(AtomicU64::new(1)));
+    assert_eq!(cut.unwrap_err().kind(), ErrorKind::Interrupted);
+    assert_eq!(datastore.disk("no").unwrap_err().kind(), ErrorKind::NotFound);
+}

@@ -19,7 +19,8 @@ use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The most bytes that one lookup covers in search of the next range to copy.
+/// The bytes that the first lookup in search of the next range to copy covers. The number doubles until a lookup finds
+/// something, so that levels that store little take few lookups, whatever their capacity.
 const LOOK_AHEAD: u64 = 64 << 20;
 /// The most extents that one lookup in search of the next range returns.
 const LOOK_AHEAD_EXTENTS: usize = 128;
@@ -92,25 +93,34 @@ impl Chain {
         let levels = self.levels();
         let capacity = job.target.layer.capacity();
         let Some(places) = places(&levels, job) else { return Ok(Copied { next: capacity, bytes: 0 }) };
-        let demand = at..(at + job.target.grain).min(capacity);
-        let window = at..(at + LOOK_AHEAD).min(capacity).max(demand.end);
-        let among = places.sources;
-        let walk = Walk { levels: &levels, among, demand, window, most: LOOK_AHEAD_EXTENTS };
-        let mut known = at;
-        for mapping in walk.run().map_err(|error| error.context(&self.name))?.mappings {
-            if mapping.start > known {
-                break;
+        let grain = job.target.grain;
+        let (mut known, mut ahead) = (at, LOOK_AHEAD);
+        loop {
+            let from = known / grain * grain;
+            let demand = from..(from + grain).min(capacity);
+            let window = from..from.saturating_add(ahead).min(capacity).max(demand.end);
+            let end = window.end;
+            let among = places.sources.clone();
+            let walk = Walk { levels: &levels, among, demand, window, most: LOOK_AHEAD_EXTENTS };
+            for mapping in walk.run().map_err(|error| error.context(&self.name))?.mappings {
+                if mapping.start > known {
+                    break;
+                }
+                known = mapping.end();
+                if mapping.to == To::Absent {
+                    continue;
+                }
+                // Zeroing is cheap, so a step may zero more bytes than it may copy.
+                let zero_most = mapping.length.clamp(most, DISCARD_STEP.max(most));
+                let most = if mapping.to == To::Zero { zero_most } else { most };
+                return self.copy_within(job, mapping.start / grain * grain..capacity, most);
             }
-            known = mapping.end();
-            if mapping.to == To::Absent {
-                continue;
+            if known < end || known >= capacity {
+                return Ok(Copied { next: known / grain * grain, bytes: 0 }.at_least(known, capacity));
             }
-            // Zeroing is cheap, so a step may zero more bytes than it may copy.
-            let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
-            let start = mapping.start / job.target.grain * job.target.grain;
-            return self.copy_within(job, start..capacity, most);
+            // The sources store nothing in the whole window.
+            ahead = ahead.saturating_mul(2);
         }
-        Ok(Copied { next: known / job.target.grain * job.target.grain, bytes: 0 }.at_least(known, capacity))
     }
 
     /// Copies the content of the first `most` bytes of `range`.

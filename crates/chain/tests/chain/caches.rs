@@ -1,7 +1,7 @@
 //! What the caches guarantee, tested from outside: walks, prefetches, limits, and files opened for direct I/O.
 
 use crate::mock::{DirectFile, Manner, MemoryFile, Mock, Table};
-use chain::{Chain, Options, Place, Tunables};
+use chain::{Chain, Condition, Options, Place, Span, Tunables};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
@@ -275,4 +275,26 @@ fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
             _ => read(grain, &content),
         }
     }
+}
+
+#[test]
+fn the_status_of_long_ranges_of_one_kind_takes_few_queries() {
+    const CAPACITY: u64 = 64 << 40;
+    const GRAIN: u64 = 64 << 20;
+    let layers = [Mock::new(Manner::new(CAPACITY, GRAIN)), Mock::new(Manner::new(CAPACITY, GRAIN))];
+    let zeroed = 1000 * GRAIN..1003 * GRAIN;
+    layers[1].zero(zeroed.clone(), false).unwrap();
+    let stack = layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect();
+    let chain = Chain::open("large", stack, Options::default()).unwrap();
+    layers.iter().for_each(|layer| layer.maps.store(0, Ordering::SeqCst));
+    let span = |start: u64, end: u64, condition| Span { start, length: end - start, condition };
+    let expected = [
+        span(0, zeroed.start, Condition::Absent),
+        span(zeroed.start, zeroed.end, Condition::Zero),
+        span(zeroed.end, CAPACITY, Condition::Absent),
+    ];
+    assert_eq!(chain.status(0, CAPACITY, 10).unwrap(), expected);
+    // Windows of a fixed size of 64 MiB would be a million.
+    let queries: u64 = layers.iter().map(|layer| layer.maps.load(Ordering::SeqCst)).sum();
+    assert!(queries < 500, "{queries} queries");
 }

@@ -2,7 +2,7 @@
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
-use chain::{Chain, Options};
+use chain::{Chain, Condition, Options};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
@@ -395,4 +395,25 @@ fn a_level_is_replaced_only_after_plans_made_several_snapshots_before() {
         work.join().unwrap().unwrap();
     });
     assert_content(&chain, &content);
+}
+
+#[test]
+fn a_merge_of_a_level_that_stores_little_takes_few_lookups_whatever_its_capacity() {
+    const CAPACITY: u64 = 64 << 40;
+    const GRAIN: u64 = 64 << 20;
+    let layers: Vec<Arc<Mock>> = (0..3).map(|_| Mock::new(Manner::new(CAPACITY, GRAIN))).collect();
+    let zeroed = [0, 700_000 * GRAIN, CAPACITY - GRAIN];
+    zeroed.iter().for_each(|start| layers[1].zero(*start..*start + GRAIN, false).unwrap());
+    let stack = layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect();
+    let chain = Chain::open("large", stack, Options::default()).unwrap();
+    layers[1].maps.store(0, Ordering::SeqCst);
+    let keys = chain.keys();
+    let merged = chain.merge_down(keys[1], keys[2], 0, &Watcher::default(), &mut || Ok(())).unwrap();
+    assert_eq!(merged.removed.len(), 1);
+    let lookups = layers[1].maps.load(Ordering::SeqCst);
+    assert!(lookups < 500, "{lookups} lookups");
+    let spans = chain.status(0, CAPACITY, 10).unwrap();
+    let zeros: Vec<u64> =
+        spans.iter().filter(|span| span.condition == Condition::Zero).map(|span| span.start).collect();
+    assert_eq!((zeros, spans.len()), (zeroed.to_vec(), 5));
 }

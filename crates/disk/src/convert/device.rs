@@ -2,14 +2,14 @@
 
 use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, StatusExtent};
+use crate::stride::Stride;
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::Result;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use work::Progress;
 
-/// Limits of one query of the map: bytes, and extents of the result.
-const ASK_BYTES: u64 = 256 << 20;
+/// Most extents that one query of the map returns.
 const ASK_EXTENTS: usize = 1024;
 
 /// A device as a source, together with a value that must exist until the device is closed.
@@ -45,12 +45,13 @@ pub struct DeviceSource {
     /// The first byte of the first of `extents`.
     at: u64,
     extents: VecDeque<StatusExtent>,
+    stride: Stride,
 }
 
 impl DeviceSource {
     /// Reads the current content of the device, which should not be written meanwhile.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, at: 0, extents: VecDeque::new() }
+        Self { device, at: 0, extents: VecDeque::new(), stride: Stride::default() }
     }
 }
 
@@ -67,8 +68,8 @@ impl Source for DeviceSource {
             self.extents.pop_front();
         }
         if self.extents.is_empty() || self.at > start {
-            let length = ASK_BYTES.min(self.capacity().saturating_sub(start));
-            self.extents = self.device.status(start, length, ASK_EXTENTS)?.into();
+            let rest = self.capacity().saturating_sub(start);
+            self.extents = self.stride.ask(rest, |length| self.device.status(start, length, ASK_EXTENTS))?.into();
             self.at = start;
         }
         let Some(first) = self.extents.front() else { return Ok(SourceRun { length: 0, zero: false }) };

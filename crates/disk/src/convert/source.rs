@@ -2,6 +2,7 @@
 
 use super::copy::{Source, SourceRun};
 use super::{ImageOptions, SourceFormat};
+use crate::stride::Stride;
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -16,8 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 use work::Progress;
 
-/// Limits of one query of the chain's map: bytes, and spans of the result.
-const ASK_BYTES: u64 = 256 << 20;
+/// Most spans that one query of the chain's map returns.
 const ASK_SPANS: usize = 1024;
 
 /// Bytes of an archive's member that are hashed between two checks for cancellation.
@@ -31,12 +31,13 @@ pub struct ChainSource {
     chain: Arc<Chain>,
     /// Spans that the map returned, from the position that is read next.
     spans: VecDeque<Span>,
+    stride: Stride,
 }
 
 impl ChainSource {
     /// Reads the current content of the chain, which should not be written during the copy.
     pub fn new(chain: Arc<Chain>) -> Self {
-        Self { chain, spans: VecDeque::new() }
+        Self { chain, spans: VecDeque::new(), stride: Stride::default() }
     }
 }
 
@@ -50,8 +51,8 @@ impl Source for ChainSource {
             self.spans.pop_front();
         }
         if self.spans.front().is_none_or(|span| span.start > start) {
-            let length = ASK_BYTES.min(self.chain.capacity().saturating_sub(start));
-            self.spans = self.chain.status(start, length, ASK_SPANS)?.into();
+            let rest = self.chain.capacity().saturating_sub(start);
+            self.spans = self.stride.ask(rest, |length| self.chain.status(start, length, ASK_SPANS))?.into();
         }
         let Some(span) = self.spans.front() else { return Ok(SourceRun { length: 0, zero: false }) };
         let length = (span.start + span.length).saturating_sub(start);

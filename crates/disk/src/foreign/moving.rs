@@ -6,6 +6,7 @@
 use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
 use crate::migrate::{Node, Original, Replica};
+use crate::stride::Stride;
 use crate::switch::Identity;
 use chain::{Chain, Condition};
 use error::{Error, ErrorKind, Result};
@@ -18,8 +19,6 @@ use work::{NoProgress, Progress};
 
 /// Most spans that one query of the map returns.
 const SPANS: usize = 1024;
-/// Most bytes that one query of the map covers.
-const LOOK: u64 = 1 << 30;
 
 /// A disk that is the source of a migration.
 pub(crate) struct ForeignOriginal {
@@ -148,9 +147,9 @@ impl Original for ForeignOriginal {
             return Ok(());
         };
         let capacity = above.capacity();
-        let mut at = 0;
+        let (mut at, mut stride) = (0, Stride::default());
         while at < capacity {
-            let spans = above.changed_above(*key, at, LOOK.min(capacity - at), SPANS)?;
+            let spans = stride.ask(capacity - at, |length| above.changed_above(*key, at, length, SPANS))?;
             for span in &spans {
                 if span.condition != Condition::Absent {
                     each(span.start..span.start + span.length);

@@ -16,8 +16,8 @@
 //!    cursor moves while the step's range is held. So changes of a range are made on both copies in the same order, and
 //!    none is missed.
 //! 2. **After the cursor the target has its initial content.** Of a change that crosses the cursor, only the part
-//!    before the cursor is made on the target. So ranges that the copier skips (never written, or equal to the base)
-//!    have the right content already.
+//!    before the cursor is made on the target. So ranges that the copier skips (never written, equal to the base, or
+//!    zeros in both copies) have the right content already.
 //! 3. **Every write acknowledged before [`MirrorDevice::settle`] begins is in the target when it ends**, and durable
 //!    there if it was flushed. From then on a flush covers both copies, so that the migration's record can be committed
 //!    at any moment.
@@ -27,13 +27,17 @@
 //! 5. One step of the copier copies at most [`STEP_MAX`] bytes with its range locked, fewer if steps are slow. No
 //!    request waits for longer than one step.
 
+mod passing;
+
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::stride::Stride;
 use crate::zeros::is_zero;
 use backend::{BLOCK_SIZE, SharedSlice};
 use chain::Ranges;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
+use passing::Reaches;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -48,8 +52,6 @@ pub const STEP_MAX: u64 = 256 << 10;
 const STEP_MIN: u64 = 128 << 10;
 /// If a step takes longer than this, the next step is smaller.
 const STEP_TIME: Duration = Duration::from_millis(10);
-/// Most bytes by which the cursor is moved at once over ranges without marks.
-const PASS_MAX: u64 = 64 << 20;
 /// The target is flushed each time this many bytes were copied, so that later flushes have little of the copied data to
 /// write. More frequent flushes would cost more: each flush writes the guests' buffered writes to the target's journal,
 /// and they are written once more to their place later.
@@ -65,8 +67,6 @@ const RATE_MIN: u64 = 32 << 20;
 const DISCARD_STEP: u64 = 16 << 20;
 /// Most extents that one query of a map returns.
 const EXTENTS: usize = 1024;
-/// Most bytes that one query of a map covers.
-const LOOK: u64 = 1 << 30;
 
 /// Content of the target before the copier starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,12 +170,12 @@ impl MirrorDevice {
     /// Marks all ranges that contain data. The map is read without a lock, because a concurrent write marks its own
     /// range.
     pub fn mark_data(&self, progress: &dyn Progress) -> Result<()> {
-        let mut at = 0;
+        let (mut at, mut stride) = (0, Stride::default());
         while at < self.capacity {
             if progress.cancelled() {
                 return Err(stopped());
             }
-            let extents = self.source.status(at, LOOK.min(self.capacity - at), EXTENTS)?;
+            let extents = stride.ask(self.capacity - at, |length| self.source.status(at, length, EXTENTS))?;
             at = self.mark_extents(at, extents.iter().map(|e| (e.length, e.allocation == crate::Allocation::Data)))?;
         }
         Ok(())
@@ -183,12 +183,13 @@ impl MirrorDevice {
 
     /// Marks all ranges that may differ from snapshot `base` of the source.
     pub fn mark_changes(&self, base: &str, progress: &dyn Progress) -> Result<()> {
-        let mut at = 0;
+        let (mut at, mut stride) = (0, Stride::default());
         while at < self.capacity {
             if progress.cancelled() {
                 return Err(stopped());
             }
-            let extents = self.source.changed_since(base, at, LOOK.min(self.capacity - at), EXTENTS)?;
+            let extents =
+                stride.ask(self.capacity - at, |length| self.source.changed_since(base, at, length, EXTENTS))?;
             at = self.mark_extents(at, extents.iter().map(|extent| (extent.length, extent.dirty)))?;
         }
         Ok(())
@@ -217,16 +218,24 @@ impl MirrorDevice {
         let mut copied = Copied::default();
         let (mut step, mut unflushed) = (STEP_MAX, 0);
         let marked = self.work.bytes();
-        let mut at = 0;
+        // Marked bytes that are passed over, because they are zeros in both copies.
+        let (mut at, mut zeros, mut reaches) = (0, 0, Reaches::default());
         while at < self.capacity {
             self.check()?;
             if progress.cancelled() {
                 return Err(stopped());
             }
-            let Some(run) = self.work.next(at, step).filter(|run| run.start == at) else {
-                at = self.pass(at);
+            let Some(run) = self.work.run_at(at, step) else {
+                at = self.pass(at, &mut reaches);
                 continue;
             };
+            let passed = self.pass_zeros(at, &mut reaches)?;
+            if passed > at {
+                zeros += passed - at;
+                at = passed;
+                progress.update(copied.read + zeros, marked.max(copied.read + zeros));
+                continue;
+            }
             let begun = Instant::now();
             let length = run.end - run.start;
             let written = {
@@ -248,14 +257,14 @@ impl MirrorDevice {
                 unflushed = 0;
                 self.target.flush()?;
             }
-            progress.update(copied.read, marked.max(copied.read));
+            progress.update(copied.read + zeros, marked.max(copied.read + zeros));
             if !throttle.wait(length) {
                 return Err(stopped());
             }
             self.give_way(began, copied.read, progress)?;
         }
         self.check()?;
-        progress.update(copied.read, copied.read);
+        progress.update(copied.read + zeros, copied.read + zeros);
         Ok(copied)
     }
 
@@ -270,20 +279,6 @@ impl MirrorDevice {
             }
         }
         Ok(())
-    }
-
-    /// Moves the cursor over ranges without marks, and returns it.
-    fn pass(&self, at: u64) -> u64 {
-        let until = |most: u64| self.work.next(at, 1).map_or(most, |run| run.start.min(most));
-        let end = until(self.capacity.min(at + PASS_MAX));
-        if end <= at {
-            return at;
-        }
-        let _held = self.ranges.lock(at..end);
-        // Before the range was locked, a write may have marked a part of it.
-        let end = until(end);
-        self.cursor.store(end, Ordering::SeqCst);
-        end
     }
 
     /// Makes the target equal to the source in a locked range; returns the bytes written.

@@ -44,18 +44,42 @@ impl Work {
         }
     }
 
-    /// The first marked run at or after `from`, cut to at most `most` bytes.
-    pub fn next(&self, from: u64, most: u64) -> Option<Range<u64>> {
-        let first = self.first_marked(from / self.unit)?;
-        let start = (first * self.unit).max(from);
-        if start >= self.capacity {
+    /// The marked run that begins at `at`, cut to at most `most` bytes; `None` if byte `at` is not marked.
+    pub fn run_at(&self, at: u64, most: u64) -> Option<Range<u64>> {
+        if at >= self.capacity || !self.is_marked(at / self.unit) {
             return None;
         }
-        let mut end = (first + 1) * self.unit;
-        while end - start < most && end < self.capacity && self.is_marked(end / self.unit) {
+        let mut end = (at / self.unit + 1) * self.unit;
+        while end - at < most && end < self.capacity && self.is_marked(end / self.unit) {
             end += self.unit;
         }
-        Some(start..end.min(start.saturating_add(most)).min(self.capacity))
+        Some(at..end.min(at.saturating_add(most)).min(self.capacity))
+    }
+
+    /// The first marked byte at or after `from` and before `until`. If there is none: `until`, or the capacity if that
+    /// is lower. Reads only the part of the bitmap up to the result.
+    pub fn first_marked(&self, from: u64, until: u64) -> u64 {
+        self.first(from, until, |word| word)
+    }
+
+    /// As [`Work::first_marked`], for the first byte that is not marked.
+    pub fn first_unmarked(&self, from: u64, until: u64) -> u64 {
+        self.first(from, until, |word| !word)
+    }
+
+    fn first(&self, from: u64, until: u64, wanted: impl Fn(u64) -> u64) -> u64 {
+        let until = until.min(self.capacity);
+        let (mut unit, end) = (from / self.unit, until.div_ceil(self.unit));
+        while unit < end {
+            let word = self.words.get((unit / 64) as usize).map_or(0, |word| word.load(Ordering::SeqCst));
+            let bits = wanted(word) & (u64::MAX << (unit % 64));
+            if bits != 0 {
+                let first = unit / 64 * 64 + u64::from(bits.trailing_zeros());
+                return (first * self.unit).max(from).min(until);
+            }
+            unit = (unit / 64 + 1) * 64;
+        }
+        until
     }
 
     /// Number of marked bytes, in whole parts.
@@ -68,46 +92,57 @@ impl Work {
         let word = self.words.get((unit / 64) as usize).map_or(0, |word| word.load(Ordering::SeqCst));
         word & (1 << (unit % 64)) != 0
     }
-
-    fn first_marked(&self, from: u64) -> Option<u64> {
-        let mut unit = from;
-        while let Some(word) = self.words.get((unit / 64) as usize) {
-            let bits = word.load(Ordering::SeqCst) & (u64::MAX << (unit % 64));
-            if bits != 0 {
-                return Some(unit / 64 * 64 + u64::from(bits.trailing_zeros()));
-            }
-            unit = (unit / 64 + 1) * 64;
-        }
-        None
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// The first marked run at or after `from`, cut to at most `most` bytes.
+    fn next(work: &Work, from: u64, most: u64) -> Option<Range<u64>> {
+        work.run_at(work.first_marked(from, u64::MAX), most)
+    }
+
     #[test]
     fn runs_are_returned_in_order_and_limited_in_size() {
         let work = Work::new((1 << 20) + 512);
-        assert_eq!(work.next(0, 1 << 18), None);
+        assert_eq!(next(&work, 0, 1 << 18), None);
+        assert_eq!(work.first_marked(0, u64::MAX), (1 << 20) + 512);
         work.mark(&(5000..5001));
         work.mark(&(300 << 10..700 << 10));
         work.mark(&(1 << 20..(1 << 20) + 512));
-        assert_eq!(work.next(0, 1 << 18), Some(4096..8192));
-        assert_eq!(work.next(6000, 1 << 18), Some(6000..8192));
-        assert_eq!(work.next(8192, 1 << 18), Some(300 << 10..556 << 10));
-        assert_eq!(work.next(556 << 10, 1 << 18), Some(556 << 10..700 << 10));
-        assert_eq!(work.next(700 << 10, 1 << 18), Some(1 << 20..(1 << 20) + 512));
-        assert_eq!(work.next((1 << 20) + 512, 1 << 18), None);
+        assert_eq!(next(&work, 0, 1 << 18), Some(4096..8192));
+        assert_eq!(next(&work, 6000, 1 << 18), Some(6000..8192));
+        assert_eq!(next(&work, 8192, 1 << 18), Some(300 << 10..556 << 10));
+        assert_eq!(next(&work, 556 << 10, 1 << 18), Some(556 << 10..700 << 10));
+        assert_eq!(next(&work, 700 << 10, 1 << 18), Some(1 << 20..(1 << 20) + 512));
+        assert_eq!(next(&work, (1 << 20) + 512, 1 << 18), None);
         assert_eq!(work.bytes(), 4096 + (400 << 10) + 4096);
+        assert_eq!(work.run_at(4000, 1 << 18), None);
+    }
+
+    #[test]
+    fn a_search_ends_where_it_has_to() {
+        let work = Work::new(64 << 20);
+        work.mark(&(32 << 20..33 << 20));
+        assert_eq!(work.first_marked(0, 1000), 1000);
+        assert_eq!(work.first_marked(0, 32 << 20), 32 << 20);
+        assert_eq!(work.first_marked(5000, (32 << 20) + 1), 32 << 20);
+        assert_eq!(work.first_marked((32 << 20) + 700, 64 << 20), (32 << 20) + 700);
+        assert_eq!(work.first_marked(33 << 20, 34 << 20), 34 << 20);
+        assert_eq!(work.first_marked(33 << 20, u64::MAX), 64 << 20);
+        assert_eq!(work.first_unmarked(700, 32 << 20), 700);
+        assert_eq!(work.first_unmarked(32 << 20, 32 << 20), 32 << 20);
+        assert_eq!(work.first_unmarked((32 << 20) + 5000, u64::MAX), 33 << 20);
+        assert_eq!(work.first_unmarked(32 << 20, (33 << 20) - 1), (33 << 20) - 1);
     }
 
     #[test]
     fn a_long_mark_covers_exactly_its_blocks() {
         let work = Work::new(64 << 20);
         work.mark(&(3 * 4096 + 1..200 * 4096 + 1));
-        assert_eq!(work.next(0, u64::MAX), Some(3 * 4096..201 * 4096));
-        assert_eq!(work.next(201 * 4096, u64::MAX), None);
+        assert_eq!(next(&work, 0, u64::MAX), Some(3 * 4096..201 * 4096));
+        assert_eq!(next(&work, 201 * 4096, u64::MAX), None);
         assert_eq!(work.bytes(), 198 * 4096);
     }
 
@@ -116,6 +151,6 @@ mod tests {
         let work = Work::new(64 << 40);
         assert!(work.words.len() as u64 * 64 <= UNITS_MAX);
         work.mark(&(0..64 << 40));
-        assert_eq!(work.next(1 << 40, 256 << 10), Some(1 << 40..(1 << 40) + (256 << 10)));
+        assert_eq!(next(&work, 1 << 40, 256 << 10), Some(1 << 40..(1 << 40) + (256 << 10)));
     }
 }

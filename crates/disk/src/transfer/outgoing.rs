@@ -6,6 +6,7 @@ use crate::device::{Allocation, Device, ReadPlan};
 use crate::info::Provisioning;
 use crate::names;
 use crate::native::Native;
+use crate::stride::Stride;
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
@@ -13,8 +14,6 @@ use std::sync::Arc;
 
 /// Most extents that one query of the map returns.
 const ASK_EXTENTS: usize = 1024;
-/// Most bytes that one query of the map covers.
-const ASK_BYTES: u64 = 1 << 30;
 
 /// A run of bytes that has to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,9 +123,9 @@ impl Outgoing {
     }
 
     fn data(&self, range: Range<u64>, each: &mut dyn FnMut(Extent) -> Result<()>) -> Result<()> {
-        let mut at = range.start;
+        let (mut at, mut stride) = (range.start, Stride::default());
         while at < range.end {
-            let extents = self.device.status(at, ASK_BYTES.min(range.end - at), ASK_EXTENTS)?;
+            let extents = stride.ask(range.end - at, |length| self.device.status(at, length, ASK_EXTENTS))?;
             if extents.is_empty() {
                 let text = format!("'{}': the map returns no extent for byte {at}", self.name());
                 return Err(Error::new(ErrorKind::Corrupt, text));
