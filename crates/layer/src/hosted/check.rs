@@ -23,6 +23,9 @@ pub struct Check {
     pub dead: u64,
     /// Grains without a valid sector in either copy of their table.
     pub bad: u64,
+    /// Grains and tables that lie after the end of the file according to every copy. If the file grew, new grains would
+    /// be at the same sectors.
+    pub outside: u64,
     /// Grains for which the two copies of their table differ, and neither is provably wrong.
     pub unproven: u64,
     /// Grains with sectors that another entry names too, or that overlap tables.
@@ -58,6 +61,9 @@ impl Check {
         match self {
             Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains overlap others")),
             Check { overlaps, .. } if *overlaps > 0 => Some(format!("{overlaps} of its tables overlap")),
+            Check { outside, .. } if *outside > 0 => {
+                Some(format!("{outside} of its grains and tables lie after the end of the file, which was truncated"))
+            }
             _ => None,
         }
     }
@@ -238,6 +244,9 @@ impl Hosted {
             Err(_) => {
                 scan.check.lost += 1;
                 scan.in_doubt = true;
+                let named = directories.named(index).into_iter().filter(|place| ![0, ENTRY_BAD].contains(place));
+                let end = named.map(|place| u64::from(place) + self.header.table_sectors()).max();
+                scan.check.outside += u64::from(end.is_some_and(|end| end > scan.sectors));
                 tell(&mut scan.check.doubts, || {
                     let grains = index as u64 * self.grains_of_table()..(index as u64 + 1) * self.grains_of_table();
                     format!("grain table {index} cannot be read in either copy: {}", self.bytes_of(grains))

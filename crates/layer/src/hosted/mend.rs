@@ -85,6 +85,8 @@ impl Hosted {
                     }
                     let bytes = self.bytes_of(number..number + 1);
                     let impossible = doubt.possible == [false; 2];
+                    let mut places = doubt.entries.into_iter().filter(|entry| rules.is_place(*entry));
+                    scan.check.outside += u64::from(places.any(|entry| u64::from(entry) >= scan.sectors));
                     *(if impossible { &mut scan.check.bad } else { &mut scan.check.unproven }) += 1;
                     tell(&mut scan.check.doubts, || match impossible {
                         true => format!("grain {number} ({bytes}): no copy of its table names a valid sector"),

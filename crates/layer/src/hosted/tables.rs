@@ -4,14 +4,15 @@
 //! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`; after that
 //!    it may be evicted. So a table read from the file is never older than the last commit.
 //! 3. Tables are loaded one at a time (`loading`): between a miss and the insertion no other thread can have loaded,
-//!    changed, committed and evicted the same table.
+//!    changed, committed and evicted the same table. A change of a table that is not in memory loads the table under
+//!    the same lock: a version that a caller got before the eviction may be out of date.
 //! 4. A table with entries that neither copy proves is read as far as possible, and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
 use crate::cache::ClockCache;
 use crate::{Error, ErrorKind, Result, SECTOR};
 use backend::File;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -127,7 +128,17 @@ impl Tables {
         if self.directories.read().named(index) == [0, 0] {
             return Ok(None);
         }
-        let _loading = self.loading.lock();
+        self.load(&self.loading.lock(), file, index, warnings)
+    }
+
+    /// Table `index` from memory, or else from the file.
+    fn load(
+        &self,
+        _loading: &MutexGuard<'_, ()>,
+        file: &dyn File,
+        index: usize,
+        warnings: &Warnings,
+    ) -> Result<Option<Arc<Table>>> {
         if let Some(table) = self.state.read().get(index) {
             return Ok(Some(Arc::clone(table)));
         }
@@ -160,7 +171,8 @@ impl Tables {
     /// Adds a new, empty table at `places`. Returns false if another thread has added the table meanwhile.
     pub(super) fn add(&self, index: usize, places: Places) -> bool {
         let mut state = self.state.write();
-        if state.get(index).is_some() {
+        // A table that another thread has added is in memory, unless it was committed and evicted since.
+        if state.get(index).is_some() || self.directories.read().named(index) != [0, 0] {
             return false;
         }
         let table = Table::new(vec![ENTRY_ABSENT; self.table_entries], places, false);
@@ -206,20 +218,34 @@ impl Tables {
         self.directories.read().has(copy)
     }
 
-    /// Sets consecutive entries of table `index` from entry `first` on; calls `replaced` with the old value of each
-    /// entry that changed.
+    /// Sets consecutive entries of table `index`, which exists, from entry `first` on; calls `replaced` with the old
+    /// value of each entry that changed.
     pub(super) fn set(
         &self,
+        file: &dyn File,
         index: usize,
-        table: &Arc<Table>,
+        warnings: &Warnings,
         first: usize,
         values: impl Iterator<Item = u32>,
         mut replaced: impl FnMut(u32),
     ) -> Result<()> {
-        self.check_changeable(index, table)?;
         let mut state = self.state.write();
-        // The table may have been evicted and loaded again since the caller got it.
-        let table = Arc::clone(state.get(index).unwrap_or(table));
+        let found = state.get(index).map(Arc::clone);
+        let table = match found {
+            Some(table) => table,
+            None => {
+                drop(state);
+                let loading = self.loading.lock();
+                let table = self.load(&loading, file, index, warnings)?.ok_or_else(|| {
+                    let what = format!("{}: grain table {index} is missing", self.image);
+                    Error::new(ErrorKind::Corrupt, what)
+                })?;
+                // Other threads change this version too, even if it is evicted before this thread has the lock.
+                state = self.state.write();
+                table
+            }
+        };
+        self.check_changeable(index, &table)?;
         let mut sectors = 0;
         for (at, value) in (first..).zip(values) {
             let Some(entry) = table.entries.get(at) else { break };
@@ -292,3 +318,6 @@ impl Tables {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -272,7 +272,7 @@ impl Hosted {
             let base = index as u64 * per_table + entry as u64 - first;
             let values = (0..entries as u64).map(|at| value(base + at));
             let zero_grains = self.header.has(FLAG_ZERO_GRAINS);
-            self.tables.set(index, &table, entry, values, |entry| match entry {
+            self.tables.set(self.file.as_ref(), index, &self.warnings, entry, values, |entry| match entry {
                 ENTRY_ABSENT | ENTRY_BAD => {}
                 ENTRY_ZERO if zero_grains => {}
                 place => old.push(place),

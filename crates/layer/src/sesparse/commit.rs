@@ -94,6 +94,7 @@ impl SeSparse {
     fn capture(&self) -> Work {
         let mut state = self.state.lock();
         let state = &mut *state;
+        state.mark_dropped();
         let mut marked = std::mem::take(&mut state.mark_dirty);
         if let Some(touched) = &mut state.touched {
             for key in state.cache.dirty() {
@@ -102,11 +103,6 @@ impl SeSparse {
                     Kind::Backmap => touched.insert(key.index() * PAGE_ENTRIES),
                     _ => false,
                 };
-            }
-            for run in state.retirement.open() {
-                for part in by_bitmap_page(run.clone().into()) {
-                    marked |= touched.insert(part.start);
-                }
             }
         }
         let mark = state.touched.clone().filter(|_| marked).map(|touched| (touched, state.header.next_sequence));

@@ -59,6 +59,7 @@ impl SeSparse {
     pub(super) fn announce<'a>(&'a self, held: &[Held], work: &mut Work) -> Result<Announced<'a>> {
         let (before, announced) = {
             let mut state = self.state.lock();
+            state.mark_dropped();
             let before = state.retirement.close(&self.epochs);
             state.moving.extend(held.iter().map(|held| (held.grain, false)));
             let grains = held.iter().map(|held| held.grain).collect();

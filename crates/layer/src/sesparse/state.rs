@@ -209,6 +209,16 @@ impl LayerState {
         Ok(())
     }
 
+    /// Marks the regions of the grains that entries have dropped since the last batch of retired grains was closed.
+    /// Called before a batch is closed, so that the next commit makes the mark durable before the tables without these
+    /// grains.
+    pub(super) fn mark_dropped(&mut self) {
+        let Some(touched) = &mut self.touched else { return };
+        for part in self.retirement.open().iter().flat_map(|run| by_bitmap_page(run.clone().into())) {
+            self.mark_dirty |= touched.insert(part.start);
+        }
+    }
+
     /// Sets consecutive entries in one page of a table to consecutive grains. All pages needed are in memory.
     pub(super) fn set_entries(&mut self, first: Owner, run: GrainRun) -> Step<()> {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));

@@ -170,10 +170,16 @@ impl VmfsSparse {
         sectors.dedup();
         let mut named: Vec<u32> = new.iter().map(|table| table.index).collect();
         named.sort_unstable();
-        let mut unnamed = writer.unnamed.lock().clone();
-        unnamed.retain(|index, _| named.binary_search(index).is_err());
-        for run in sectors.chunk_by(|a, b| a + 1 == *b) {
-            write(&self.tables.encode_directory(run[0]..run[0] + run.len() as u64, &unnamed), run[0])?;
+        // The sectors are encoded under the lock, because a table that is added meanwhile is not in the file yet.
+        let directory: Vec<(u64, Vec<u8>)> = {
+            let unnamed = writer.unnamed.lock();
+            let mut others = unnamed.clone();
+            others.retain(|index, _| named.binary_search(index).is_err());
+            let encode = |run: &[u64]| self.tables.encode_directory(run[0]..run[0] + run.len() as u64, &others);
+            sectors.chunk_by(|a, b| a + 1 == *b).map(|run| (run[0], encode(run))).collect()
+        };
+        for (sector, bytes) in directory {
+            write(&bytes, sector)?;
         }
         flush()?;
         let mut unnamed = writer.unnamed.lock();

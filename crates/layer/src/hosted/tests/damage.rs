@@ -81,6 +81,38 @@ fn an_extent_with_sectors_used_twice_is_not_written() {
     }
 }
 
+/// If the file grew, the entries would name new grains.
+#[test]
+fn an_extent_with_entries_after_its_end_is_not_written() {
+    let (bytes, model) = image(false);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    let directories = [header.directory_offset, header.redundant_offset].map(|at| (at * SECTOR) as usize);
+    let entries = directories.map(|at| word(at) as usize * SECTOR as usize + 4 * 7);
+    let after = (bytes.len() as u64 / SECTOR).next_multiple_of(GRAIN / SECTOR) as u32 + 8;
+    for (places, lost) in [(entries, 7..8), (directories.map(|at| at + 4), 16..32)] {
+        let mut cut = bytes.clone();
+        places.iter().for_each(|at| cut[*at..at + 4].copy_from_slice(&after.to_le_bytes()));
+        let file = memory_file(&cut);
+        let reader = open(&file, false, false).unwrap();
+        assert_eq!(reader.check().unwrap().outside, 1, "{lost:?}");
+        assert!(read(&reader, lost.start * GRAIN..lost.end * GRAIN, None).is_err());
+        let whole = 33 * GRAIN..34 * GRAIN;
+        let found = read(&reader, whole.clone(), None).unwrap();
+        assert!(found == model[whole.start as usize..whole.end as usize]);
+        let error = open(&file, true, false).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        let mut left = vec![0; cut.len()];
+        file.read_at(&mut left, 0).unwrap();
+        assert!(left == cut, "refused before anything was changed");
+        // One copy after the end is damage that the other copy corrects.
+        cut[places[0]..places[0] + 4].copy_from_slice(&bytes[places[0]..places[0] + 4]);
+        let layer = open(&memory_file(&cut), true, false).unwrap();
+        assert_eq!(read_all(&layer, None), model);
+        assert!(layer.check().unwrap().is_sound());
+    }
+}
+
 #[test]
 fn changed_line_ends_and_invalid_headers_are_reported() {
     let (bytes, _) = image(false);

@@ -1,5 +1,7 @@
 //! Readers, writers, wipe, shrink and flushes at once, on a real file.
 
+use super::super::entry::Table;
+use super::super::state::table_page;
 use super::*;
 use crate::ErrorKind;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -131,4 +133,48 @@ fn closing_ends_wipe_and_shrink() {
         let kind = wipe.join().unwrap().kind();
         assert!(matches!(kind, ErrorKind::Interrupted | ErrorKind::ReadOnly), "{kind:?}");
     });
+}
+
+/// A file that calls a function once, when it has read at an offset.
+struct Hooked {
+    inner: Arc<dyn File>,
+    at: u64,
+    hook: parking_lot::Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl File for Hooked {
+    backend::forward_file!(inner: len, set_len, write_at, sync, punch, local);
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.inner.read_at(buffer, offset)?;
+        let hook = (offset == self.at).then(|| self.hook.lock().take()).flatten();
+        if let Some(hook) = hook {
+            hook();
+        }
+        Ok(())
+    }
+}
+
+/// After a crash, a shrink reads tables that owners in the backmap name and no slot does. A write may allocate such a
+/// table meanwhile.
+#[test]
+fn a_table_that_is_allocated_while_its_page_is_read_keeps_its_entries() {
+    let disk = simulated(1);
+    let page = table_page(Table(0), 0);
+    let at = create(&disk, IoMode::Buffered, 100 * MIB, writing()).page_offset(page);
+    let inner = disk.directory().open(NAME, IoMode::Buffered).unwrap();
+    // Entries that a crash left in the table: zeros.
+    inner.write_at(&[&stamped(1, 2 << 60)], at, true).unwrap();
+    let hooked = Arc::new(Hooked { inner, at, hook: parking_lot::Mutex::default() });
+    let layer = Arc::new(SeSparse::open(hooked.clone(), NAME, writing()).unwrap());
+    let writer = Arc::clone(&layer);
+    *hooked.hook.lock() = Some(Box::new(move || writer.write(0, &[&stamped(1, 7)]).unwrap()));
+    layer.settle(|state| state.need(page)).unwrap();
+    assert!(hooked.hook.lock().is_none());
+    assert_eq!(stamps(&*layer, 0, GRAIN).unwrap(), [7; SECTORS as usize]);
+    layer.flush().unwrap();
+    drop((layer, hooked));
+    let layer = open(&*disk.crash().directory(), IoMode::Buffered, Options::default()).unwrap();
+    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [7; SECTORS as usize]);
+    assert_eq!(stamps(&layer, GRAIN, GRAIN).unwrap(), [ABSENT; SECTORS as usize]);
 }

@@ -5,7 +5,8 @@ use crate::model::{Subject, Trial, run_threads};
 use crate::proving::{Gated, Request, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{OnceLock, Weak};
 use work::NoProgress;
 
 mod bytes;
@@ -83,6 +84,46 @@ fn tables_created_during_a_commit_are_in_the_next_one() {
     for seed in 0..12u64 {
         run_threads(&MANY_TABLES, seed * 2, IoMode::Buffered, 400);
     }
+}
+
+#[test]
+fn the_directory_names_no_table_that_was_added_while_a_commit_writes_it() {
+    const SPAN: u64 = 4096 * SECTOR;
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions { capacity: 400 * SPAN, grain_sectors: 1 }).unwrap();
+    let watched: Arc<OnceLock<Weak<VmfsSparse>>> = Arc::default();
+    let (flushes, seen) = (AtomicU32::new(0), Arc::clone(&watched));
+    // At the first write after the first flush of the commit, which is that of a sector of the directory, another table
+    // is added, whose entry is in a sector that the commit writes later.
+    let gate = move |request: Request| -> std::io::Result<()> {
+        let Some(layer) = seen.get().and_then(Weak::upgrade) else { return Ok(()) };
+        match (request, flushes.load(Ordering::SeqCst)) {
+            (Request::Sync, 0) => flushes.store(1, Ordering::SeqCst),
+            (Request::Write, 1) => {
+                flushes.store(2, Ordering::SeqCst);
+                layer.write(257 * SPAN, &[&[7; SECTOR as usize]]).unwrap();
+            }
+            _ => {}
+        }
+        Ok(())
+    };
+    let gated = Arc::new(Gated { inner: Arc::clone(&file), gate });
+    let layer = Arc::new(VmfsSparse::open(gated, &OpenOptions::writing("image")).unwrap());
+    layer.write(0, &[&[1; SECTOR as usize]]).unwrap();
+    layer.write(256 * SPAN, &[&[2; SECTOR as usize]]).unwrap();
+    assert!(watched.set(Arc::downgrade(&layer)).is_ok());
+    let named = |table: u64| {
+        let mut entry = [0; 4];
+        file.read_at(&mut entry, layer.header().directory_offset() * SECTOR + table * 4).unwrap();
+        entry != [0; 4]
+    };
+    layer.flush().unwrap();
+    assert!(named(0) && named(256));
+    assert!(!named(257), "a power cut would leave an entry for a table that was never written");
+    layer.flush().unwrap();
+    assert!(named(257));
+    assert_eq!(read(&*layer, 257 * SPAN..257 * SPAN + SECTOR, None).unwrap(), [7; SECTOR as usize]);
 }
 
 #[test]
