@@ -1,7 +1,8 @@
 //! Arguments for the configuration of cloud-init in a guest.
 
-use backend::regular;
 use clap::Args;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use vm::definition::{Seed, USER_DATA_MAX};
 
@@ -32,22 +33,28 @@ impl SeedArguments {
                 false => ssh_keys.extend(keys(Path::new(key))?),
             }
         }
-        let user_data = self.user_data.as_deref().map(|path| text(path, "file of user data")).transpose()?;
+        let user_data = self.user_data.as_deref().map(|path| text(path)).transpose()?;
         let seed = Seed { hostname: self.hostname.clone(), ssh_keys, user_data };
         Ok((seed != Seed::default()).then_some(seed))
     }
 }
 
-/// The text of a file; `what` is what the file should be. Data in other forms, such as compressed data, cannot be in a
-/// definition.
-fn text(path: &Path, what: &str) -> Result<String, String> {
-    let bytes = regular::read(path, USER_DATA_MAX as u64, what).map_err(|error| error.to_string())?;
+/// The text of a file, or of a pipe such as the `<(COMMAND)` of a shell. Data in other forms, such as compressed data,
+/// cannot be in a definition.
+fn text(path: &Path) -> Result<String, String> {
+    let mut bytes = Vec::new();
+    // A device may have no end.
+    let read = File::open(path).and_then(|file| file.take(USER_DATA_MAX as u64 + 1).read_to_end(&mut bytes));
+    read.map_err(|error| format!("'{}': {error}", path.display()))?;
+    if bytes.len() > USER_DATA_MAX {
+        return Err(format!("'{}' has more than {USER_DATA_MAX} bytes", path.display()));
+    }
     String::from_utf8(bytes).map_err(|_| format!("'{}': it is no text in UTF-8", path.display()))
 }
 
 /// The public keys in a file.
 fn keys(path: &Path) -> Result<Vec<String>, String> {
-    let text = text(path, "file of public keys")?;
+    let text = text(path)?;
     if text.contains("PRIVATE KEY-----") {
         return Err(format!(
             "'{}' is a private key, which must stay secret: name the file of the public key",
