@@ -25,6 +25,8 @@ mod disks;
 mod moving;
 mod snapshots;
 mod space;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};

@@ -1,0 +1,58 @@
+//! Deletion of a disk whose snapshots are handed over to a linked clone.
+
+#![allow(clippy::unwrap_used)]
+
+use crate::testbed::options;
+use crate::{
+    CheckOptions, Datastore, InitOptions, NewDisk, NoProgress, Point, Provisioning, QueueChoice, SnapshotOptions,
+};
+use error::ErrorKind;
+use std::sync::Arc;
+
+const CAPACITY: u64 = 1 << 20;
+
+/// The disk `a` with the snapshot `s`, and the linked clone `c` of it.
+fn cloned() -> (tempfile::TempDir, Arc<Datastore>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    datastore.create_disk("a", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    datastore.clone_linked("a", &Point::Snapshot("s".into()), &["c".into()], &NoProgress).unwrap();
+    (folder, datastore)
+}
+
+/// Checks that `c` got the snapshot `s` of the deleted disk `a`, and that no record refers to a missing object.
+fn assert_handed_over(datastore: &Datastore) {
+    assert_eq!(datastore.disk("a").unwrap_err().kind(), ErrorKind::NotFound);
+    let clone = datastore.disk("c").unwrap();
+    assert_eq!((clone.snapshots, clone.parent_snapshot.as_deref(), clone.origin), (1, Some("s"), None));
+    let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
+}
+
+#[test]
+fn a_clone_that_is_being_received_gets_no_snapshots() {
+    let (_folder, datastore) = cloned();
+    let native = &datastore.native;
+    let base = native.find_snapshot(&native.find_disk("a").unwrap(), "s").unwrap();
+    let hidden = ".receiving-0f0e0d0c-0b0a-4908-8706-050403020100-0";
+    native.make_hidden(hidden, CAPACITY, Provisioning::Thin, Some(&base)).unwrap();
+    datastore.delete_disk("a", true).unwrap();
+    // The reception is given up.
+    native.remove_hidden(hidden).unwrap();
+    assert_handed_over(&datastore);
+}
+
+#[test]
+fn a_clone_that_is_being_migrated_gets_no_snapshots() {
+    let (_folder, datastore) = cloned();
+    let migration = datastore.uses.alone("c", "migrated").unwrap();
+    let refused = datastore.delete_disk("a", true).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Busy && refused.to_string().contains("'c'"), "{refused}");
+    assert_eq!(datastore.disk("a").unwrap().snapshots, 1);
+    drop(migration);
+    datastore.delete_disk("a", true).unwrap();
+    assert_handed_over(&datastore);
+}
