@@ -257,8 +257,11 @@ impl Native {
         })
     }
 
+    /// A snapshot that users see. A temporary snapshot of an operation counts as not found, because the operation
+    /// deletes it even if a clone is based on it.
     pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned()).ok_or_else(|| {
+        let found = self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned());
+        found.filter(|snapshot| !snapshot.incomplete).ok_or_else(|| {
             self.not_found(format!(
                 "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                 disk.name,

@@ -1,4 +1,4 @@
-//! Deletion of a disk whose snapshots are handed over to a linked clone.
+//! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary.
 
 #![allow(clippy::unwrap_used)]
 
@@ -55,4 +55,20 @@ fn a_clone_that_is_being_migrated_gets_no_snapshots() {
     drop(migration);
     datastore.delete_disk("a", true).unwrap();
     assert_handed_over(&datastore);
+}
+
+#[test]
+fn no_clone_is_based_on_a_temporary_snapshot() {
+    let (_folder, datastore) = cloned();
+    // Two conversions at a time read the disk through snapshots with different names.
+    let sources = [(); 2].map(|()| datastore.native.conversion_source("a", None).unwrap());
+    for name in ["converting", "converting-2"] {
+        let point = Point::Snapshot(name.into());
+        let refused = datastore.clone_linked("a", &point, &["d".into()], &NoProgress).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NotFound, "{refused}");
+    }
+    drop(sources);
+    assert_eq!(datastore.disk("a").unwrap().snapshots, 1);
+    let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
 }
