@@ -202,7 +202,9 @@ impl Native {
             return capacity;
         }
         all.retain(|_, capacity| capacity.strong_count() > 0);
-        let capacity = Arc::new(Capacity(AtomicU64::new(object.capacity)));
+        // The disk may have been resized since `object` was read. A later resize announces its capacity.
+        let now = self.engine.with_catalog(|catalog| catalog.find(object.id).map(|now| now.capacity));
+        let capacity = Arc::new(Capacity(AtomicU64::new(now.unwrap_or(object.capacity))));
         all.insert(object.id, Arc::downgrade(&capacity));
         capacity
     }

@@ -1,4 +1,5 @@
-//! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary.
+//! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
+//! devices that are opened while a disk is resized or reverted.
 
 #![allow(clippy::unwrap_used)]
 
@@ -71,4 +72,17 @@ fn no_clone_is_based_on_a_temporary_snapshot() {
     assert_eq!(datastore.disk("a").unwrap().snapshots, 1);
     let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
     assert_eq!(report.findings, []);
+}
+
+#[test]
+fn a_device_has_the_capacity_of_its_disk_after_a_resize_and_after_a_revert() {
+    let (_folder, datastore) = cloned();
+    let disk = datastore.native.find_disk("a").unwrap();
+    datastore.resize_disk("a", 2 * CAPACITY, false).unwrap();
+    // A count of space has read the record before the resize, and opens the disk after it.
+    let counted = datastore.native.device_of(&disk, &disk);
+    assert_eq!(counted.capacity(), 2 * CAPACITY);
+    datastore.revert("a", "s").unwrap();
+    assert_eq!(datastore.device("a", false).unwrap().capacity(), CAPACITY);
+    drop(counted);
 }
