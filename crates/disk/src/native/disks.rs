@@ -250,6 +250,10 @@ impl Native {
                 self.engine.discard_blocks(&head, new..old)?;
             }
             self.engine.flush()?;
+            if disk.reserved > new {
+                // Writes need at most one new block for each block of the disk.
+                self.engine.set_aside_at_most(id, new)?;
+            }
         } else if capacity > disk.capacity {
             self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {

@@ -1,5 +1,5 @@
 //! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
-//! devices that are opened while a disk is resized or reverted.
+//! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks.
 
 #![allow(clippy::unwrap_used)]
 
@@ -85,4 +85,15 @@ fn a_device_has_the_capacity_of_its_disk_after_a_resize_and_after_a_revert() {
     datastore.revert("a", "s").unwrap();
     assert_eq!(datastore.device("a", false).unwrap().capacity(), CAPACITY);
     drop(counted);
+}
+
+#[test]
+fn a_thick_disk_that_shrinks_returns_a_part_of_its_reservation() {
+    let (_folder, datastore) = cloned();
+    datastore.create_disk("t", &NewDisk::native(CAPACITY, Provisioning::ZeroedThick), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("t".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let reserved = || datastore.native.find_disk("t").unwrap().reserved * backend::BLOCK_SIZE as u64;
+    assert_eq!(reserved(), CAPACITY);
+    datastore.resize_disk("t", CAPACITY / 4, true).unwrap();
+    assert_eq!(reserved(), CAPACITY / 4);
 }
