@@ -192,7 +192,12 @@ impl Datastore {
         let _use = self.uses.share(name)?;
         let Some(entry) = self.foreign.find(name) else {
             let uuid = self.uuid_of(name)?;
-            self.native.delete_disk(name, promote)?;
+            // A migration of the clone would delete the snapshots that are handed over to it.
+            let mut clone_uses = Vec::new();
+            self.native.delete_disk(name, promote, &mut |clone| {
+                clone_uses.push(self.uses.share(clone)?);
+                Ok(())
+            })?;
             self.native.settings.forget(&uuid);
             return Ok(());
         };

@@ -23,7 +23,7 @@ impl Native {
         let mut name = name.to_owned();
         let base = name.clone();
         let mut number = 2;
-        while self.find_snapshot(disk, &name).is_ok() {
+        while self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, &name).is_some()) {
             name = format!("{base}-{number}");
             number += 1;
         }

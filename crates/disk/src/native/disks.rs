@@ -250,6 +250,10 @@ impl Native {
                 self.engine.discard_blocks(&head, new..old)?;
             }
             self.engine.flush()?;
+            if disk.reserved > new {
+                // Writes need at most one new block for each block of the disk.
+                self.engine.set_aside_at_most(id, new)?;
+            }
         } else if capacity > disk.capacity {
             self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {
@@ -301,11 +305,19 @@ impl Native {
     }
 
     /// Deletes a disk with its snapshots. `Busy` while clients have the disk open, and if linked clones are based on it
-    /// (the error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones
-    /// instead.
-    pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+    /// (the error lists them). With `promote`, the snapshots that clones are based on are handed over to the first
+    /// clone instead. `check_clone` gets the name of this clone; its error refuses the deletion.
+    pub fn delete_disk(
+        &self,
+        name: &str,
+        promote: bool,
+        check_clone: &mut dyn FnMut(&str) -> Result<()>,
+    ) -> Result<()> {
         let _changes = self.changes.lock();
-        let DeletableDisk { disk, snapshots, clones } = self.deletable_disk(name, promote, &[])?;
+        let DeletableDisk { disk, snapshots, mut clones } = self.deletable_disk(name, promote, &[])?;
+        // A hidden clone may be deleted before it is complete, and its snapshots with it, so visible clones come first.
+        clones.sort_by_key(|clone| !super::is_visible(clone));
+        clones.first().map_or(Ok(()), |clone| check_clone(&clone.name))?;
         self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
     }
 

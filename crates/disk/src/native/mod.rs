@@ -25,6 +25,8 @@ mod disks;
 mod moving;
 mod snapshots;
 mod space;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};
@@ -200,7 +202,9 @@ impl Native {
             return capacity;
         }
         all.retain(|_, capacity| capacity.strong_count() > 0);
-        let capacity = Arc::new(Capacity(AtomicU64::new(object.capacity)));
+        // The disk may have been resized since `object` was read. A later resize announces its capacity.
+        let now = self.engine.with_catalog(|catalog| catalog.find(object.id).map(|now| now.capacity));
+        let capacity = Arc::new(Capacity(AtomicU64::new(now.unwrap_or(object.capacity))));
         all.insert(object.id, Arc::downgrade(&capacity));
         capacity
     }
@@ -255,8 +259,11 @@ impl Native {
         })
     }
 
+    /// A snapshot that users see. A temporary snapshot of an operation counts as not found, because the operation
+    /// deletes it even if a clone is based on it.
     pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned()).ok_or_else(|| {
+        let found = self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned());
+        found.filter(|snapshot| !snapshot.incomplete).ok_or_else(|| {
             self.not_found(format!(
                 "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                 disk.name,

@@ -173,6 +173,8 @@ impl Native {
         let snapshot = self.find_snapshot(&disk, name)?;
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         self.engine.revert(disk.id, snapshot.id)?;
+        // No client has the disk open, but a count of its space may.
+        self.announce_capacity(disk.id, snapshot.capacity);
         self.disk_info(disk.id, false)
     }
 

@@ -298,6 +298,11 @@ impl Layers {
         (&mut self.layers[0], closed)
     }
 
+    /// The snapshot that is complete, because the oldest layer is closed and empty.
+    pub fn complete(&self) -> Option<u64> {
+        if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers[0].snapshot } else { None }
+    }
+
     /// Removes the oldest layer if it is closed and empty, and returns the snapshot that is then complete.
     pub fn retire(&mut self) -> Option<u64> {
         if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers.pop_front()?.snapshot } else { None }

@@ -40,6 +40,7 @@ impl<'a> BulkWriter<'a> {
         let mut at = 0;
         while at < blocks {
             let claim = engine.claim_blocks(blocks - at)?;
+            let bulk = engine.writeback.share_bulk();
             let run = {
                 let _fetch = engine.meta.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
@@ -65,6 +66,7 @@ impl<'a> BulkWriter<'a> {
                 let left = Run { start: run.start + mapped, blocks: run.blocks - mapped };
                 engine.release_new(&mut engine.meta.lock(), Some(left));
             })?;
+            drop(bulk);
             at += run.blocks;
         }
         engine.bound_pending()

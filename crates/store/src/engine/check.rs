@@ -202,6 +202,8 @@ impl Engine {
 
     /// Checks and repairs the store while all requests wait.
     fn check_stopped(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
+        // A rebuilt page of the table describes blocks without references as holes, and their space is returned.
+        let _bulk = self.writeback.stop_bulk();
         let _control = self.control.lock();
         // Punching is locked, because blocks that are about to be punched would be reported as leaks.
         let _punching = self.reserves.lock_punching();

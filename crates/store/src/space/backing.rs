@@ -92,8 +92,10 @@ impl Space {
                 region.backed += changed as u16;
                 self.counts.backed += changed;
             } else {
-                region.backed -= changed as u16;
-                self.counts.backed -= changed;
+                // A lost region may count too few blocks, until its table can be read.
+                let counted = changed.min(u64::from(region.backed));
+                region.backed -= counted as u16;
+                self.counts.backed -= counted;
             }
             if let Some(bitmaps) = &mut region.bitmaps {
                 bitmaps.set_backed(first, count, backed);

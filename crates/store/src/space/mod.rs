@@ -456,8 +456,10 @@ impl Space {
                 region.used += count as u16;
                 self.counts.used += count;
             } else {
-                region.used -= count as u16;
-                self.counts.used -= count;
+                // A lost region may count too few blocks, until its table can be read.
+                let counted = count.min(u64::from(region.used));
+                region.used -= counted as u16;
+                self.counts.used -= counted;
             }
             // With bitmaps in memory the difference is zero: `mark` updates the free count then.
             self.counts.free = self.counts.free + region.estimate() - before;

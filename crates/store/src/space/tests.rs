@@ -387,6 +387,39 @@ fn a_lost_summary_is_rebuilt_from_the_table() {
     }
 }
 
+/// The summary of a region is damaged, and the medium fails the read of the first page of its table once. The region
+/// then counts none of the blocks that this page describes.
+#[test]
+fn a_region_that_counts_too_few_blocks_counts_none_below_zero() {
+    let (disk, mut files) = (plain_disk(), page_files());
+    let name = PageFile::DataTable.name();
+    files[PageFile::DataTable as usize] = disk.directory().create(name, IoMode::Buffered).unwrap();
+    let mut pages = Pages::new(files.clone(), CACHE);
+    let mut space = Space::open(SpaceKind::Data, 0, 0, &mut pages).unwrap();
+    let all = Run { start: 0, blocks: REGION_BLOCKS };
+    space.set_backed(&mut pages, all, true).unwrap();
+    space.adopt(&mut pages, Run { start: 10, blocks: 30 }).unwrap();
+    reopened(&files, &mut pages, CACHE);
+    // The bytes of the page of summaries are no page.
+    let summary = &files[PageFile::DataSummary as usize];
+    summary.write_at(&[&[7; 4096]], 0, false).unwrap();
+    disk.fail_requests(Fault::Read, 0, 1);
+    let mut space = Space::open(SpaceKind::Data, 1, 0, &mut pages).unwrap();
+    assert_eq!((space.counts().used, space.unreadable()), (0, vec![0]));
+    // The region stays excluded from allocation until its table is read again.
+    let freed = Run { start: 10, blocks: 20 };
+    space.drop_references(&mut pages, freed, &mut Vec::new(), &mut Vec::new()).unwrap();
+    space.set_backed(&mut pages, all, false).unwrap();
+    space.set_backed(&mut pages, Run { start: 0, blocks: 40 }, true).unwrap();
+    assert_eq!((space.counts().used, space.counts().backed), (0, 40));
+    space.load_again(&mut pages, 0).unwrap();
+    assert_eq!(space.counts(), SpaceCounts { used: 10, backed: 40, free: 30 });
+    space.store_summaries(&mut pages).unwrap();
+    reopened(&files, &mut pages, CACHE);
+    let space = Space::open(SpaceKind::Data, 1, 0, &mut pages).unwrap();
+    assert_eq!((space.counts().used, space.counts().backed), (10, 40));
+}
+
 #[test]
 fn blocks_of_a_lost_table_page_are_not_free() {
     let mut world = World::new(SpaceKind::Data, 12);

@@ -1,5 +1,5 @@
-//! Finds unclaimed space: space of the data files that the table does not count as backed. A crash leaves it between a
-//! reservation and its record, or between the record and the punching of a hole.
+//! Finds unclaimed space: space of the data files that the table counts neither as backed nor as in use. A crash leaves
+//! it between a reservation and its record, or between the record and the punching of a hole.
 //!
 //! A region without unclaimed space takes exactly as much of the file system as its summary counts as backed. So the
 //! search costs one query of the file system per region, and a region is compared block by block only if the two
@@ -12,7 +12,7 @@
 //! it or the store has no threads. The metadata lock is held only to read counts and entries.
 
 use crate::engine::Engine;
-use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
+use crate::space::{BlockEntry, REGION_BLOCKS, Run, TABLE_ENTRIES};
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
@@ -121,7 +121,9 @@ impl Engine {
                 self.meta.look(|meta| {
                     unclaimed.clear();
                     for block in part.start..part.start + part.blocks {
-                        if block < known && meta.entry(block)?.backed {
+                        // A block in use keeps its space, even if a repair of an earlier version did not count it.
+                        let entry = if block < known { meta.entry(block)? } else { BlockEntry::default() };
+                        if entry.backed || entry.references > 0 {
                             continue;
                         }
                         match unclaimed.last_mut() {

@@ -233,6 +233,22 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
 }
 
 #[test]
+fn a_snapshot_waits_until_the_references_of_its_root_can_be_read() {
+    let (disk, engine) = with_a_block(256);
+    // The last change of the snapshot needs no page of the table.
+    engine.discard_blocks(&engine.head(1), 100..101).unwrap();
+    let snapshot = take(&engine, 1, "s");
+    let mend = lose_page(&disk, "map.table", 0);
+    engine.meta.lock().pages.drop_clean();
+    assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(engine.failure(), None);
+    mend();
+    engine.flush().unwrap();
+    engine.wait_sealed(snapshot).unwrap();
+    is_whole(&engine);
+}
+
+#[test]
 fn returned_space_is_replayed_beside_a_damaged_page_of_the_table() {
     let (disk, engine) = with_a_block(3000);
     assert!(engine.reclaim().unwrap() > 2000);

@@ -1,9 +1,13 @@
 //! Damaged pages of every kind: what stays usable, what a check reports, and what a repair restores.
 
+use super::between::before_next;
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::IMAGES_FILE;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use backend::simulated::Request;
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// Number of disks: more than one page of the catalog.
 const DISKS: u64 = SLOTS_PER_PAGE as u64 + 3;
@@ -203,6 +207,38 @@ fn a_damaged_table_is_reported_and_recounted_by_a_repair() {
             stays_whole(engine, &disk, &model);
         }
     }
+}
+
+#[test]
+fn a_repair_waits_for_blocks_that_a_bulk_writer_has_not_mapped() {
+    let (disk, engine) = with_a_block(3000);
+    let copy = add_disk(&engine, "copy", BLOCKS, Provisioning::Thin);
+    engine.checkpoint().unwrap();
+    // The page that describes the blocks is intact in memory.
+    spoil(&disk, "data.table", 0, 0..20);
+    let [begun, ended] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let wait = |flag: &AtomicBool, most: Duration| {
+        let since = Instant::now();
+        while !flag.load(Ordering::SeqCst) && since.elapsed() < most {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let (writes, checks) = (Arc::clone(&begun), Arc::clone(&ended));
+    before_next(&disk, Request::Write, move || {
+        writes.store(true, Ordering::SeqCst);
+        wait(&checks, Duration::from_millis(300));
+    });
+    let other = Arc::clone(&engine);
+    let repair = std::thread::spawn(move || {
+        wait(&begun, Duration::from_secs(60));
+        let report = checked(&other, true);
+        ended.store(true, Ordering::SeqCst);
+        report
+    });
+    BulkWriter::new(&engine, copy).write(0, &slice(7, 64)).unwrap();
+    repair.join().unwrap();
+    is_whole(&engine);
+    assert!((0..64).all(|block| get(&engine, copy, block).unwrap() == 7));
 }
 
 #[test]

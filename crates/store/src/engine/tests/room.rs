@@ -450,3 +450,21 @@ fn what_a_crash_left_reserved_is_given_back_while_the_store_is_open() {
     is_whole(&engine);
     engine.close().unwrap();
 }
+
+#[test]
+fn the_space_of_a_block_in_use_is_not_returned() {
+    let (_disk, engine) = with_a_block(256);
+    let run = own_block(&engine, 1, 0);
+    {
+        let mut guard = engine.meta.lock();
+        let Meta { data, pages, .. } = &mut *guard;
+        data.set_backed(pages, run, false).unwrap();
+    }
+    let mut found = 0;
+    let mut each = |_: &dyn File, run: Run| {
+        found += run.blocks;
+        Ok(())
+    };
+    engine.unclaimed_room(false, &mut each).unwrap();
+    assert_eq!(found, 0);
+}

@@ -55,12 +55,14 @@ pub struct Lane {
 ///
 /// Lock order: `logged` (one round of journalled payload at a time), the gate (no write-back under way), the journal,
 /// `through` (shared by writes that bypass the buffer; exclusive for code that must run while no such write is under
-/// way). `copying` is held during one write, without any other lock.
+/// way). `bulk` is taken before all of them. `copying` is held during one write, without any other lock except `bulk`.
 pub struct WriteBack {
     gate: Mutex<Lane>,
     logged: Mutex<LoggedLane>,
     through: RwLock<()>,
     copying: Mutex<()>,
+    /// Shared by bulk writers while they have allocated blocks that are not in the map; exclusive for a repair.
+    bulk: RwLock<()>,
     /// The disk to which the last batch belonged; changed under the gate.
     served: AtomicU64,
     /// Number of flushes that wait for the gate. Write-back lets them lock the gate first.
@@ -82,6 +84,7 @@ impl WriteBack {
             logged: Mutex::new(LoggedLane::new(logged)),
             through: RwLock::default(),
             copying: Mutex::default(),
+            bulk: RwLock::default(),
             served: AtomicU64::new(0),
             flushes_waiting: AtomicU64::new(0),
             pages_per_block: AtomicU64::new(1),
@@ -124,6 +127,16 @@ impl WriteBack {
     /// Held by the one bulk writer that copies into the page cache.
     pub fn lock_copying(&self) -> MutexGuard<'_, ()> {
         self.copying.lock()
+    }
+
+    /// Held by a bulk writer from the allocation of blocks until they are in the map.
+    pub fn share_bulk(&self) -> impl Drop + '_ {
+        self.bulk.read()
+    }
+
+    /// Waits until no bulk writer has blocks that are not in the map, and prevents others until the guard is dropped.
+    pub fn stop_bulk(&self) -> impl Drop + '_ {
+        self.bulk.write()
     }
 
     /// Locks the gate for a flush: write-back lets flushes take it first.

@@ -160,9 +160,15 @@ impl Engine {
 
     /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed this layer.
     pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
-        let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
-        buffer.cursor = 0;
+        let Some(snapshot) = buffer.layers.complete() else { return Ok(()) };
         let mut meta = self.meta.lock();
+        if let Some(disk) = meta.catalog.find(snapshot).map(|object| object.disk) {
+            // Sealing adds a reference to the root. While its count cannot be read, the layer stays, because a change
+            // that fails would stop the whole store.
+            meta.references_of_root(disk)?;
+        }
+        buffer.layers.retire();
+        buffer.cursor = 0;
         self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
         drop(meta);
         self.buffers.note_sealed();
