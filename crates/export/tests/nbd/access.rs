@@ -7,7 +7,7 @@ use crate::{Folder, Running};
 use connections::Listen;
 use export::access::{Rules, UserAccess};
 use export::nbd::ServerConfig;
-use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::fs::{CWD, FileType, mknodat};
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -253,7 +253,7 @@ fn a_user_learns_of_no_snapshot_of_its_own_disk() {
 fn rules_in_a_pipe_or_device_are_refused_at_once() {
     let folder = Folder::new();
     let pipe = folder.0.join("rules");
-    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    mknodat(CWD, &pipe, FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR, 0).unwrap();
     for path in [&*pipe, &*folder.0, Path::new("/dev/zero")] {
         let text = Rules::load(path).unwrap_err().to_string();
         assert!(text.ends_with("is a folder, a pipe or a device: that is no list of access rules"), "{text}");
