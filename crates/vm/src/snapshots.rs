@@ -373,6 +373,7 @@ pub struct Reverted {
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
+    check_revert(host, machine, &record)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
@@ -414,6 +415,26 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
             Err(error.context(format!("the disks of machine '{}' were reverted, and it is off", machine.name())))
         }
     }
+}
+
+/// Refuses a revert that cannot be completed, or that would change a disk of another machine, before it has any effect.
+/// Both are possible because users also delete snapshots of single disks, and move disks from one machine to another.
+fn check_revert(host: &Host, machine: &Machine, record: &Record) -> Result<()> {
+    let (own, users) = (machine.name(), host.machines().users_of_disks()?);
+    let refused = |kind, why: String| {
+        let text = format!("machine '{own}' was not reverted to '{}': {why}", record.name);
+        Err(Error::new(kind, text))
+    };
+    for Snapshot { disk, name } in &record.disks {
+        if let Some(user) = users.get(disk).filter(|user| **user != own) {
+            let remedy = format!("remove it from there with 'lamina vm edit {user} --remove-disk {disk}'");
+            return refused(ErrorKind::Busy, format!("its disk '{disk}' belongs to machine '{user}' now: {remedy}"));
+        }
+        if exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })?.is_none() {
+            return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more"));
+        }
+    }
+    Ok(())
 }
 
 /// The steps of a revert that are repeated after an interruption.
