@@ -13,7 +13,8 @@
 //!    folder names. The intent is removed after the folder has received its final name.
 //! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
 //!    from a memory image, from which the guest continues (see `instant::running`).
-//! 3. A revert that was interrupted is repeated, which gives the same result.
+//! 3. A revert that was interrupted is repeated, which gives the same result. Until the revert is complete, the machine
+//!    is not started or changed: the repetition would discard what its guest has written since.
 
 use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::definition::Definition;
@@ -454,6 +455,17 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;
     durable::sync(machine.folder())
+}
+
+/// Returns `WrongState` while a revert of the machine is incomplete.
+pub(crate) fn refuse_half_reverted(machine: &Machine) -> Result<()> {
+    let Some(name) = durable::read(&machine.folder().join(REVERTING))? else { return Ok(()) };
+    let (machine, name) = (machine.name(), name.trim().escape_debug().to_string());
+    let text = format!(
+        "machine '{machine}' was reverted to '{name}' only in part: 'lamina vm revert {machine}@{name}' completes the \
+         revert, or says why it fails; 'lamina vm snapshot delete {machine}@{name}' gives the revert up"
+    );
+    Err(Error::new(ErrorKind::WrongState, text))
 }
 
 /// Whether a killed command left a snapshot or a revert incomplete.

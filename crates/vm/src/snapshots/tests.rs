@@ -126,3 +126,25 @@ fn a_revert_that_cannot_be_completed_has_no_effect() {
     assert_eq!((reverted.state, reverted.clock), (MachineState::Stopped, None));
     assert_eq!(change.machine().definition().unwrap().disks[0].name, "web-disk");
 }
+
+/// A step of a revert has failed, for example because the file system is full.
+#[test]
+fn a_machine_is_not_changed_until_its_revert_is_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();
+    let reverting = host.machines().get("web").unwrap().folder().join(REVERTING);
+    durable::write(&reverting, b"s").unwrap();
+    let refused = host.change("web").err().unwrap();
+    let says = refused.to_string().contains("'lamina vm revert web@s'");
+    assert!(refused.kind() == ErrorKind::WrongState && says, "{refused}");
+    host.recover().unwrap();
+    drop(host.change("web").unwrap());
+    // The user gives up a revert that cannot be completed.
+    durable::write(&reverting, b"s").unwrap();
+    delete(&host, &host.change_reverted("web").unwrap(), "s").unwrap();
+    host.recover().unwrap();
+    drop(host.change("web").unwrap());
+}
