@@ -116,6 +116,34 @@ fn check(datastore: &Datastore, name: &str, model: &Model, what: &str) {
 }
 
 #[test]
+fn limits_concern_the_clients_of_a_disk_that_has_a_new_uuid() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    let quota = |bytes| SettingsChange {
+        limits: LimitsChange { quota: Some(bytes), reservation: None },
+        ..SettingsChange::default()
+    };
+    let new = NewDisk::native(CAPACITY as u64, Provisioning::Thin);
+    datastore.create_disk_with("a", &new, &quota(64 << 10), &NoProgress).unwrap();
+    let client = datastore.device("a", false).unwrap();
+    let write = |offset: u64| {
+        let written = client.write(offset, SharedSlice::copy_of(&[7; 64 << 10]), false);
+        written.map_err(|error| error.kind())
+    };
+    assert_eq!(write(0), Ok(()));
+    let mut uuid = datastore.disk("a").unwrap().uuid;
+    for format in [FORMATS[1], FORMATS[2]] {
+        let before = std::mem::replace(&mut uuid, datastore.migrate("a", &options(format), &NoProgress).unwrap().uuid);
+        assert_ne!(before, uuid);
+        assert_eq!(write(1 << 20), Err(ErrorKind::NoSpace), "{format:?}");
+    }
+    datastore.edit_disk("a", &quota(256 << 10)).unwrap();
+    assert_eq!(write(1 << 20), Ok(()));
+    drop(client);
+    datastore.close().unwrap();
+}
+
+#[test]
 fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("ds");
