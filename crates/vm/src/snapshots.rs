@@ -32,7 +32,6 @@ use crate::quiet::{self, Quiet};
 use backend::{clock, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -272,8 +271,8 @@ fn with_memory(
     let machine = change.machine();
     let features = host.features()?;
     if state == MachineState::Running {
-        let _holding = change.hold(Hold { resume: true, thaw: false })?;
-        let (taken, stun) = running::take(change, host.images(), host.disks(), features, of)?;
+        let holding = change.hold(Hold { resume: true, thaw: false })?;
+        let (taken, stun) = running::take(change, host.images(), host.disks(), features, of, &holding)?;
         keep(&taken.image.record.memory, &new.join("memory"))?;
         keep(&taken.image.state(), &new.join("state"))?;
         return Ok(stun);
@@ -384,7 +383,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
     // If this process is killed from here on, the next command ends the new process or resumes its guest.
-    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+    let holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
             features,
@@ -408,7 +407,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     match begun {
         Ok(_) if paused => Ok(Reverted { state: MachineState::Paused, clock: None }),
         Ok(mut successor) => {
-            successor.monitor.execute("cont", json!({}))?;
+            holding.resume(&mut successor.monitor)?;
             Ok(Reverted { state: MachineState::Running, clock: Some(lifecycle::set_clock(machine)) })
         }
         Err(error) => {

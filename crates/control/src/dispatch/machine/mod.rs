@@ -292,8 +292,8 @@ fn freeze(host: &Host, name: String) -> Result<MachineReply> {
     let features = host.features()?;
     let resume = change.machine().state()? == MachineState::Running;
     let taken = {
-        let _holding = change.hold(Hold { resume, thaw: false })?;
-        vm::instant::freeze::freeze(&change, host.images(), host.disks(), features)?
+        let holding = change.hold(Hold { resume, thaw: false })?;
+        vm::instant::freeze::freeze(&change, host.images(), host.disks(), features, &holding)?
     };
     Ok(MachineReply::Frozen {
         name,
