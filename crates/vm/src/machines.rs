@@ -32,9 +32,11 @@ use crate::machine::{Machine, MachineState, of_another_user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
-use std::collections::BTreeMap;
+use rustix::fs::OFlags;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -270,6 +272,34 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
         users.extend(disks.into_iter().map(|disk| (disk, machine.name())));
     }
     Ok(users)
+}
+
+/// Names of disks that the next command about machines deletes, because a command that created or deleted their
+/// machines was interrupted. The folder of machines need not exist.
+pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
+    let mut left = BTreeSet::new();
+    // A server of root must not wait for a pipe that the owner of the datastore has put there.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let open = |path: PathBuf| File::options().read(true).custom_flags(flags).open(path);
+    let lock = match open(folder.join(LOCK)) {
+        // No command has created or deleted machines.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(left),
+        lock => lock.during(|| format!("locking '{}'", folder.display()))?,
+    };
+    lock.lock().during(|| format!("locking '{}'", folder.display()))?;
+    let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
+    for name in durable::names(folder)?.into_iter().filter(unfinished) {
+        let folder = folder.join(name);
+        let Ok(own) = open(folder.clone()) else { continue };
+        // If the folder is locked, the command is running.
+        if own.try_lock().is_err() {
+            continue;
+        }
+        if let Ok(Some(intent)) = Intent::read(&folder) {
+            left.extend(intent.machines.into_iter().flat_map(|machine| machine.disks).map(|disk| disk.name));
+        }
+    }
+    Ok(left)
 }
 
 /// Opens an existing file for locking.
