@@ -501,6 +501,30 @@ fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
     assert_eq!(datastore.status().unwrap().disks, 1, "the overlay above the images is removed");
 }
 
+/// Otherwise a machine could not be started on the disk before all blocks are copied.
+#[test]
+fn a_live_import_is_no_client_of_its_disk() {
+    use disk::migrate::ImportMode;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, _) = host_folder(folder.path(), 37);
+    let datastore = made(&folder.path().join("ds"));
+    // At this rate the background copy would take an hour.
+    datastore.import("web", &import(&head, ImportMode::Live, 4 << 10), &NoProgress).unwrap();
+    datastore.start_imports();
+    let begun = std::time::Instant::now();
+    while datastore.edit_disk("web", &SettingsChange::default()).is_ok() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the import does not begin");
+    }
+    for round in 0..20 {
+        assert_eq!(datastore.disks().unwrap()[0].clients, 0, "round {round}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let device = datastore.device("web", true).unwrap();
+    assert_eq!(datastore.disks().unwrap()[0].clients, 1);
+    drop(device);
+    datastore.close().unwrap();
+}
+
 #[test]
 fn a_disk_is_deleted_while_its_live_import_runs_and_the_import_continues_if_it_cannot_be() {
     use disk::migrate::ImportMode;

@@ -179,7 +179,7 @@ impl Datastore {
             Some(entry) => Source::Foreign(self.foreign.original(entry)?),
             None => Source::Native(self.native.original(name)?),
         };
-        let client = self.switches.attach(source.identity(None)?, || source.head())?;
+        let client = self.switches.attach(source.identity(None)?, || source.head())?.of_operation();
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
         let identity = source.disk_identity();
