@@ -22,6 +22,7 @@ mod making;
 pub use intent::{Intended, OwnDisk, Snapshot};
 pub use making::Making;
 
+use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::clone;
 use crate::definition::check_name;
 use crate::disks::Disks;
@@ -39,6 +40,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Name of the folder of machines in a datastore.
 pub const FOLDER: &str = "machines";
@@ -149,7 +151,19 @@ impl Machines {
     ///
     /// # Errors
     /// `Busy`, without effect, while the machine runs, its disks are in use, or clones are based on the disks.
-    pub fn delete(&self, name: &str, disks: &[String], mut snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+        self.delete_within(name, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
+    }
+
+    /// As [`Machines::delete`]; clients of the disks have the time `patience` to disconnect.
+    fn delete_within(
+        &self,
+        name: &str,
+        disks: &[String],
+        mut snapshots: Vec<Snapshot>,
+        promote: bool,
+        patience: Duration,
+    ) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
@@ -177,6 +191,16 @@ impl Machines {
                 ));
             }
         }
+        // Once the machine's folder is moved, the deletion is completed later, even if it fails now.
+        while_busy(patience, || {
+            let all = self.disks.all()?;
+            match disks.iter().find(|disk| all.get(*disk).is_some_and(|facts| facts.clients > 0)) {
+                Some(disk) => {
+                    busy(format!("disk '{disk}' of machine '{name}' is in use; disconnect its clients first"))
+                }
+                None => Ok(()),
+            }
+        })?;
         change.sweep()?;
         let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
         let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
