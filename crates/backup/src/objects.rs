@@ -37,6 +37,10 @@ pub trait Objects: Send + Sync {
     /// Makes removals durable.
     fn settle(&self) -> Result<()>;
 
+    /// Removes what interrupted writes have left of the objects whose names `is_one` accepts. The caller has excluded
+    /// other writers of these objects.
+    fn sweep(&self, is_one: &dyn Fn(&str) -> bool) -> Result<()>;
+
     /// Excludes other writers until the result is dropped: `Busy` while there is another writer. `None` where writers
     /// cannot be excluded.
     fn lock(&self) -> Result<Option<Box<dyn Lock>>>;
@@ -122,6 +126,15 @@ impl Objects for Folder {
 
     fn remove(&self, name: &str) -> Result<()> {
         replace::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}' in '{}'", self.place))
+    }
+
+    fn sweep(&self, is_one: &dyn Fn(&str) -> bool) -> Result<()> {
+        for name in self.directory.list().during(|| format!("listing '{}'", self.place))? {
+            if name.strip_suffix(TEMPORARY).is_some_and(is_one) {
+                self.remove(&name)?;
+            }
+        }
+        Ok(())
     }
 
     fn settle(&self) -> Result<()> {

@@ -381,9 +381,13 @@ impl Repository {
         Ok(self.ids(UNFINISHED)?.into_iter().filter(|id| !complete.contains(id)).collect())
     }
 
-    /// Removes packs that belong to no backup, as an interrupted deletion leaves them. Returns their number. The caller
-    /// holds the lock.
+    /// Removes packs that belong to no backup, as an interrupted deletion leaves them, and parts of objects, as
+    /// interrupted backups leave them. Returns the number of packs. The caller holds the lock.
     pub fn sweep(&self) -> Result<u64> {
+        self.objects.sweep(&|name| {
+            let id = name.strip_prefix(BACKUP).or_else(|| name.strip_prefix(UNFINISHED)).or_else(|| owner_of(name));
+            id.is_some_and(|id| parse_id(id).is_some())
+        })?;
         let names = self.objects.list()?;
         let known =
             |name: &String| name.strip_prefix(BACKUP).or_else(|| name.strip_prefix(UNFINISHED)).map(str::to_owned);

@@ -254,6 +254,22 @@ fn an_increment_in_a_stream_is_restored_on_its_parent() {
 }
 
 #[test]
+fn parts_of_objects_that_interrupted_backups_leave_are_removed() {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let repository = repository(&disk);
+    let id = "0f0e0d0c-0b0a-4908-8706-050403020101";
+    let left = [format!("pack-{id}-00000003.new"), format!("unfinished-{id}.new"), format!("backup-{id}.new")];
+    // A command that makes the repository writes its record without the lock. The last file is no part of an object.
+    for name in left.iter().map(String::as_str).chain(["repository.new", "pack-of-photos.new"]) {
+        backend::replace::prepare(&*disk.directory(), name, &[7; 4096]).unwrap();
+    }
+    assert_eq!(repository.sweep().unwrap(), 0);
+    let mut files = disk.directory().list().unwrap();
+    files.sort();
+    assert_eq!(files, ["pack-of-photos.new", "repository", "repository.new"]);
+}
+
+#[test]
 fn backups_with_increments_are_not_deleted_and_a_cut_deletion_is_completed() {
     let mut here = Fixture::new(CAPACITY, 10);
     for cut in 0..20 {

@@ -236,6 +236,7 @@ impl Datastore {
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, folders, mode, Arc::clone(&switches), &doubt.folders)?;
+        migrate::recover_settings(&native, &foreign, &doubt.renewed)?;
         snapshot_group::recover(&native, &foreign)?;
         let scrubs = Scrubs::open(&**native.engine.directory());
         let uses = Arc::<Uses>::default();

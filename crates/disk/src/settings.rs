@@ -208,6 +208,15 @@ impl SettingsState {
     fn find_open(&self, uuid: &str) -> Option<Arc<OpenDisk>> {
         self.open.get(uuid).and_then(Weak::upgrade)
     }
+
+    /// Puts the settings of a disk in force for the clients that have it open.
+    fn apply_to_open(&self, uuid: &str, quotas: &Arc<Quotas>) {
+        let Some(open) = self.find_open(uuid) else { return };
+        let of = self.record.disks.get(uuid).cloned().unwrap_or_default();
+        open.space.set_policy(of.on_full);
+        open.zeroes.store(of.detect_zeroes.to_number(), Ordering::Relaxed);
+        quotas.set_gate(uuid, &open.gate);
+    }
 }
 
 /// The settings of all disks of a datastore.
@@ -338,13 +347,10 @@ impl Settings {
         })
     }
 
-    /// Takes over the settings of a disk that is migrated from another datastore together with its clients.
+    /// Stores the settings of a disk that is being migrated from another datastore. They have no effect before
+    /// [`Settings::take_over`].
     pub fn adopt(&self, uuid: &str, from: &Settings) -> Result<()> {
         let settings = from.of(uuid);
-        let open = from.state.lock().find_open(uuid);
-        if let Some(open) = open {
-            self.state.lock().open.insert(uuid.to_owned(), Arc::downgrade(&open));
-        }
         if settings == self.of(uuid) {
             return Ok(());
         }
@@ -354,20 +360,32 @@ impl Settings {
         })
     }
 
-    /// Gives the settings of a disk to the UUID that the disk has from now on. A failure is only logged, because the
-    /// disk has its new UUID already.
-    pub fn rekey(&self, from: &str, to: &str) {
-        if from == to || !self.state.lock().record.disks.contains_key(from) {
+    /// After a migration: the disk that had the UUID `old` in the datastore with the settings `from` has the UUID `new`
+    /// here. Its settings, which are stored here under `old`, and the clients that have it open get the new UUID. A
+    /// failure is only logged, because the disk has its new UUID already.
+    pub fn take_over(&self, new: &str, from: &Settings, old: &str) {
+        if std::ptr::eq(self, from) && old == new {
             return;
         }
+        let open = from.state.lock().open.remove(old);
+        let is_stored = {
+            let mut state = self.state.lock();
+            if let Some(open) = open {
+                state.open.insert(new.to_owned(), open);
+            }
+            old != new && state.record.disks.contains_key(old)
+        };
+        if !is_stored {
+            return self.state.lock().apply_to_open(new, &self.quotas);
+        }
         let moved = self.update(|record| {
-            if let Some(settings) = record.disks.remove(from) {
-                record.disks.insert(to.to_owned(), settings);
+            if let Some(settings) = record.disks.remove(old) {
+                record.disks.insert(new.to_owned(), settings);
             }
             Ok(())
         });
         if let Err(error) = moved {
-            tracing::warn!(%error, uuid = to, "a migrated disk has the default settings");
+            tracing::warn!(%error, uuid = new, "a migrated disk has the default settings");
         }
     }
 
@@ -408,13 +426,8 @@ impl Settings {
         put_in_force(&self.quotas, &record);
         let mut state = self.state.lock();
         state.record = record;
-        for (uuid, open) in &state.open {
-            if let Some(open) = open.upgrade() {
-                let of = state.record.disks.get(uuid).cloned().unwrap_or_default();
-                open.space.set_policy(of.on_full);
-                open.zeroes.store(of.detect_zeroes.to_number(), Ordering::Relaxed);
-                self.quotas.set_gate(uuid, &open.gate);
-            }
+        for uuid in state.open.keys() {
+            state.apply_to_open(uuid, &self.quotas);
         }
         Ok(())
     }

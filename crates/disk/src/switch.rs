@@ -50,6 +50,8 @@ struct Held {
 pub struct Switch {
     held: RwLock<Arc<Held>>,
     clients: AtomicU64,
+    /// Number of those clients that are operations of the datastore.
+    operations: AtomicU64,
     /// Number of exchanges at which acknowledged writes may have been lost.
     losses: AtomicU64,
 }
@@ -63,7 +65,7 @@ impl Switch {
     /// A switch whose current device is `device`.
     pub fn new(device: Arc<dyn Device>) -> Arc<Self> {
         let held = RwLock::new(Arc::new(Held { device, stands_in: false }));
-        Arc::new(Self { held, clients: AtomicU64::new(0), losses: AtomicU64::new(0) })
+        Arc::new(Self { held, clients: AtomicU64::new(0), operations: AtomicU64::new(0), losses: AtomicU64::new(0) })
     }
 
     /// The current device. An exchange does not wait for callers that still use it.
@@ -132,6 +134,7 @@ impl Before {
 /// A client that is counted. The disk or snapshot cannot be deleted until this value is dropped.
 pub(crate) struct Client {
     switch: Arc<Switch>,
+    is_operation: bool,
 }
 
 impl Client {
@@ -142,12 +145,23 @@ impl Client {
 
     fn new(switch: Arc<Switch>) -> Self {
         switch.clients.fetch_add(1, Ordering::AcqRel);
-        Self { switch }
+        Self { switch, is_operation: false }
+    }
+
+    /// Marks the client as an operation of the datastore, which users do not see as a client of the disk.
+    pub fn of_operation(mut self) -> Self {
+        if !std::mem::replace(&mut self.is_operation, true) {
+            self.switch.operations.fetch_add(1, Ordering::AcqRel);
+        }
+        self
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
+        if self.is_operation {
+            self.switch.operations.fetch_sub(1, Ordering::AcqRel);
+        }
         self.switch.clients.fetch_sub(1, Ordering::AcqRel);
     }
 }
@@ -195,9 +209,12 @@ impl Switches {
         self.open.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
     }
 
-    /// Number of clients that a disk or snapshot has.
+    /// Number of clients that a disk or snapshot has, without operations of the datastore.
     pub fn clients(&self, identity: &Identity) -> u64 {
-        self.get(identity).map_or(0, |switch| switch.clients())
+        self.get(identity).map_or(0, |switch| {
+            let operations = switch.operations.load(Ordering::Acquire);
+            switch.clients().saturating_sub(operations)
+        })
     }
 
     /// After a disk was migrated: assigns its switch to a new identity, perhaps in another datastore.
@@ -210,7 +227,7 @@ impl Switches {
 
     /// Returns `Busy` while clients have the disk or snapshot open.
     pub fn refuse_in_use(&self, identity: &Identity, what: &str) -> Result<()> {
-        match self.clients(identity) {
+        match self.get(identity).map_or(0, |switch| switch.clients()) {
             0 => Ok(()),
             count => Err(Error::new(
                 ErrorKind::Busy,

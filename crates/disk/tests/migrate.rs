@@ -116,6 +116,34 @@ fn check(datastore: &Datastore, name: &str, model: &Model, what: &str) {
 }
 
 #[test]
+fn limits_concern_the_clients_of_a_disk_that_has_a_new_uuid() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    let quota = |bytes| SettingsChange {
+        limits: LimitsChange { quota: Some(bytes), reservation: None },
+        ..SettingsChange::default()
+    };
+    let new = NewDisk::native(CAPACITY as u64, Provisioning::Thin);
+    datastore.create_disk_with("a", &new, &quota(64 << 10), &NoProgress).unwrap();
+    let client = datastore.device("a", false).unwrap();
+    let write = |offset: u64| {
+        let written = client.write(offset, SharedSlice::copy_of(&[7; 64 << 10]), false);
+        written.map_err(|error| error.kind())
+    };
+    assert_eq!(write(0), Ok(()));
+    let mut uuid = datastore.disk("a").unwrap().uuid;
+    for format in [FORMATS[1], FORMATS[2]] {
+        let before = std::mem::replace(&mut uuid, datastore.migrate("a", &options(format), &NoProgress).unwrap().uuid);
+        assert_ne!(before, uuid);
+        assert_eq!(write(1 << 20), Err(ErrorKind::NoSpace), "{format:?}");
+    }
+    datastore.edit_disk("a", &quota(256 << 10)).unwrap();
+    assert_eq!(write(1 << 20), Ok(()));
+    drop(client);
+    datastore.close().unwrap();
+}
+
+#[test]
 fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("ds");
@@ -471,6 +499,30 @@ fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
     let datastore = open(&path);
     check(&datastore, "web", &model, "native, opened again");
     assert_eq!(datastore.status().unwrap().disks, 1, "the overlay above the images is removed");
+}
+
+/// Otherwise a machine could not be started on the disk before all blocks are copied.
+#[test]
+fn a_live_import_is_no_client_of_its_disk() {
+    use disk::migrate::ImportMode;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, _) = host_folder(folder.path(), 37);
+    let datastore = made(&folder.path().join("ds"));
+    // At this rate the background copy would take an hour.
+    datastore.import("web", &import(&head, ImportMode::Live, 4 << 10), &NoProgress).unwrap();
+    datastore.start_imports();
+    let begun = std::time::Instant::now();
+    while datastore.edit_disk("web", &SettingsChange::default()).is_ok() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the import does not begin");
+    }
+    for round in 0..20 {
+        assert_eq!(datastore.disks().unwrap()[0].clients, 0, "round {round}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let device = datastore.device("web", true).unwrap();
+    assert_eq!(datastore.disks().unwrap()[0].clients, 1);
+    drop(device);
+    datastore.close().unwrap();
 }
 
 #[test]

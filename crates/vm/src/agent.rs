@@ -3,7 +3,8 @@
 //! 1. To detect an agent, [`Agent::connect`] sends a number and reads until the agent returns the number
 //!    (`guest-sync-delimited`). So the rest of a reply to an earlier client is never taken for a reply to this client.
 //! 2. A guest without an agent is not an error: [`Agent::connect`] returns `None`.
-//! 3. A frozen guest is thawed in every case: [`Frozen`] thaws when dropped.
+//! 3. A frozen guest is thawed in every case: [`Frozen`] thaws when dropped, and a request to freeze that the agent has
+//!    not answered is followed by one to thaw.
 
 use crate::qmp::Client;
 use base64::Engine;
@@ -100,11 +101,24 @@ impl Agent {
     }
 
     /// Freezes the guest's file systems and runs its freeze hooks (which flush databases).
-    pub fn freeze(mut self) -> Result<Frozen> {
-        self.client.set_patience(FREEZE_PATIENCE);
-        let count = self.client.execute("guest-fsfreeze-freeze", json!({}))?.as_u64().unwrap_or(0);
+    pub fn freeze(self) -> Result<Frozen> {
+        self.freeze_within(FREEZE_PATIENCE)
+    }
+
+    fn freeze_within(mut self, patience: Duration) -> Result<Frozen> {
+        self.client.set_patience(patience);
+        let frozen = self.client.execute("guest-fsfreeze-freeze", json!({}));
         self.client.set_patience(PATIENCE);
-        Ok(Frozen { agent: Some(self), count })
+        match frozen {
+            Ok(count) => Ok(Frozen { agent: Some(self), count: count.as_u64().unwrap_or(0) }),
+            Err(error) => {
+                // The agent may still freeze the file systems; it carries out this request afterwards.
+                if error.kind() == ErrorKind::Io {
+                    let _ = self.thaw();
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Thaws all frozen file systems, even if another client froze them; returns their number.
@@ -245,6 +259,26 @@ fn decoded(text: &str) -> Result<Vec<u8>> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+
+    /// The agent is slow: its guest has much to write out.
+    #[test]
+    fn a_guest_that_is_frozen_too_late_is_thawed() {
+        let (own, peer) = UnixStream::pair().unwrap();
+        let client = Client::over(own, Path::new("agent"), PATIENCE).unwrap();
+        let guest = thread::spawn(move || {
+            let mut lines = BufReader::new(peer.try_clone().unwrap()).lines();
+            let freeze = lines.next().unwrap().unwrap();
+            let thaw: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+            (&peer).write_all(format!("{}\n", json!({ "return": 1, "id": thaw["id"] })).as_bytes()).unwrap();
+            (freeze, thaw["execute"].clone())
+        });
+        let late = Agent { client }.freeze_within(Duration::from_millis(20)).err().unwrap();
+        assert_eq!(late.kind(), ErrorKind::Io);
+        let (freeze, thaw) = guest.join().unwrap();
+        assert!(freeze.contains("guest-fsfreeze-freeze") && thaw == "guest-fsfreeze-thaw");
+    }
 
     #[test]
     fn data_is_transferred_unchanged() {

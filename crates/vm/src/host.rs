@@ -120,8 +120,17 @@ impl Host {
         Ok(Working { _lock: lock })
     }
 
-    /// Locks a machine for changes; waits while another command has it locked.
+    /// Locks a machine for changes; waits while another command has it locked. `WrongState` while a revert of the
+    /// machine is incomplete: the command that completes the revert ends the machine, and replaces its definition and
+    /// the content of its disks.
     pub fn change(&self, name: &str) -> Result<Change> {
+        let change = self.change_reverted(name)?;
+        snapshots::refuse_half_reverted(change.machine())?;
+        Ok(change)
+    }
+
+    /// As [`Host::change`], also while a revert of the machine is incomplete.
+    pub fn change_reverted(&self, name: &str) -> Result<Change> {
         self.worked.store(true, Ordering::Relaxed);
         self.machines.get(name)?.change_within(CHANGE_PATIENCE)
     }

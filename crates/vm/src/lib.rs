@@ -9,6 +9,7 @@
 //! qemu         the installed QEMU: features, command lines, processes; builds of UEFI
 //! nvram        the variables of a machine's UEFI
 //! machine      one machine: its folder, its process
+//! held         the record that a command has paused a guest
 //! machines     all machines: created completely or not at all
 //! lifecycle    starting and stopping
 //! busy         waiting until disks, devices and drives are released
@@ -47,6 +48,7 @@ pub mod disks;
 mod durable;
 pub mod edit;
 pub mod fleet;
+mod held;
 pub mod host;
 pub mod identity;
 pub mod import;

@@ -5,7 +5,7 @@ use crate::definition::{Definition, NewIdentity};
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
-use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
+use crate::machine::{Change, Hold, Holding, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::personality;
 use crate::qemu::command::{Memory, network_device};
@@ -61,7 +61,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
             ))
         })?;
         let mut successor = child::set_up(change, machines, &image, features, image.record.passt)?;
-        let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+        let holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
         // From here on the machine's disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
@@ -70,7 +70,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         for network in image.record.machine.networks.iter().filter(|_| definition.new_identity.is_none()) {
             successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
-        go(&mut successor, paused)?;
+        go(&holding, &mut successor, paused)?;
         if !paused
             && image.record.agent == Some(true)
             && let Err(why) = set_clock(machine)
@@ -96,10 +96,10 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
     match begun {
         Ok(mut successor) => match definition.new_identity {
-            None => go(&mut successor, paused),
+            None => go(&holding, &mut successor, paused),
             Some(how) => {
                 connect(&mut successor, &definition, false)?;
-                go(&mut successor, false)?;
+                go(&holding, &mut successor, false)?;
                 drop(holding);
                 give_identity(change, successor, definition, how)
             }
@@ -111,10 +111,10 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     }
 }
 
-fn go(successor: &mut Successor, paused: bool) -> Result<()> {
+fn go(holding: &Holding, successor: &mut Successor, paused: bool) -> Result<()> {
     match paused {
         true => Ok(()),
-        false => successor.monitor.execute("cont", json!({})).map(drop),
+        false => holding.resume(&mut successor.monitor),
     }
 }
 

@@ -24,6 +24,8 @@ use crate::agent::Agent;
 use crate::busy::while_busy;
 use crate::definition::{self, Definition};
 use crate::durable;
+use crate::held::HELD;
+pub use crate::held::{Hold, Holding};
 use crate::machines::FOLDER;
 use crate::media;
 use crate::nvram;
@@ -49,16 +51,12 @@ use std::time::Duration;
 pub const DEFINITION: &str = "machine.toml";
 /// Name of the link to the folder of the current process.
 const RUN: &str = "run";
-/// How long the agent may take to answer when file systems are thawed during recovery.
-const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest path of a Unix socket on Linux, in bytes.
 const SOCKET_PATH_MAX: usize = 107;
 /// How long QEMU may take to answer after it was started.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 /// Attempts to remove a folder while a process that is ending creates files in it.
 const REMOVALS_MAX: u32 = 10;
-/// The file that records that a command has paused the guest.
-const HELD: &str = "held";
 /// How long QEMU's monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -481,12 +479,24 @@ impl Change {
 
     /// Makes a process the machine's current process.
     pub fn take_over(&self, successor: &Successor) -> Result<()> {
-        let name = successor.run.0.file_name().unwrap_or_default();
+        self.link(&successor.run)
+    }
+
+    /// Makes the process of a run folder the machine's current process.
+    pub(crate) fn link(&self, run: &RunFolder) -> Result<()> {
+        let name = run.0.file_name().unwrap_or_default();
         let temporary = self.machine.folder.join("run.new");
         let _ = fs::remove_file(&temporary);
         symlink(name, &temporary)
             .and_then(|()| fs::rename(&temporary, self.machine.folder.join(RUN)))
             .during(|| format!("linking the process of machine '{}'", self.machine.name()))
+    }
+
+    /// The run folder of the machine's current process, without the link.
+    pub(crate) fn linked(&self) -> Result<RunFolder> {
+        let link = self.machine.folder.join(RUN);
+        let name = fs::read_link(&link).during(|| format!("reading '{}'", link.display()))?;
+        Ok(RunFolder(self.machine.folder.join(name)))
     }
 
     /// A new run folder.
@@ -517,67 +527,6 @@ impl Change {
             }
         }
         Ok(())
-    }
-
-    /// Records that the guest is about to be paused, so that the next command resumes it if this command is killed. The
-    /// caller has checked whether the guest is running. Dropping the result removes the record.
-    pub fn hold(&self, hold: Hold) -> Result<Holding> {
-        let path = self.machine.folder.join(HELD);
-        let text = serde_json::to_vec(&hold)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // The record need not be durable, because a power cut ends the guest too.
-        private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
-        Ok(Holding { path })
-    }
-
-    /// If a command that paused the guest was killed, resumes the guest. Returns whether there was such a command.
-    pub fn let_go_on(&self) -> Result<bool> {
-        let path = self.machine.folder.join(HELD);
-        let Some(text) = durable::read(&path)? else { return Ok(false) };
-        // If the file is empty, the command was killed before it paused the guest.
-        let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
-        if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-            // The machine is frozen, so the machine continues from its image, and its old process must not execute the
-            // guest.
-            for process in self.machine.processes()? {
-                process.end()?;
-            }
-        }
-        self.sweep()?;
-        if self.machine.process()?.is_some() {
-            if hold.resume {
-                self.machine.monitor()?.execute("cont", json!({}))?;
-            }
-            if hold.thaw
-                && let Some(mut agent) = self.machine.agent(AGENT_PATIENCE)?
-            {
-                agent.thaw()?;
-            }
-        }
-        remove_if_there(&path)?;
-        Ok(true)
-    }
-}
-
-/// What has to be undone after a guest was paused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hold {
-    /// Whether the guest was running and has to be resumed.
-    pub resume: bool,
-    /// Whether the guest's agent has frozen its file systems, which have to be thawed.
-    pub thaw: bool,
-}
-
-/// The guest may be paused while a value of this type exists.
-pub struct Holding {
-    path: PathBuf,
-}
-
-impl Drop for Holding {
-    fn drop(&mut self) {
-        if let Err(error) = remove_if_there(&self.path) {
-            tracing::warn!("{error}");
-        }
     }
 }
 

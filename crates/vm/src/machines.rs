@@ -22,6 +22,7 @@ mod making;
 pub use intent::{Intended, OwnDisk, Snapshot};
 pub use making::Making;
 
+use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::clone;
 use crate::definition::check_name;
 use crate::disks::Disks;
@@ -32,11 +33,14 @@ use crate::machine::{Machine, MachineState, of_another_user};
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
-use std::collections::BTreeMap;
+use rustix::fs::OFlags;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Name of the folder of machines in a datastore.
 pub const FOLDER: &str = "machines";
@@ -147,7 +151,19 @@ impl Machines {
     ///
     /// # Errors
     /// `Busy`, without effect, while the machine runs, its disks are in use, or clones are based on the disks.
-    pub fn delete(&self, name: &str, disks: &[String], mut snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+        self.delete_within(name, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
+    }
+
+    /// As [`Machines::delete`]; clients of the disks have the time `patience` to disconnect.
+    fn delete_within(
+        &self,
+        name: &str,
+        disks: &[String],
+        mut snapshots: Vec<Snapshot>,
+        promote: bool,
+        patience: Duration,
+    ) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
@@ -175,6 +191,16 @@ impl Machines {
                 ));
             }
         }
+        // Once the machine's folder is moved, the deletion is completed later, even if it fails now.
+        while_busy(patience, || {
+            let all = self.disks.all()?;
+            match disks.iter().find(|disk| all.get(*disk).is_some_and(|facts| facts.clients > 0)) {
+                Some(disk) => {
+                    busy(format!("disk '{disk}' of machine '{name}' is in use; disconnect its clients first"))
+                }
+                None => Ok(()),
+            }
+        })?;
         change.sweep()?;
         let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
         let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
@@ -270,6 +296,34 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
         users.extend(disks.into_iter().map(|disk| (disk, machine.name())));
     }
     Ok(users)
+}
+
+/// Names of disks that the next command about machines deletes, because a command that created or deleted their
+/// machines was interrupted. The folder of machines need not exist.
+pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
+    let mut left = BTreeSet::new();
+    // A server of root must not wait for a pipe that the owner of the datastore has put there.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let open = |path: PathBuf| File::options().read(true).custom_flags(flags).open(path);
+    let lock = match open(folder.join(LOCK)) {
+        // No command has created or deleted machines.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(left),
+        lock => lock.during(|| format!("locking '{}'", folder.display()))?,
+    };
+    lock.lock().during(|| format!("locking '{}'", folder.display()))?;
+    let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
+    for name in durable::names(folder)?.into_iter().filter(unfinished) {
+        let folder = folder.join(name);
+        let Ok(own) = open(folder.clone()) else { continue };
+        // If the folder is locked, the command is running.
+        if own.try_lock().is_err() {
+            continue;
+        }
+        if let Ok(Some(intent)) = Intent::read(&folder) {
+            left.extend(intent.machines.into_iter().flat_map(|machine| machine.disks).map(|disk| disk.name));
+        }
+    }
+    Ok(left)
 }
 
 /// Opens an existing file for locking.

@@ -4,7 +4,7 @@
 use crate::agent::Agent;
 use crate::disks::Disks;
 use crate::machine::{Change, Hold, MachineState};
-use error::Result;
+use error::{ErrorKind, Result};
 use std::time::{Duration, Instant};
 
 /// How long the agent may take to answer; after this time the guest counts as one without an agent.
@@ -58,7 +58,8 @@ fn millis(time: Duration) -> f64 {
 }
 
 /// Takes snapshots of disks at one point in time. With `quiesce`, the guest's file systems are frozen meanwhile if the
-/// guest's agent answers. They are thawed in every case: if this command is killed, the next command thaws them.
+/// guest's agent answers. They are thawed in every case: if this command is killed or cannot thaw them, the next
+/// command thaws them.
 pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], quiesce: bool) -> Result<Quiet> {
     let machine = change.machine();
     let state = machine.state()?;
@@ -89,15 +90,21 @@ fn frozen(
     disks: &dyn Disks,
     of: &[(String, String)],
 ) -> Result<std::result::Result<Quiet, String>> {
-    let _holding = change.hold(Hold { resume: false, thaw: true })?;
+    let holding = change.hold(Hold { resume: false, thaw: true })?;
     let begun = Instant::now();
     let frozen = match agent.freeze() {
         Ok(frozen) => frozen,
-        Err(error) => return Ok(Err(format!("the guest's file systems could not be frozen: {error}"))),
+        Err(error) => {
+            // Without an answer, the agent may freeze the file systems later.
+            if error.kind() == ErrorKind::Io {
+                holding.keep();
+            }
+            return Ok(Err(format!("the guest's file systems could not be frozen: {error}")));
+        }
     };
     let count = frozen.count;
     let taken = disks.snapshot(of);
-    let thawed = frozen.thaw();
+    let thawed = frozen.thaw().inspect_err(|_| holding.keep());
     let time = begun.elapsed();
     taken?;
     Ok(Ok(match thawed {

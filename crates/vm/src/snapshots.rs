@@ -13,7 +13,8 @@
 //!    folder names. The intent is removed after the folder has received its final name.
 //! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
 //!    from a memory image, from which the guest continues (see `instant::running`).
-//! 3. A revert that was interrupted is repeated, which gives the same result.
+//! 3. A revert that was interrupted is repeated, which gives the same result. Until the revert is complete, the machine
+//!    is not started or changed: the repetition would discard what its guest has written since.
 
 use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::definition::Definition;
@@ -31,7 +32,6 @@ use crate::quiet::{self, Quiet};
 use backend::{clock, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -271,8 +271,8 @@ fn with_memory(
     let machine = change.machine();
     let features = host.features()?;
     if state == MachineState::Running {
-        let _holding = change.hold(Hold { resume: true, thaw: false })?;
-        let (taken, stun) = running::take(change, host.images(), host.disks(), features, of)?;
+        let holding = change.hold(Hold { resume: true, thaw: false })?;
+        let (taken, stun) = running::take(change, host.images(), host.disks(), features, of, &holding)?;
         keep(&taken.image.record.memory, &new.join("memory"))?;
         keep(&taken.image.state(), &new.join("state"))?;
         return Ok(stun);
@@ -373,6 +373,7 @@ pub struct Reverted {
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
+    check_revert(host, machine, &record)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
@@ -382,7 +383,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
     // If this process is killed from here on, the next command ends the new process or resumes its guest.
-    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+    let holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
             features,
@@ -406,7 +407,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     match begun {
         Ok(_) if paused => Ok(Reverted { state: MachineState::Paused, clock: None }),
         Ok(mut successor) => {
-            successor.monitor.execute("cont", json!({}))?;
+            holding.resume(&mut successor.monitor)?;
             Ok(Reverted { state: MachineState::Running, clock: Some(lifecycle::set_clock(machine)) })
         }
         Err(error) => {
@@ -414,6 +415,26 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
             Err(error.context(format!("the disks of machine '{}' were reverted, and it is off", machine.name())))
         }
     }
+}
+
+/// Refuses a revert that cannot be completed, or that would change a disk of another machine, before it has any effect.
+/// Both are possible because users also delete snapshots of single disks, and move disks from one machine to another.
+fn check_revert(host: &Host, machine: &Machine, record: &Record) -> Result<()> {
+    let (own, users) = (machine.name(), host.machines().users_of_disks()?);
+    let refused = |kind, why: String| {
+        let text = format!("machine '{own}' was not reverted to '{}': {why}", record.name);
+        Err(Error::new(kind, text))
+    };
+    for Snapshot { disk, name } in &record.disks {
+        if let Some(user) = users.get(disk).filter(|user| **user != own) {
+            let remedy = format!("remove it from there with 'lamina vm edit {user} --remove-disk {disk}'");
+            return refused(ErrorKind::Busy, format!("its disk '{disk}' belongs to machine '{user}' now: {remedy}"));
+        }
+        if exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })?.is_none() {
+            return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more"));
+        }
+    }
+    Ok(())
 }
 
 /// The steps of a revert that are repeated after an interruption.
@@ -433,6 +454,17 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;
     durable::sync(machine.folder())
+}
+
+/// Returns `WrongState` while a revert of the machine is incomplete.
+pub(crate) fn refuse_half_reverted(machine: &Machine) -> Result<()> {
+    let Some(name) = durable::read(&machine.folder().join(REVERTING))? else { return Ok(()) };
+    let (machine, name) = (machine.name(), name.trim().escape_debug().to_string());
+    let text = format!(
+        "machine '{machine}' was reverted to '{name}' only in part: 'lamina vm revert {machine}@{name}' completes the \
+         revert, or says why it fails; 'lamina vm snapshot delete {machine}@{name}' gives the revert up"
+    );
+    Err(Error::new(ErrorKind::WrongState, text))
 }
 
 /// Whether a killed command left a snapshot or a revert incomplete.

@@ -2,7 +2,7 @@
 //! so that an interrupted backup can continue and the next backup can be an increment. The snapshot is deleted when the
 //! next backup of the disk's current state is complete.
 
-use super::{Service, Watch};
+use super::{Service, Watch, claims};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
     BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, Repository, RestoreOptions, StreamLevel,
@@ -96,7 +96,10 @@ pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) ->
             let creating = Creating { service, datastore: &service.datastore, create: &create, key, progress: watch };
             creating.run().map(|created| Reply::BackedUp(Box::new(created)))
         }
-        BackupRequest::Restore(restore) => restored(&service.datastore, &restore, watch),
+        BackupRequest::Restore(restore) => {
+            claims::refuse_left(&service.location, [&restore.name])?;
+            restored(&service.datastore, &restore, watch)
+        }
         request => alone(request, watch),
     }
 }

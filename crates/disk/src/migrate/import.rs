@@ -108,20 +108,27 @@ pub(crate) struct Imports {
 
 /// The migration of one disk.
 struct Import {
-    disk: String,
-    /// Set when the disk is deleted or the datastore is closed.
-    stop: Arc<AtomicBool>,
+    /// UUID of the disk. While the migration waits for its next attempt, the disk may get another name, and another
+    /// disk its name.
+    uuid: String,
+    shared: Background,
     thread: JoinHandle<()>,
 }
 
-/// Progress of a background migration. It ignores reports, and is cancelled by [`Import::stop`].
-struct Background(Arc<AtomicBool>);
+/// What a background migration shares with the operations that end it. Its progress ignores reports.
+#[derive(Clone, Default)]
+pub(super) struct Background {
+    /// Set when the disk is deleted or the datastore is closed.
+    stop: Arc<AtomicBool>,
+    /// The name of the disk during an attempt, which uses the disk exclusively.
+    moving: Arc<parking_lot::Mutex<Option<String>>>,
+}
 
 impl Progress for Background {
     fn update(&self, _done: u64, _total: u64) {}
 
     fn cancelled(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.stop.load(Ordering::SeqCst)
     }
 }
 
@@ -272,7 +279,7 @@ impl Datastore {
         let mut running = self.imports.running.lock();
         running.retain(|import| !import.thread.is_finished());
         for entry in self.foreign.entries() {
-            let name = entry.disk.name();
+            let (name, uuid) = (entry.disk.name(), entry.disk.uuid());
             let overlay = match Overlay::of(&entry.disk.record()) {
                 Ok(Some(overlay)) => overlay,
                 Ok(None) => continue,
@@ -281,20 +288,19 @@ impl Datastore {
                     continue;
                 }
             };
-            let known = running.iter().any(|import| import.disk == name);
+            let known = running.iter().any(|import| import.uuid == uuid);
             if known || self.imports.closed.load(Ordering::SeqCst) {
                 continue;
             }
             let Some(datastore) = self.this.upgrade() else { return };
-            let moving = name.clone();
-            let stop = Arc::new(AtomicBool::new(false));
-            let background = Background(Arc::clone(&stop));
+            let (moving, shared) = (uuid.clone(), Background::default());
+            let background = shared.clone();
             let thread = std::thread::Builder::new().name(format!("import {name}"));
             let begun = thread
                 .spawn(move || datastore.move_in(&moving, &overlay, &background))
                 .during(|| format!("starting to move disk '{name}'"));
             match begun {
-                Ok(thread) => running.push(Import { disk: name, stop, thread }),
+                Ok(thread) => running.push(Import { uuid, shared, thread }),
                 Err(error) => tracing::error!("{error}"),
             }
         }
@@ -302,35 +308,31 @@ impl Datastore {
 
     /// Whether the background migration of a live import is running for a disk.
     pub fn has_import_running(&self, disk: &str) -> bool {
-        self.imports.running.lock().iter().any(|import| import.disk == disk && !import.thread.is_finished())
+        let uuid = self.uuid_of(disk).ok();
+        let running = self.imports.running.lock();
+        running.iter().any(|import| import.is_of(disk, uuid.as_deref()) && !import.thread.is_finished())
     }
 
     /// Ends the background migration of a disk that is about to be deleted; false if no migration is running.
     pub(crate) fn end_import(&self, disk: &str) -> bool {
+        let uuid = self.uuid_of(disk).ok();
         let mut running = self.imports.running.lock();
-        let Some(at) = running.iter().position(|import| import.disk == disk) else { return false };
+        let Some(at) = running.iter().position(|import| import.is_of(disk, uuid.as_deref())) else { return false };
         let import = running.remove(at);
         drop(running);
         import.end();
         true
     }
 
-    fn move_in(&self, name: &str, overlay: &Overlay, background: &Background) {
-        loop {
-            // Only an attempt has a share of the background rate, not the wait for the next attempt.
-            let moved = {
-                let paced = self.background(background);
-                self.migrate(name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate })
-            };
+    fn move_in(&self, uuid: &str, overlay: &Overlay, background: &Background) {
+        while let Some(moved) = self.move_in_once(uuid, overlay, background) {
             match moved {
-                Ok(_) => {
-                    tracing::info!(disk = name, "the disk is in the datastore and no longer needs its images");
+                Ok(info) => {
+                    tracing::info!(disk = info.name, "the disk is in the datastore and no longer needs its images");
                     return;
                 }
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::NotFound) => return,
-                Err(error) => {
-                    tracing::warn!(disk = name, "moving the disk into the datastore failed and is tried again: {error}")
-                }
+                Err(error) => tracing::warn!("moving a disk into the datastore failed and is tried again: {error}"),
             }
             let begun = Instant::now();
             while begun.elapsed() < RETRY {
@@ -342,22 +344,47 @@ impl Datastore {
         }
     }
 
+    /// One attempt to migrate the disk of a live import. `None` if the disk was deleted or no longer needs its images.
+    pub(super) fn move_in_once(
+        &self,
+        uuid: &str,
+        overlay: &Overlay,
+        background: &Background,
+    ) -> Option<Result<DiskInfo>> {
+        let entry = self.foreign.entries().into_iter().find(|entry| entry.disk.uuid() == uuid)?;
+        self.overlay_of(&entry)?;
+        let name = entry.disk.name();
+        drop(entry);
+        *background.moving.lock() = Some(name.clone());
+        // Only an attempt has a share of the background rate, not the wait for the next attempt.
+        let paced = self.background(background);
+        let moved = self.migrate(&name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate });
+        *background.moving.lock() = None;
+        Some(moved)
+    }
+
     /// Stops the background migrations.
     pub(crate) fn stop_imports(&self) {
         self.imports.closed.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
         // The flag is set for all migrations before the end of the first one is awaited, so that they end concurrently.
-        running.iter().for_each(|import| import.stop.store(true, Ordering::SeqCst));
+        running.iter().for_each(|import| import.shared.stop.store(true, Ordering::SeqCst));
         running.into_iter().for_each(Import::end);
     }
 }
 
 impl Import {
+    /// Whether this is the migration of the disk with that name and UUID. At the end of an attempt, the disk may have
+    /// a new UUID.
+    fn is_of(&self, disk: &str, uuid: Option<&str>) -> bool {
+        uuid == Some(self.uuid.as_str()) || self.shared.moving.lock().as_deref() == Some(disk)
+    }
+
     fn end(self) {
-        self.stop.store(true, Ordering::SeqCst);
+        self.shared.stop.store(true, Ordering::SeqCst);
         let is_own = self.thread.thread().id() == std::thread::current().id();
         if !is_own && self.thread.join().is_err() {
-            tracing::error!(disk = self.disk, "the thread that moved the disk into the datastore has panicked");
+            tracing::error!(uuid = self.uuid, "the thread that moved the disk into the datastore has panicked");
         }
     }
 }

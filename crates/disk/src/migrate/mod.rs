@@ -45,6 +45,6 @@ pub use import::{ImportMode, ImportOptions};
 pub(crate) use import::{Imports, Overlay};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;
-pub(crate) use recover::{problems, recover};
+pub(crate) use recover::{problems, recover, recover_settings};
 pub use run::MigrateOptions;
 pub(crate) use tree::{Node, Original, Replica};

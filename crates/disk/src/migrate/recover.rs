@@ -1,11 +1,13 @@
 //! Recovery of interrupted migrations when a datastore is opened, before incomplete disks are removed.
 //!
 //! Because incomplete disks are removed afterwards, recovery only has to mark the right copy of each migration as
-//! incomplete: it sets the marks that the record requires, and then removes the record.
+//! incomplete: it sets the marks that the record requires, and then removes the record. The record of a disk that gets
+//! a new UUID is removed later, when the disk is open and its settings have the new UUID ([`recover_settings`]).
 
 use super::intent::{Copy, DamagedIntent, Intent, Intents, Stage, peek};
 use super::run::recorded_identity;
-use crate::foreign::ImageFolders;
+use crate::foreign::{Foreign, ImageFolders};
+use crate::names;
 use crate::native::Native;
 use backend::Directory;
 use error::{Error, ErrorKind, Result};
@@ -21,6 +23,18 @@ pub(crate) struct InDoubt {
     pub folders: BTreeSet<String>,
     /// Records that cannot be read. The disks that they name must not be used.
     pub damaged: Vec<DamagedIntent>,
+    /// Disks that became disks in VMware's formats, and so have a new UUID.
+    pub renewed: Vec<RenewedDisk>,
+}
+
+/// A disk to which an interrupted migration has given a new UUID.
+pub(crate) struct RenewedDisk {
+    /// Identity of the migration, whose record is removed once the disk has its settings.
+    id: String,
+    /// The UUID before the migration.
+    uuid: String,
+    /// The folder of the disk.
+    folder: String,
 }
 
 /// Applies the migration records of a datastore that is being opened.
@@ -47,6 +61,7 @@ pub(crate) fn recover(native: &Native, folders: &ImageFolders) -> Result<InDoubt
                 }
                 Some(peer) => {
                     retire(&intent, native, folders)?;
+                    forget_settings(native, &intent.uuid);
                     // The other datastore needs this record until it has recorded the disk as its own and has removed
                     // its own record.
                     matches!(peek(peer, &intent.id), Ok(None))
@@ -61,7 +76,10 @@ pub(crate) fn recover(native: &Native, folders: &ImageFolders) -> Result<InDoubt
                         complete(&intent, native, folders)?;
                         true
                     }
-                    Ok(_) => true,
+                    Ok(_) => {
+                        forget_settings(native, &intent.uuid);
+                        true
+                    }
                     Err(error) => {
                         tracing::warn!(
                             disk = intent.disk,
@@ -78,10 +96,52 @@ pub(crate) fn recover(native: &Native, folders: &ImageFolders) -> Result<InDoubt
         };
         if done {
             tracing::info!(disk = intent.disk, stage = ?intent.stage, "completed or undid an interrupted migration");
-            intents.remove(&intent.id)?;
+            match renewed(&intent) {
+                Some(disk) => doubt.renewed.push(disk),
+                None => intents.remove(&intent.id)?,
+            }
         }
     }
     Ok(doubt)
+}
+
+/// The disk of a migration if the migration gives the disk a new UUID in this datastore. The target may also be
+/// incomplete.
+fn renewed(intent: &Intent) -> Option<RenewedDisk> {
+    let is_here = match intent.stage {
+        Stage::Copying => false,
+        Stage::Committed => intent.peer.is_none(),
+        Stage::Arriving => true,
+    };
+    match &intent.target {
+        Copy::Images { folder } if is_here => {
+            Some(RenewedDisk { id: intent.id.clone(), uuid: intent.uuid.clone(), folder: folder.clone() })
+        }
+        _ => None,
+    }
+}
+
+/// Gives disks that have a new UUID the settings that they had before, and removes the records of their migrations.
+/// Called after the disks were opened.
+pub(crate) fn recover_settings(native: &Native, foreign: &Foreign, disks: &[RenewedDisk]) -> Result<()> {
+    let intents = Intents::new(Arc::clone(native.engine.directory()));
+    for disk in disks {
+        if let Some(entry) = foreign.entries().into_iter().find(|entry| entry.folder == disk.folder) {
+            native.settings.take_over(&entry.disk.uuid(), &native.settings, &disk.uuid);
+        }
+        intents.remove(&disk.id)?;
+    }
+    Ok(())
+}
+
+/// Removes the settings of a disk that is in another datastore.
+fn forget_settings(native: &Native, uuid: &str) {
+    let is_here = native
+        .engine
+        .with_catalog(|catalog| catalog.disks().any(|disk| !disk.incomplete && names::uuid_text(&disk.uuid) == uuid));
+    if !is_here {
+        native.settings.forget(uuid);
+    }
 }
 
 /// The problems of damaged records, for a check.

@@ -158,15 +158,11 @@ impl Datastore {
             Some(entry) => Source::Foreign(self.foreign.original(entry)?),
             None => Source::Native(self.native.original(name)?),
         };
-        let client = self.switches.attach(source.original().identity(None)?, || source.head())?;
+        let client = self.switches.attach(source.original().identity(None)?, || source.head())?.of_operation();
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
         let identity = source.disk_identity();
         let (uuid, created) = identity.map(|disk| (names::uuid_text(&disk.uuid), disk.created)).unwrap_or_default();
-        if away.is_some() {
-            // The settings are stored first, so that the disk never has other settings there.
-            there.native.settings.adopt(&uuid, &self.native.settings)?;
-        }
         let target = there
             .make_target(name, &format!(".migrating-{id}"), client.switch().device().capacity(), options, progress)
             .map_err(|error| error.context(format!("disk '{name}' was not moved")))?;
@@ -188,7 +184,6 @@ impl Datastore {
                 if away.is_some() {
                     self.native.settings.forget(&uuid);
                 }
-                there.native.settings.rekey(&uuid, &there.uuid_of(name)?);
                 there.disk(name)
             }
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
@@ -270,6 +265,8 @@ impl Migration<'_> {
     /// Writes the records that name the target, before its content is copied.
     fn announce(&self) -> Result<()> {
         if let Some(peer) = self.away {
+            // The settings are stored first, so that the disk never has other settings there.
+            peer.datastore.native.settings.adopt(&self.intent.uuid, &self.home.native.settings)?;
             let arriving =
                 Intent { stage: Stage::Arriving, source: None, peer: Some(peer.home.clone()), ..self.intent.clone() };
             Intents::new(Arc::clone(peer.datastore.engine().directory())).put(&arriving)?;
@@ -334,6 +331,7 @@ impl Migration<'_> {
                      {error}"
                 );
             }
+            self.turn_settings();
         }
         drop((switch, mirror));
         for before in left {
@@ -354,6 +352,17 @@ impl Migration<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Gives the settings of the disk and the clients that have it open to the UUID of the target.
+    fn turn_settings(&self) {
+        let there = self.there();
+        match there.uuid_of(self.name) {
+            Ok(uuid) => there.native.settings.take_over(&uuid, &self.home.native.settings, &self.intent.uuid),
+            Err(error) => {
+                tracing::error!(disk = self.name, %error, "changes of the disk's settings do not reach its clients");
+            }
+        }
     }
 
     fn turn_name(&self) -> Result<()> {
@@ -414,6 +423,7 @@ impl Migration<'_> {
             self.there().remove_target(&self.target)?;
             if let Some(peer) = self.away {
                 Intents::new(Arc::clone(peer.datastore.engine().directory())).remove(&self.intent.id)?;
+                peer.datastore.native.settings.forget(&self.intent.uuid);
             }
             self.intents().remove(&self.intent.id)
         })();

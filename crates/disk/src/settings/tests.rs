@@ -47,15 +47,26 @@ fn settings_are_stored_when_they_are_changed_and_removed_with_the_disk() {
 
 #[test]
 fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
+    let wait = |seconds| OnFull::Wait(Some(Duration::from_secs(seconds)));
     let (here, there) = (Settings::open(directory()), Settings::open(directory()));
     here.change(ONE, &waits(60)).unwrap();
     let open = here.open_disk(ONE, "one");
     there.adopt(ONE, &here).unwrap();
+    there.take_over(TWO, &here, ONE);
     here.forget(ONE);
+    assert_eq!(open.space.policy(), wait(60), "the other datastore has no settings for the disk any more");
     open.space.begin(512, &Error::new(ErrorKind::NoSpace, "full"));
-    assert_eq!(there.all_waiting().len(), 1);
-    there.change(ONE, &waits(7)).unwrap();
-    assert_eq!(open.space.policy(), OnFull::Wait(Some(Duration::from_secs(7))));
+    assert_eq!([here.all_waiting().len(), there.all_waiting().len()], [0, 1]);
+    there.change(TWO, &waits(7)).unwrap();
+    assert_eq!((open.space.policy(), there.of(ONE)), (wait(7), DiskSettings::default()));
+    // Within a datastore, and without settings at first.
+    let open = here.open_disk(ONE, "one");
+    here.take_over(TWO, &here, ONE);
+    here.change(TWO, &waits(8)).unwrap();
+    assert_eq!(open.space.policy(), wait(8));
+    here.take_over(ONE, &here, TWO);
+    assert_eq!((open.space.policy(), here.of(ONE).on_full), (wait(8), wait(8)));
+    assert!(Arc::ptr_eq(&open, &here.open_disk(ONE, "one")));
 }
 
 #[test]

@@ -101,8 +101,8 @@ fn image(
     if options.inside == Inside::Required && agent == Some(false) {
         return Err(Error::new(ErrorKind::Invalid, no_agent(&machine.name())));
     }
-    let _holding = change.hold(Hold { resume: true, thaw: false })?;
-    let (taken, stun) = running::take(change, host.images(), host.disks(), host.features()?, &[])?;
+    let holding = change.hold(Hold { resume: true, thaw: false })?;
+    let (taken, stun) = running::take(change, host.images(), host.disks(), host.features()?, &[], &holding)?;
     Ok((taken.image, agent, Some(stun)))
 }
 

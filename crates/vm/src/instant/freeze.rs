@@ -4,7 +4,7 @@ use super::image::{Image, Images};
 use super::{pages, state};
 use crate::disks::Disks;
 use crate::durable;
-use crate::machine::{Change, Machine, MachineState, MemoryRecord, remove_if_there};
+use crate::machine::{Change, Holding, Machine, MachineState, MemoryRecord, remove_if_there};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -44,8 +44,15 @@ pub fn forget(machine: &Machine) -> Result<()> {
     remove_if_there(&machine.folder().join(FROZEN))
 }
 
-/// Freezes a running machine: its process ends, and the machine and its clones continue from the image.
-pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Features) -> Result<Taken> {
+/// Freezes a running machine: its process ends, and the machine and its clones continue from the image. `holding`
+/// states that the guest is paused meanwhile.
+pub fn freeze(
+    change: &Change,
+    images: &Images,
+    disks: &dyn Disks,
+    features: &Features,
+    holding: &Holding,
+) -> Result<Taken> {
     let machine = change.machine();
     let process = machine.running()?;
     let executes = match machine.state()? {
@@ -79,7 +86,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
             images.abandon(&image, disks);
             // Restores the state that the machine had before the failure.
             if executes {
-                monitor.execute("cont", json!({}))?;
+                holding.resume(&mut monitor)?;
             }
             return Err(error);
         }

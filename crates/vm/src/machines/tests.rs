@@ -440,3 +440,35 @@ fn root_begins_no_clone_of_a_machine_of_another_user() {
     std::os::unix::fs::chown(&path, Some(1234), None).unwrap();
     assert!(source.point(&host).is_err());
 }
+
+#[test]
+fn the_disks_of_an_interrupted_command_are_known_until_they_are_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(disks_left(&folder.path().join("machines")).unwrap().is_empty());
+    let (machines, disks) = open(folder.path());
+    let making = make(&machines, &["web"]).unwrap();
+    assert!(disks_left(machines.folder()).unwrap().is_empty(), "the command is running");
+    killed(making);
+    let left: Vec<String> = disks_left(machines.folder()).unwrap().into_iter().collect();
+    assert_eq!(left, disks.names());
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert!(disks_left(machines.folder()).unwrap().is_empty() && disks.names().is_empty());
+}
+
+#[test]
+fn a_machine_whose_disk_is_in_use_is_not_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let making = make(&machines, &["web"]).unwrap();
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let clients = |count| disks.0.lock().get_mut("web-disk").unwrap().clients = count;
+    let delete = || machines.delete_within("web", &["web-disk".into()], Vec::new(), false, Duration::ZERO);
+    clients(1);
+    assert_eq!(delete().unwrap_err().kind(), ErrorKind::Busy);
+    assert!(machines.has("web") && disks.names() == ["web-disk"]);
+    assert_eq!(machines.recover().unwrap(), 0);
+    clients(0);
+    delete().unwrap();
+    assert!(!machines.has("web") && disks.names().is_empty());
+}

@@ -70,23 +70,29 @@ impl Disks for Taken {
     }
 }
 
+/// The machines of a datastore with these disks.
+fn host_of(folder: &Path, disks: &Arc<Taken>) -> Host {
+    let places =
+        Places { datastore: folder.to_owned(), memory: Some(folder.join("memory")), qemu: "qemu-system-x86_64".into() };
+    Host::open(&places, Arc::clone(disks) as Arc<dyn Disks>).unwrap()
+}
+
+fn make(host: &Host, name: &str, disk: &str) {
+    let mut definition = Definition::new(name, 1, 64 << 20).unwrap();
+    definition.add_disk(disk).unwrap();
+    let making = host.machines().make(&[definition], |_| Vec::new(), Vec::new()).unwrap();
+    making.finish(name).unwrap();
+    making.settle().unwrap();
+}
+
 /// The last step fails, or the command is killed before that step: the next command finds what to delete.
 #[test]
 fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     let folder = tempfile::tempdir().unwrap();
     let obstacle = folder.path().join("machines/web/snapshots/s");
     let disks = Arc::new(Taken { all: Mutex::default(), obstacle: obstacle.clone() });
-    let places = Places {
-        datastore: folder.path().to_owned(),
-        memory: Some(folder.path().join("memory")),
-        qemu: "qemu-system-x86_64".into(),
-    };
-    let host = Host::open(&places, Arc::clone(&disks) as Arc<dyn Disks>).unwrap();
-    let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
-    definition.add_disk("web-disk").unwrap();
-    let making = host.machines().make(&[definition], |_| Vec::new(), Vec::new()).unwrap();
-    making.finish("web").unwrap();
-    making.settle().unwrap();
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
     let change = host.change("web").unwrap();
     take(&host, &change, "s", Options::default()).unwrap_err();
     drop(change);
@@ -95,4 +101,53 @@ fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     host.recover().unwrap();
     assert_eq!(*disks.all.lock(), []);
     assert_eq!(names(&host.machines().get("web").unwrap()).unwrap(), Vec::<String>::new());
+}
+
+#[test]
+fn a_revert_that_cannot_be_completed_has_no_effect() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    take(&host, &change, "s", Options::default()).unwrap();
+    let refused = |kind: ErrorKind, what: &str| {
+        let error = revert(&host, &change, "s", false).unwrap_err();
+        assert!(error.kind() == kind && error.to_string().contains(what), "{error}");
+        assert!(!is_unfinished(change.machine()), "the next command would end the machine's process");
+    };
+    // A user has deleted the snapshot of the disk.
+    let taken = std::mem::take(&mut *disks.all.lock());
+    refused(ErrorKind::NotFound, "disk 'web-disk' has no snapshot 's' any more");
+    *disks.all.lock() = taken;
+    // A user has moved the disk to another machine, whose data the revert would discard.
+    make(&host, "db", "web-disk");
+    change.define(&Definition::new("web", 1, 64 << 20).unwrap()).unwrap();
+    refused(ErrorKind::Busy, "belongs to machine 'db' now");
+    fs::remove_dir_all(folder.path().join("machines/db")).unwrap();
+    let reverted = revert(&host, &change, "s", false).unwrap();
+    assert_eq!((reverted.state, reverted.clock), (MachineState::Stopped, None));
+    assert_eq!(change.machine().definition().unwrap().disks[0].name, "web-disk");
+}
+
+/// A step of a revert has failed, for example because the file system is full.
+#[test]
+fn a_machine_is_not_changed_until_its_revert_is_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();
+    let reverting = host.machines().get("web").unwrap().folder().join(REVERTING);
+    durable::write(&reverting, b"s").unwrap();
+    let refused = host.change("web").err().unwrap();
+    let says = refused.to_string().contains("'lamina vm revert web@s'");
+    assert!(refused.kind() == ErrorKind::WrongState && says, "{refused}");
+    host.recover().unwrap();
+    drop(host.change("web").unwrap());
+    // The user gives up a revert that cannot be completed.
+    durable::write(&reverting, b"s").unwrap();
+    delete(&host, &host.change_reverted("web").unwrap(), "s").unwrap();
+    host.recover().unwrap();
+    drop(host.change("web").unwrap());
 }

@@ -83,7 +83,7 @@ impl Work<'_> {
             MachineVerb::Stop { names, all, timeout } => {
                 let how = timeout.map_or(Stop::Now, |seconds| Stop::Ask(Duration::from_secs(seconds)));
                 let names = if all { running(host)? } else { names };
-                self.each(names, &|name| lifecycle::stop(&host.change(name)?, how))
+                self.each(names, &|name| lifecycle::stop(&host.change_reverted(name)?, how))
             }
             MachineVerb::Pause { names } => self.each(names, &|name| lifecycle::pause(&host.change(name)?)),
             MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
@@ -102,12 +102,12 @@ impl Work<'_> {
             }
             MachineVerb::SnapshotDelete { snapshot } => {
                 let _working = host.work()?;
-                snapshots::delete(host, &host.change(&snapshot.machine)?, &snapshot.name)?;
+                snapshots::delete(host, &host.change_reverted(&snapshot.machine)?, &snapshot.name)?;
                 Ok(MachineReply::SnapshotDeleted(snapshot))
             }
             MachineVerb::Revert { snapshot, paused } => {
                 let _working = host.work()?;
-                let change = host.change(&snapshot.machine)?;
+                let change = host.change_reverted(&snapshot.machine)?;
                 let reverted = snapshots::revert(host, &change, &snapshot.name, paused)?;
                 Ok(MachineReply::Reverted { snapshot, state: reverted.state, clock: reverted.clock })
             }
@@ -285,8 +285,8 @@ fn freeze(host: &Host, name: String) -> Result<MachineReply> {
     let features = host.features()?;
     let resume = change.machine().state()? == MachineState::Running;
     let taken = {
-        let _holding = change.hold(Hold { resume, thaw: false })?;
-        vm::instant::freeze::freeze(&change, host.images(), host.disks(), features)?
+        let holding = change.hold(Hold { resume, thaw: false })?;
+        vm::instant::freeze::freeze(&change, host.images(), host.disks(), features, &holding)?
     };
     Ok(MachineReply::Frozen {
         name,

@@ -1,7 +1,8 @@
-//! Unit tests of migrations: the mirror, the overlay of a live import, recovery, and large empty disks.
+//! Unit tests of migrations: the mirror, live imports and their overlay, recovery, and large empty disks.
 
 #![allow(clippy::unwrap_used)]
 
+mod imports;
 mod mirror;
 mod native_layer;
 mod recover;

@@ -4,7 +4,11 @@
 use super::super::MigrateOptions;
 use super::super::intent::{Copy, Intent, Intents, Stage};
 use super::super::testbed::{placed, range};
-use crate::{CheckOptions, Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
+use crate::testbed::options;
+use crate::{
+    CheckOptions, Datastore, DiskFormat, ImageKind, InitOptions, LimitsChange, NewDisk, NoProgress, Provisioning,
+    QueueChoice, SettingsChange, SnapshotOptions,
+};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use std::sync::Arc;
@@ -215,4 +219,40 @@ fn a_record_with_one_damaged_byte_still_decides() {
     let datastore = open(&medium).unwrap();
     assert_eq!(datastore.disk("a").unwrap().provisioning, Provisioning::ZeroedThick);
     assert!(Intents::new(medium.directory()).all().unwrap().0.is_empty());
+}
+
+#[test]
+fn a_disk_that_becomes_images_keeps_its_settings_after_a_kill() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds");
+    Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    let limits = LimitsChange { quota: Some(1 << 20), reservation: None };
+    let settings = SettingsChange { limits, ..SettingsChange::default() };
+    let new = NewDisk::native(8 << 20, Provisioning::Thin);
+    let before = datastore.create_disk_with("a", &new, &settings, &NoProgress).unwrap();
+    let target =
+        datastore.foreign.replica(&vmdk::NewDisk::new("a", 8 << 20, ImageKind::Thin, None), &NoProgress).unwrap();
+    let intent = Intent {
+        id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
+        stage: Stage::Committed,
+        disk: "a".into(),
+        source: Some(Copy::Native { object: Some(datastore.native.find_disk("a").unwrap().id) }),
+        target: Copy::Images { folder: target.folder.clone() },
+        uuid: before.uuid.clone(),
+        created: 0,
+        peer: None,
+    };
+    Intents::new(Arc::clone(datastore.directory())).put(&intent).unwrap();
+    target.disk.close().unwrap();
+    drop(target);
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    let after = datastore.disk("a").unwrap();
+    assert!(after.uuid != before.uuid && after.format == "vmdk");
+    assert_eq!(after.settings, before.settings);
+    assert_eq!(datastore.native.settings.of(&before.uuid), crate::DiskSettings::default());
+    assert!(Intents::new(Arc::clone(datastore.directory())).all().unwrap().0.is_empty());
+    datastore.close().unwrap();
 }
