@@ -18,7 +18,7 @@ fuzz_target!(|data: &[u8]| {
     let before = disk.operations();
     let whole = Stream::open(Arc::clone(&file), "image").is_ok();
     let layer = Stream::salvage(file, "image");
-    assert!(!whole || layer.is_ok(), "opens normally, but not by force");
+    assert!(!whole || layer.is_ok(), "opens normally, but not for salvage");
     if let Ok(layer) = layer {
         look(&layer, &mut input);
         let _ = (layer.descriptor(), layer.warnings());

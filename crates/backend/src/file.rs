@@ -238,7 +238,8 @@ impl dyn File + '_ {
         }
     }
 
-    /// As [`LocalFile::zero_range`]; without a local part the range is punched, and on such a medium keeps its space.
+    /// As [`LocalFile::zero_range`]; without a local part the range is punched. It keeps its space, because such a file
+    /// is allocated by its length.
     pub fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.local() {
             Some(local) => local.file.zero_range(offset, length),

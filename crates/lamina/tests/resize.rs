@@ -67,7 +67,7 @@ impl Monitor {
     }
 }
 
-/// A QEMU without a machine that uses a disk of the datastore.
+/// A QEMU process without a guest (`-machine none`). It uses a disk of the datastore.
 struct Qemu {
     child: Child,
     folder: tempfile::TempDir,

@@ -124,7 +124,7 @@ const HEADLINES: [Headline; 20] = [
     ),
     headline(
         Study::Remote,
-        ("second clone: data sent against changed", ""),
+        ("second clone: data sent against data changed", ""),
         "a second clone after 5 % of the disk changed: data sent against data changed",
     ),
 ];

@@ -114,7 +114,7 @@ pub enum MachineVerb {
         names: Vec<String>,
         /// Keep the disks of the machines.
         keep_disks: bool,
-        /// Hand over the snapshots that clones are based on to the clones.
+        /// Hand over to linked clones the snapshots on which these clones are based.
         promote: bool,
         /// Delete machines whose definitions cannot be read, without their disks.
         force: bool,

@@ -101,7 +101,7 @@ impl Request {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
             Self::Check { .. }
-            | Self::Label(_) // Disks of limited labels may have to be counted.
+            | Self::Label(_) // The space of disks whose labels have limits may have to be counted.
             | Self::Convert(_)
             | Self::ExportArchive(_)
             | Self::Salvage(_)

@@ -240,7 +240,8 @@ impl Tables {
                     let what = format!("{}: grain table {index} is missing", self.image);
                     Error::new(ErrorKind::Corrupt, what)
                 })?;
-                // Other threads change this version too, even if it is evicted before this thread has the lock.
+                // `loading` stays locked until `state` is locked. So if the table is evicted meanwhile, no other thread
+                // can load it a second time and change the second version.
                 state = self.state.write();
                 table
             }

@@ -107,7 +107,7 @@ impl ExtentPart<'_> {
     }
 
     /// Converts the extents in `out` from index `from` on, which the part's layer returned, to offsets and files of the
-    /// whole disk; the result of this layer begins at index `own`.
+    /// whole disk. Extents before index `own` are not of this disk's result, and are not changed.
     fn translate(&self, out: &mut Vec<Extent>, from: usize, own: usize) -> Result<()> {
         for extent in &mut out[from..] {
             extent.start += self.placed.start;

@@ -83,7 +83,7 @@ impl Header {
         // These counters only grow, and in practice never reach the limits. The limits exclude an overflow of sums.
         let counters = [self.sequence, self.tail, self.tail_number];
         let reached = counters.iter().any(|counter| *counter > 1 << 60) || self.incarnation > 1 << 30;
-        // Every grain has at most one location, and crashes lose only few further blocks.
+        // Every grain has at most one location, and crashes leave only few other blocks unreferenced.
         let most = layout.data + 2 * layout.grains + (1 << 30);
         if reached || self.next < layout.data || self.next > most {
             return Err(Error::new(ErrorKind::Corrupt, "its header holds invalid numbers"));

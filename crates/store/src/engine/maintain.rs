@@ -372,7 +372,7 @@ impl Engine {
             }
             match meta.check_readable(&operation) {
                 Err(error) if is_lost(&error) => {
-                    tracing::error!(%error, "a deleted disk or snapshot is damaged: its other blocks are not freed");
+                    tracing::error!(%error, "a deleted disk or snapshot is damaged: the rest of it is not freed");
                     meta.catalog.leave_trash(object, &error);
                     continue;
                 }

@@ -100,7 +100,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Retries to punch all runs that could not be punched. True if none remains.
+    /// Tries again to punch all runs that could not be punched. True if none remains.
     pub(super) fn return_rest(&self) -> bool {
         let mut unpunched = self.reserves.lock_punching();
         unpunched.try_again();

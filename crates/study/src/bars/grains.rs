@@ -120,7 +120,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         judge(cell, &rates, &mut outcome);
         if cell.first_writes() {
             let flushed = by_side(&found[FLUSHED]);
-            let what = format!("{} with a flush: SEsparse's share of flat", cell.name);
+            let what = format!("{} with a flush: SEsparse's rate against flat", cell.name);
             outcome.findings.push(Finding::new(PROPERTY, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
         }
         let mut row = vec![cell.name.clone()];
@@ -261,15 +261,15 @@ fn connect(datastore: &Datastore, name: &str) -> Result<Client> {
 fn judge(cell: &Cell, rates: &[Vec<f64>; 3], outcome: &mut Outcome) {
     let share = |side: usize, of: usize| share(&rates[side], &rates[of]);
     outcome.findings.extend([
-        Finding::new(PROPERTY, format!("{}: SEsparse's share of flat", cell.name), share(SESPARSE, FLAT), "")
+        Finding::new(PROPERTY, format!("{}: SEsparse's rate against flat", cell.name), share(SESPARSE, FLAT), "")
             .at_least(cell.share_min()),
         Finding::new(
             PROPERTY,
-            format!("{}: SEsparse's share of VMFSsparse", cell.name),
+            format!("{}: SEsparse's rate against VMFSsparse", cell.name),
             share(SESPARSE, VMFSSPARSE),
             "",
         )
         .at_least(VMFSSPARSE_SHARE_MIN),
-        Finding::new(PROPERTY, format!("{}: VMFSsparse's share of flat", cell.name), share(VMFSSPARSE, FLAT), ""),
+        Finding::new(PROPERTY, format!("{}: VMFSsparse's rate against flat", cell.name), share(VMFSSPARSE, FLAT), ""),
     ]);
 }

@@ -122,9 +122,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let data = sent["data"].as_u64().unwrap_or(u64::MAX);
     let wire = sent["wire"].as_u64().unwrap_or(u64::MAX);
     outcome.findings.extend([
-        Finding::new(PROPERTY, "second clone: data sent against changed", data as f64 / bytes as f64, "")
+        Finding::new(PROPERTY, "second clone: data sent against data changed", data as f64 / bytes as f64, "")
             .at_most(SENT_SHARE_MAX),
-        Finding::new(PROPERTY, "second clone: bytes on the wire against changed", wire as f64 / bytes as f64, ""),
+        Finding::new(PROPERTY, "second clone: bytes on the wire against data changed", wire as f64 / bytes as f64, ""),
         Finding::new(PROPERTY, "second clone", time.as_secs_f64(), "s"),
     ]);
     outcome.raw = json!({ "runs": raw, "changed": bytes, "second": sent });

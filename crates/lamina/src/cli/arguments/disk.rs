@@ -335,7 +335,7 @@ pub enum DiskCommand {
         /// Show what deleting the disks together would free, and delete nothing.
         #[arg(long)]
         dry_run: bool,
-        /// Hand the snapshots that linked clones are based on over to the clones, then delete.
+        /// Hand over to linked clones the snapshots on which these clones are based, then delete.
         #[arg(long)]
         promote: bool,
         /// Delete the disk even if a client that lost its connection may reconnect, or a machine uses it.

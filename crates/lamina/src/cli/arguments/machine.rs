@@ -172,7 +172,7 @@ pub enum VmCommand {
         /// Keep the disks in the datastore.
         #[arg(long)]
         keep_disks: bool,
-        /// Hand the snapshots that clones are based on over to the clones.
+        /// Hand over to linked clones the snapshots on which these clones are based.
         #[arg(long, conflicts_with = "keep_disks")]
         promote: bool,
         /// Delete also a machine whose definition is missing or cannot be read. Its disks stay.

@@ -39,7 +39,7 @@ fn more_changes_than_the_ring_holds_survive_power_cuts() {
     }
     let check = layer.check().unwrap();
     assert_eq!((check.problem_count, check.grains), (0, flushed.len() as u64));
-    // Crashes lose only blocks that were allocated and not logged.
+    // Crashes leave no blocks unreferenced except those that were allocated and not logged.
     assert!(check.dead < 12 * 64, "{check:?}");
 }
 

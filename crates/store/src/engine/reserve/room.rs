@@ -149,9 +149,10 @@ impl Engine {
         Ok(bytes.end)
     }
 
-    /// Continues the search for the unclaimed space that a crash left, and punches it, while `goes_on` is true before a
-    /// region. `running` as in [`Engine::unclaimed_room`]. Returns true if the search has ended, because it is complete
-    /// or because it failed. If punching fails, maintenance tries again later.
+    /// Continues the search for the unclaimed space that a crash left, and punches this space. `goes_on` is called
+    /// before each region; if it returns false, the search pauses. `running` as in [`Engine::unclaimed_room`]. Returns
+    /// true if the search has ended, because it is complete or because it failed. If punching fails, maintenance tries
+    /// again later.
     pub(crate) fn return_unclaimed_room(&self, running: bool, goes_on: impl Fn() -> bool) -> bool {
         let mut search = self.reserves.lock_search();
         let Some(Search { position, returned, failed }) = search.as_mut() else { return true };
