@@ -444,6 +444,24 @@ fn a_failed_close_can_be_repeated() {
 }
 
 #[test]
+fn a_snapshot_is_sealed_although_the_threads_have_ended_in_a_failed_close() {
+    let (disk, engine) = with_a_block(256);
+    engine.close().unwrap();
+    drop(engine);
+    let engine = Engine::open(disk.directory(), EngineOptions { threads: true, ..options() }).unwrap();
+    // The threads end at once, and the close fails before it writes anything back.
+    drop(engine.running.begin_closing());
+    engine.running.end_threads();
+    write(&engine, 0, 2);
+    let snapshot = take(&engine, 1, "s");
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let reader = Arc::clone(&engine);
+    std::thread::spawn(move || sender.send(reader.wait_sealed(snapshot)));
+    receiver.recv_timeout(std::time::Duration::from_secs(10)).unwrap().unwrap();
+    engine.close().unwrap();
+}
+
+#[test]
 fn a_data_file_whose_name_is_not_durable_is_created_again_or_stops_the_store() {
     for number in 0..40 {
         let (disk, engine) = made();
