@@ -4,7 +4,8 @@
 //! A write is acknowledged before the map is read. Pages may then be lost where the map would have to refer to the
 //! write, or in the table of the blocks that are mapped there. The write would block all later flushes and write-back
 //! of all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of the range
-//! return the damage, and further writes to it are refused.
+//! return the damage, and further writes to it are refused. The same applies to writes after a snapshot that cannot be
+//! sealed, because the number of references of its root is lost.
 //!
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
@@ -257,21 +258,26 @@ impl Engine {
         let (mut any, mut waits) = (false, false);
         for head in self.buffers.heads() {
             let mut buffer = head.lock();
-            if buffer.layers.is_empty() {
-                continue;
-            }
-            let (layer, _) = buffer.layers.oldest();
-            for piece in layer.take(0, u64::MAX) {
+            let Some(at) = buffer.layers.first_filled() else { continue };
+            // An older layer is empty if its snapshot is not sealed. Until then no later write can enter the map.
+            let unsealed = match at {
+                0 => None,
+                _ => self.meta.lock().references_of_root(head.id).err().filter(is_lost),
+            };
+            for piece in buffer.layers.layer(at).take(0, u64::MAX) {
                 let range = piece.logical..piece.logical + piece.entry.blocks;
                 let unmap = matches!(piece.entry.content, Content::Unmapped);
-                let unreadable = self.meta.lock().unreadable(head.id, range, unmap);
+                let unreadable = match &unsealed {
+                    Some(why) => vec![(range.start..tree::LOGICAL_LIMIT, why.repeated())],
+                    None => self.meta.lock().unreadable(head.id, range, unmap),
+                };
                 for (range, why) in unreadable {
                     // Reads of another page may have failed for long, but this one only once.
                     if why.kind() == ErrorKind::Io && !(goes_on && self.isolation.is_lasting(&why.to_string())) {
                         waits |= goes_on;
                         continue;
                     }
-                    let (layer, _) = buffer.layers.oldest();
+                    let layer = buffer.layers.layer(at);
                     let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
                     if layer.cuts_discard(&lost) {
                         // The second part of the discard needs map changes too, and returns them at its end.

@@ -240,11 +240,21 @@ fn a_snapshot_waits_until_the_references_of_its_root_can_be_read() {
     let snapshot = take(&engine, 1, "s");
     let mend = lose_page(&disk, "map.table", 0);
     engine.meta.lock().pages.drop_clean();
-    assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Io);
-    assert_eq!(engine.failure(), None);
-    mend();
     engine.flush().unwrap();
+    assert_eq!(engine.wait_sealed(snapshot).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(engine.failure(), None);
+    // A later write cannot enter the map. It is lost, and does not prevent further flushes.
+    write(&engine, 0, 2);
+    let flush = || engine.flush_head(&engine.head(1), engine.acknowledged());
+    let told = flush().unwrap_err();
+    assert!(told.to_string().contains("are lost"), "{told}");
+    flush().unwrap();
+    mend();
     engine.wait_sealed(snapshot).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    write(&engine, 0, 3);
+    flush().unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 3);
     is_whole(&engine);
 }
 
