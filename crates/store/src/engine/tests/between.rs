@@ -453,6 +453,40 @@ fn a_failed_close_can_be_repeated() {
     assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
 }
 
+/// A read finds a block torn by a power cut, while another thread writes the content of the torn overwrite once more.
+#[test]
+fn an_overwrite_that_ends_during_a_read_of_its_torn_block_is_no_damage() {
+    let (disk, engine) = with_a_block(256);
+    let run = own_block(&engine, 1, 0);
+    {
+        let mut guard = engine.meta.lock();
+        let meta = &mut *guard;
+        meta.data.annotate(&mut meta.pages, run, |_, entry| entry.suspect = true).unwrap();
+    }
+    let (file, offset) = engine.files.locate(run).unwrap();
+    file.write_at(&[&slice(5, 1)], offset, false).unwrap();
+    let (reads, other) = (AtomicU64::new(0), Arc::clone(&engine));
+    disk.set_pace(Arc::new(move |request| {
+        // The block is read for the second time because it differs from its checksum.
+        if request != Request::Read || reads.fetch_add(1, Ordering::SeqCst) != 1 {
+            return;
+        }
+        let (engine, file) = (Arc::clone(&other), Arc::clone(&file));
+        let (sender, locked) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut guard = engine.meta.lock();
+            sender.send(()).unwrap();
+            // Meanwhile the block is read.
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            let meta = &mut *guard;
+            meta.data.annotate(&mut meta.pages, run, |_, entry| entry.suspect = false).unwrap();
+            file.write_at(&[&slice(1, 1)], offset, false).unwrap();
+        });
+        locked.recv().unwrap();
+    }));
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+}
+
 #[test]
 fn a_snapshot_is_sealed_although_the_threads_have_ended_in_a_failed_close() {
     let (disk, engine) = with_a_block(256);
