@@ -445,14 +445,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Restores the reservation of thick disks with snapshots, as far as free blocks allow. Writes reduce the
-    /// reservation, and a crash may have counted some of them twice. The reserved blocks are among the free ones.
+    /// Restores the reservation of thick disks with snapshots to their size, as far as free blocks allow. Writes reduce
+    /// the reservation, and a crash may have counted some of them twice. A crash also leaves too much reserved, for
+    /// buffered writes of a snapshot or for a resize. The reserved blocks are among the free ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
-        let disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
+        let size = |disk: &Object| disk.capacity.div_ceil(BLOCK_SIZE as u64);
+        let mut disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
+        disks.iter_mut().for_each(|disk| disk.reserved = disk.reserved.min(size(disk)));
         let mut spare = meta.data.counts().free.saturating_sub(disks.iter().map(|disk| disk.reserved).sum());
         for mut object in disks {
-            let more = object.capacity.div_ceil(BLOCK_SIZE as u64).saturating_sub(object.reserved).min(spare);
+            let more = size(&object).saturating_sub(object.reserved).min(spare);
             spare -= more;
             object.reserved += more;
             self.carry_out(meta, Operation::Put { record: object.encode() }, 0)?;

@@ -409,6 +409,22 @@ fn unclaimed() -> (SimulatedDisk, Arc<Engine>, u64) {
 }
 
 #[test]
+fn a_crash_leaves_no_reservation_beyond_the_size_of_a_thick_disk() {
+    let (disk, engine) = made();
+    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
+    take(&engine, thick, "s");
+    let reserved = |engine: &Engine| engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved);
+    assert_eq!(reserved(&engine), 64);
+    // A resize reserves blocks for the new size before the disk has this size.
+    engine.set_more_aside(thick, 100).unwrap();
+    assert_eq!(reserved(&engine), 164);
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!((reserved(&engine), engine.counts().reserved), (64, 64));
+}
+
+#[test]
 fn what_a_crash_left_reserved_is_given_back_step_by_step() {
     let (disk, engine, before) = unclaimed();
     assert!(!engine.return_unclaimed_room(true, || false));
