@@ -336,7 +336,7 @@ impl Engine {
         engine.end_mending()?;
         engine.update_headroom(&engine.meta.lock());
         engine.reserve_for_checkpoints()?;
-        engine.start(crashed)?;
+        engine.start(crashed, opening)?;
         Ok(engine)
     }
 
@@ -371,7 +371,7 @@ impl Engine {
     }
 
     /// Finishes an opening: completes operations that a crash interrupted, and starts the threads.
-    fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
+    fn start(self: &Arc<Self>, crashed: bool, opening: Opening) -> Result<()> {
         self.stop_on_loss();
         if crashed {
             let mut meta = self.meta.lock();
@@ -383,7 +383,9 @@ impl Engine {
                 .collect();
             unsealed.sort_unstable();
             for snapshot in unsealed {
-                self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
+                // The number of references of the root may be lost.
+                let sealed = self.carry_out(&mut meta, Operation::Seal { snapshot }, 0);
+                sealed.map_err(|error| opening.unrecovered(error))?;
             }
             // Incomplete disks are left to the caller, because the record of a migration may name one of them as the
             // complete disk. Otherwise the caller deletes them with their snapshots.

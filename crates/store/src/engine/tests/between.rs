@@ -259,6 +259,20 @@ fn a_snapshot_waits_until_the_references_of_its_root_can_be_read() {
 }
 
 #[test]
+fn an_opening_that_cannot_seal_a_snapshot_says_what_to_do() {
+    let (disk, engine) = with_a_block(256);
+    engine.discard_blocks(&engine.head(1), 100..101).unwrap();
+    take(&engine, 1, "s");
+    // The engine is dropped without closing, as by a kill. Replay itself needs no page of the table.
+    drop(engine);
+    let mend = lose_page(&disk, "map.table", 0);
+    let refused = open(&disk).err().unwrap();
+    assert!(refused.kind() == ErrorKind::Io && refused.to_string().contains("lamina check --repair"), "{refused}");
+    mend();
+    is_whole(&open(&disk).unwrap());
+}
+
+#[test]
 fn returned_space_is_replayed_beside_a_damaged_page_of_the_table() {
     let (disk, engine) = with_a_block(3000);
     assert!(engine.reclaim().unwrap() > 2000);
