@@ -237,6 +237,7 @@ impl Engine {
         let mended = self.note_mended(meta, &mut report);
         meta.pages.set_mender(None);
         let counted = if report.repairs > 0 { self.recount(meta) } else { Ok(()) };
+        self.update_headroom(meta);
         drop(guard);
         let standing = StoreActivity::Stopped(&Default::default());
         let checked = checked.and(mended).and(counted);

@@ -553,6 +553,7 @@ fn repairs_beyond_the_listed_findings_are_durable() {
     let leaked = leak(&engine);
     let report = checked(&engine, true);
     assert!(report.unlisted == 1 && report.findings.iter().all(|finding| finding.repaired.is_none()));
+    assert_eq!(engine.reserves.headroom(), engine.counts().data.free);
     drop(is_reused(&disk, engine, leaked, 256));
 }
 
