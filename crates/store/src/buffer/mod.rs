@@ -298,6 +298,16 @@ impl Layers {
         (&mut self.layers[0], closed)
     }
 
+    /// The position of the oldest layer with entries, for [`Layers::layer`].
+    pub fn first_filled(&self) -> Option<usize> {
+        self.layers.iter().position(|layer| !layer.is_empty())
+    }
+
+    /// The layer at a position; the oldest has position 0.
+    pub fn layer(&mut self, at: usize) -> &mut Layer {
+        &mut self.layers[at]
+    }
+
     /// The snapshot that is complete, because the oldest layer is closed and empty.
     pub fn complete(&self) -> Option<u64> {
         if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers[0].snapshot } else { None }

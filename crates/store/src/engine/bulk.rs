@@ -50,7 +50,8 @@ impl<'a> BulkWriter<'a> {
             };
             drop(claim);
             let bytes = &data[at as usize * BLOCK_SIZE..(at + run.blocks) as usize * BLOCK_SIZE];
-            let (file, offset) = engine.files.locate(run)?;
+            let located = engine.files.locate(run);
+            let (file, offset) = located.inspect_err(|_| engine.release_new(&mut engine.meta.lock(), Some(run)))?;
             let turn = self.turn();
             file.write_at(&[bytes], offset, false)
                 .during(|| format!("writing {} bytes of a new disk", bytes.len()))

@@ -69,6 +69,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub unlisted: u64,
+    /// Number of findings that were repaired, listed or not.
+    pub(super) repairs: u64,
     /// Pages of `data.table` that were rebuilt. The checksums that remained readable in them must be compared with the
     /// blocks.
     pub(super) renewed: Vec<u64>,
@@ -78,6 +80,7 @@ pub struct Report {
 
 impl Report {
     pub(super) fn add(&mut self, problem: String, repaired: Option<String>) {
+        self.repairs += u64::from(repaired.is_some());
         if self.findings.len() < FINDINGS_MAX {
             self.findings.push(Finding { problem, repaired });
         } else {
@@ -231,23 +234,26 @@ impl Engine {
             meta.catalog.renew_page(&mut meta.pages, number);
         }
         meta.logged = logged;
-        self.note_mended(meta, &mut report)?;
+        let mended = self.note_mended(meta, &mut report);
         meta.pages.set_mender(None);
-        let repaired = report.findings.iter().any(|finding| finding.repaired.is_some());
-        if repaired {
-            self.recount(meta)?;
-        }
+        let counted = if report.repairs > 0 { self.recount(meta) } else { Ok(()) };
+        self.update_headroom(meta);
         drop(guard);
         let standing = StoreActivity::Stopped(&Default::default());
+        let checked = checked.and(mended).and(counted);
         let checked = checked.and_then(|()| self.compare_room(standing, true, &mut report));
+        // A change that uses a repaired block must not be in the journal before the repair is durable. Only small
+        // changes that were admitted before the check may be appended: announcements, reservations and resolved blocks.
+        let closed = self.log.admission.close();
         drop(through);
         drop(commit);
         drop(gate);
-        // No record describes the repairs. Also after an interruption, later changes rely on them, and are replayed on
-        // the state of the last checkpoint.
-        if report.findings.iter().any(|finding| finding.repaired.is_some()) {
+        // No record describes the repairs. Also after an interruption or a failure, later changes rely on them, and are
+        // replayed on the state of the last checkpoint.
+        if report.repairs > 0 {
             self.checkpoint_locked(Purpose::GoOn)?;
         }
+        drop(closed);
         drop(checkpoint);
         checked.map(|()| report)
     }

@@ -284,7 +284,8 @@ impl Engine {
                 return Ok(());
             }
             self.check_running()?;
-            if self.options.threads {
+            // The threads have ended if a close was tried and has failed.
+            if self.options.threads && self.running.goes_on() {
                 self.request(|work| work.write_back = true);
                 self.buffers.wait_sealed(Duration::from_millis(5));
                 self.writeback.failing.check(failures)?;

@@ -26,7 +26,7 @@ use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::tree;
-use crate::{ErrorKind, Result};
+use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
 
 /// Blocks of data that one step of a flush moves into the map.
@@ -266,7 +266,16 @@ impl Engine {
                 if !closed {
                     break;
                 }
-                self.seal_oldest(&mut buffer)?;
+                match self.seal_oldest(&mut buffer) {
+                    // All writes of the disk are in the map. Write-back seals the snapshot once the references of its
+                    // root can be read. A close must not leave it unsealed.
+                    Err(error)
+                        if is_lost(&error) && self.running.goes_on() && buffer.layers.first_filled().is_none() =>
+                    {
+                        break;
+                    }
+                    sealed => sealed?,
+                }
             }
         }
         Ok(None)

@@ -4,7 +4,8 @@
 //! A write is acknowledged before the map is read. Pages may then be lost where the map would have to refer to the
 //! write, or in the table of the blocks that are mapped there. The write would block all later flushes and write-back
 //! of all disks, so it is removed from the buffer. The next flush of its disk fails with the reason, reads of the range
-//! return the damage, and further writes to it are refused.
+//! return the damage, and further writes to it are refused. The same applies to writes after a snapshot that cannot be
+//! sealed, because the number of references of its root is lost.
 //!
 //! A failed read proves no damage: the next one may succeed. So a page counts as unreadable only if reads of it fail
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
@@ -31,6 +32,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(100);
 /// Failures further apart than this belong to different events.
 const APART: Duration = Duration::from_secs(10);
+/// The key of failed reads of any page in [`Isolation::failing`].
+const ANY_PAGE: &str = "";
 
 /// The isolated ranges of one disk.
 #[derive(Default)]
@@ -51,8 +54,9 @@ struct Isolated {
 pub struct Isolation {
     any: AtomicBool,
     disks: Mutex<BTreeMap<u64, Isolated>>,
-    /// When reads of metadata that a change needs began to fail, and when they failed last.
-    failing: Mutex<Option<(Instant, Instant)>>,
+    /// When reads of metadata that a change needs began to fail, and when they failed last: of any page, and of each
+    /// page by its error, which names the page.
+    failing: Mutex<BTreeMap<String, (Instant, Instant)>>,
     /// The value of [`Engine::losses`] when a failed change was last tried again because a region was lost.
     losses: AtomicU64,
 }
@@ -96,18 +100,20 @@ impl Isolation {
         }
     }
 
-    /// Notes that a read has failed. True if reads have failed for so long that the pages count as unreadable.
-    fn is_lasting(&self) -> bool {
+    /// Notes that a read has failed with this error. True if it has failed for so long that the page counts as
+    /// unreadable.
+    fn is_lasting(&self, error: &str) -> bool {
         let now = Instant::now();
         let mut failing = self.failing.lock();
-        let since = failing.filter(|(_, last)| last.elapsed() < APART).map_or(now, |(since, _)| since);
-        *failing = Some((since, now));
+        failing.retain(|_, (_, last)| last.elapsed() < APART);
+        let (since, last) = failing.entry(error.to_owned()).or_insert((now, now));
+        *last = now;
         since.elapsed() >= PATIENCE
     }
 
     /// Notes that the whole medium fails, so that failed reads do not prove that a page is lost.
     fn forget_failures(&self) {
-        *self.failing.lock() = None;
+        self.failing.lock().clear();
     }
 }
 
@@ -237,29 +243,41 @@ impl Engine {
             if !self.running.goes_on() {
                 return None;
             }
-            if !self.isolation.is_lasting() {
+            self.isolation.is_lasting(&error.to_string());
+            if !self.isolation.is_lasting(ANY_PAGE) {
                 return Some(PAUSE);
             }
         }
+        let goes_on = self.running.goes_on() && (error.kind() == ErrorKind::Io || self.log.is_medium_readable());
         // A region was lost since the last such retry, so the change may have failed because it used blocks of this
         // region. The next attempt uses another region.
         let losses = self.losses();
         if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
             return Some(Duration::ZERO);
         }
-        let mut any = false;
+        let (mut any, mut waits) = (false, false);
         for head in self.buffers.heads() {
             let mut buffer = head.lock();
-            if buffer.layers.is_empty() {
-                continue;
-            }
-            let (layer, _) = buffer.layers.oldest();
-            for piece in layer.take(0, u64::MAX) {
+            let Some(at) = buffer.layers.first_filled() else { continue };
+            // An older layer is empty if its snapshot is not sealed. Until then no later write can enter the map.
+            let unsealed = match at {
+                0 => None,
+                _ => self.meta.lock().references_of_root(head.id).err().filter(is_lost),
+            };
+            for piece in buffer.layers.layer(at).take(0, u64::MAX) {
                 let range = piece.logical..piece.logical + piece.entry.blocks;
                 let unmap = matches!(piece.entry.content, Content::Unmapped);
-                let unreadable = self.meta.lock().unreadable(head.id, range, unmap);
+                let unreadable = match &unsealed {
+                    Some(why) => vec![(range.start..tree::LOGICAL_LIMIT, why.repeated())],
+                    None => self.meta.lock().unreadable(head.id, range, unmap),
+                };
                 for (range, why) in unreadable {
-                    let (layer, _) = buffer.layers.oldest();
+                    // Reads of another page may have failed for long, but this one only once.
+                    if why.kind() == ErrorKind::Io && !(goes_on && self.isolation.is_lasting(&why.to_string())) {
+                        waits |= goes_on;
+                        continue;
+                    }
+                    let layer = buffer.layers.layer(at);
                     let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
                     if layer.cuts_discard(&lost) {
                         // The second part of the discard needs map changes too, and returns them at its end.
@@ -275,6 +293,6 @@ impl Engine {
         if any {
             tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
         }
-        any.then_some(Duration::ZERO)
+        if any { Some(Duration::ZERO) } else { waits.then_some(PAUSE) }
     }
 }

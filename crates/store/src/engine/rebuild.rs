@@ -22,7 +22,7 @@ use crate::engine::verify::StoreActivity;
 use crate::pages::{Mender, PageFile, PageKey};
 use crate::space::{BlockEntry, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
-use crate::{Error, IoContext, Result};
+use crate::{Error, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -236,9 +236,10 @@ impl Engine {
         self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
         // The check that follows reports the findings that were not repaired.
         first.findings.retain(|finding| finding.repaired.is_some());
-        if !first.findings.is_empty() {
+        if first.repairs > 0 {
             self.recount(meta)?;
         }
+        report.repairs += first.repairs;
         report.findings.append(&mut first.findings);
         report.renewed.append(&mut first.renewed);
         drop(guard);
@@ -270,8 +271,13 @@ impl Engine {
         let Some(mender) = meta.pages.mender().cloned() else { return Ok(()) };
         for (key, proof) in mender.take_mended() {
             if self.has_room_for_repair(&meta.sight()) {
-                meta.pages.get_mut(key)?;
-                report.add(format!("{key} was damaged"), Some(proof.to_string()));
+                match meta.pages.get_mut(key).map(drop) {
+                    Ok(()) => report.add(format!("{key} was damaged"), Some(proof.to_string())),
+                    Err(error) if is_lost(&error) => {
+                        report.add(format!("{key} is damaged, and cannot be restored: {error}"), None);
+                    }
+                    Err(error) => return Err(error),
+                }
             } else {
                 report.add(format!("{key} is damaged, and there is no room to restore it"), None);
             }

@@ -336,7 +336,7 @@ impl Engine {
         engine.end_mending()?;
         engine.update_headroom(&engine.meta.lock());
         engine.reserve_for_checkpoints()?;
-        engine.start(crashed)?;
+        engine.start(crashed, opening)?;
         Ok(engine)
     }
 
@@ -371,7 +371,7 @@ impl Engine {
     }
 
     /// Finishes an opening: completes operations that a crash interrupted, and starts the threads.
-    fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
+    fn start(self: &Arc<Self>, crashed: bool, opening: Opening) -> Result<()> {
         self.stop_on_loss();
         if crashed {
             let mut meta = self.meta.lock();
@@ -383,7 +383,9 @@ impl Engine {
                 .collect();
             unsealed.sort_unstable();
             for snapshot in unsealed {
-                self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
+                // The number of references of the root may be lost.
+                let sealed = self.carry_out(&mut meta, Operation::Seal { snapshot }, 0);
+                sealed.map_err(|error| opening.unrecovered(error))?;
             }
             // Incomplete disks are left to the caller, because the record of a migration may name one of them as the
             // complete disk. Otherwise the caller deletes them with their snapshots.
@@ -445,14 +447,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Restores the reservation of thick disks with snapshots, as far as free blocks allow. Writes reduce the
-    /// reservation, and a crash may have counted some of them twice. The reserved blocks are among the free ones.
+    /// Restores the reservation of thick disks with snapshots to their size, as far as free blocks allow. Writes reduce
+    /// the reservation, and a crash may have counted some of them twice. A crash also leaves too much reserved, for
+    /// buffered writes of a snapshot or for a resize. The reserved blocks are among the free ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
-        let disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
+        let size = |disk: &Object| disk.capacity.div_ceil(BLOCK_SIZE as u64);
+        let mut disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
+        disks.iter_mut().for_each(|disk| disk.reserved = disk.reserved.min(size(disk)));
         let mut spare = meta.data.counts().free.saturating_sub(disks.iter().map(|disk| disk.reserved).sum());
         for mut object in disks {
-            let more = object.capacity.div_ceil(BLOCK_SIZE as u64).saturating_sub(object.reserved).min(spare);
+            let more = size(&object).saturating_sub(object.reserved).min(spare);
             spare -= more;
             object.reserved += more;
             self.carry_out(meta, Operation::Put { record: object.encode() }, 0)?;

@@ -17,7 +17,7 @@
 //! 3. No request exceeds an empty budget, with one exception: the pages of a single operation, which is admitted when
 //!    no other page counts.
 
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -77,6 +77,18 @@ pub struct Admission {
     announced: AtomicU64,
     /// Pages that the checkpoint under way has captured, and those that its appends will dirty.
     captured: AtomicU64,
+    /// See [`Admission::close`].
+    closed: AtomicBool,
+}
+
+/// While this value exists, nothing is admitted.
+pub struct Closed<'a>(&'a Admission);
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        self.0.closed.store(false, Ordering::Release);
+        self.0.notify();
+    }
 }
 
 /// A grant: permission to change metadata, up to a cost.
@@ -111,6 +123,7 @@ impl Admission {
             announced_pages: Mutex::default(),
             announced: AtomicU64::new(0),
             captured: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
         }
     }
 
@@ -202,8 +215,16 @@ impl Admission {
 
     fn fits(&self, granted: Cost, cost: Cost) -> bool {
         let pages = self.pages_held() + granted.pages;
-        self.bytes_held() + granted.bytes + cost.bytes <= self.ring_limit()
+        !self.closed.load(Ordering::Acquire)
+            && self.bytes_held() + granted.bytes + cost.bytes <= self.ring_limit()
             && (cost.pages == 0 || pages == 0 || pages + cost.pages <= self.page_limit())
+    }
+
+    /// Admits nothing until the result is dropped. The caller holds the lock of checkpoints until then, because threads
+    /// that wait for room would make checkpoints in vain.
+    pub fn close(&self) -> Closed<'_> {
+        self.closed.store(true, Ordering::Release);
+        Closed(self)
     }
 
     /// A grant for work of this cost, if there is room for it now.

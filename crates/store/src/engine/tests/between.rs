@@ -240,12 +240,36 @@ fn a_snapshot_waits_until_the_references_of_its_root_can_be_read() {
     let snapshot = take(&engine, 1, "s");
     let mend = lose_page(&disk, "map.table", 0);
     engine.meta.lock().pages.drop_clean();
-    assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Io);
-    assert_eq!(engine.failure(), None);
-    mend();
     engine.flush().unwrap();
+    assert_eq!(engine.wait_sealed(snapshot).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(engine.failure(), None);
+    // A later write cannot enter the map. It is lost, and does not prevent further flushes.
+    write(&engine, 0, 2);
+    let flush = || engine.flush_head(&engine.head(1), engine.acknowledged());
+    let told = flush().unwrap_err();
+    assert!(told.to_string().contains("are lost"), "{told}");
+    flush().unwrap();
+    mend();
     engine.wait_sealed(snapshot).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    write(&engine, 0, 3);
+    flush().unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 3);
     is_whole(&engine);
+}
+
+#[test]
+fn an_opening_that_cannot_seal_a_snapshot_says_what_to_do() {
+    let (disk, engine) = with_a_block(256);
+    engine.discard_blocks(&engine.head(1), 100..101).unwrap();
+    take(&engine, 1, "s");
+    // The engine is dropped without closing, as by a kill. Replay itself needs no page of the table.
+    drop(engine);
+    let mend = lose_page(&disk, "map.table", 0);
+    let refused = open(&disk).err().unwrap();
+    assert!(refused.kind() == ErrorKind::Io && refused.to_string().contains("lamina check --repair"), "{refused}");
+    mend();
+    is_whole(&open(&disk).unwrap());
 }
 
 #[test]
@@ -441,6 +465,58 @@ fn a_failed_close_can_be_repeated() {
     engine.close().unwrap();
     drop(engine);
     assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
+}
+
+/// A read finds a block torn by a power cut, while another thread writes the content of the torn overwrite once more.
+#[test]
+fn an_overwrite_that_ends_during_a_read_of_its_torn_block_is_no_damage() {
+    let (disk, engine) = with_a_block(256);
+    let run = own_block(&engine, 1, 0);
+    {
+        let mut guard = engine.meta.lock();
+        let meta = &mut *guard;
+        meta.data.annotate(&mut meta.pages, run, |_, entry| entry.suspect = true).unwrap();
+    }
+    let (file, offset) = engine.files.locate(run).unwrap();
+    file.write_at(&[&slice(5, 1)], offset, false).unwrap();
+    let (reads, other) = (AtomicU64::new(0), Arc::clone(&engine));
+    disk.set_pace(Arc::new(move |request| {
+        // The block is read for the second time because it differs from its checksum.
+        if request != Request::Read || reads.fetch_add(1, Ordering::SeqCst) != 1 {
+            return;
+        }
+        let (engine, file) = (Arc::clone(&other), Arc::clone(&file));
+        let (sender, locked) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut guard = engine.meta.lock();
+            sender.send(()).unwrap();
+            // Meanwhile the block is read.
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            let meta = &mut *guard;
+            meta.data.annotate(&mut meta.pages, run, |_, entry| entry.suspect = false).unwrap();
+            file.write_at(&[&slice(1, 1)], offset, false).unwrap();
+        });
+        locked.recv().unwrap();
+    }));
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+}
+
+#[test]
+fn a_snapshot_is_sealed_although_the_threads_have_ended_in_a_failed_close() {
+    let (disk, engine) = with_a_block(256);
+    engine.close().unwrap();
+    drop(engine);
+    let engine = Engine::open(disk.directory(), EngineOptions { threads: true, ..options() }).unwrap();
+    // The threads end at once, and the close fails before it writes anything back.
+    drop(engine.running.begin_closing());
+    engine.running.end_threads();
+    write(&engine, 0, 2);
+    let snapshot = take(&engine, 1, "s");
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let reader = Arc::clone(&engine);
+    std::thread::spawn(move || sender.send(reader.wait_sealed(snapshot)));
+    receiver.recv_timeout(std::time::Duration::from_secs(10)).unwrap().unwrap();
+    engine.close().unwrap();
 }
 
 #[test]

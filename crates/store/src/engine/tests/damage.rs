@@ -2,8 +2,9 @@
 
 use super::between::before_next;
 use super::*;
-use crate::catalog::SLOTS_PER_PAGE;
+use crate::catalog::{Object, SLOTS_PER_PAGE};
 use crate::engine::log::IMAGES_FILE;
+use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use backend::simulated::Request;
 use std::collections::BTreeMap;
@@ -499,11 +500,9 @@ fn damage_while_the_store_is_open_is_repaired_from_memory() {
     is_model(&open(&disk).unwrap(), &model);
 }
 
-#[test]
-fn the_repairs_of_an_interrupted_check_are_durable() {
-    let (disk, engine) = with_a_block(256);
-    // A block with a reference that no tree has.
-    let leaked = {
+/// Gives a block a reference that no tree has, and makes a checkpoint.
+fn leak(engine: &Engine) -> Run {
+    let run = {
         let mut guard = engine.meta.lock();
         let meta = &mut *guard;
         let run = meta.data.allocate(&mut meta.pages, 1).unwrap().unwrap();
@@ -512,20 +511,98 @@ fn the_repairs_of_an_interrupted_check_are_durable() {
         run
     };
     engine.checkpoint().unwrap();
-    // The check is stopped when it begins to verify data, after it has compared the counts.
-    let interrupted = engine.check(CheckOptions { data: true, repair: true }, &|done, _| done <= 1);
-    assert_eq!(interrupted.err().unwrap().kind(), ErrorKind::Interrupted);
+    run
+}
+
+/// Uses a block that a repair has freed for a write that is only in the journal. After a kill, the store must have the
+/// write. `backed` is the number of backed blocks.
+fn is_reused(disk: &SimulatedDisk, engine: Arc<Engine>, leaked: Run, backed: u64) -> Arc<Engine> {
     assert_eq!(engine.meta.lock().entry(leaked.start).unwrap().references, 0);
-    // The block is used for a write that is only in the journal.
-    (1..256).for_each(|block| write(&engine, block, 2));
+    (1..backed).for_each(|block| write(&engine, block, 2));
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
     assert_eq!(engine.meta.lock().entry(leaked.start).unwrap().references, 1);
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    let engine = open(&disk).unwrap();
-    assert!((1..256).all(|block| value(&engine, block).unwrap() == 2));
+    let engine = open(disk).unwrap();
+    assert!((1..backed).all(|block| value(&engine, block).unwrap() == 2));
+    engine
+}
+
+#[test]
+fn the_repairs_of_an_interrupted_check_are_durable() {
+    let (disk, engine) = with_a_block(256);
+    let leaked = leak(&engine);
+    // The check is stopped when it begins to verify data, after it has compared the counts.
+    let interrupted = engine.check(CheckOptions { data: true, repair: true }, &|done, _| done <= 1);
+    assert_eq!(interrupted.err().unwrap().kind(), ErrorKind::Interrupted);
+    is_whole(&is_reused(&disk, engine, leaked, 256));
+}
+
+#[test]
+fn repairs_beyond_the_listed_findings_are_durable() {
+    let (disk, engine) = with_a_block(256);
+    {
+        let mut meta = engine.meta.lock();
+        let vm = meta.catalog.get(1).unwrap().clone();
+        for _ in 0..1000 {
+            // Each of these disks is a finding that cannot be repaired.
+            let id = meta.catalog.allocate_id();
+            meta.catalog.put(Object { id, name: format!("vm{id}"), parent: 1 << 40, root: None, ..vm.clone() });
+        }
+    }
+    let leaked = leak(&engine);
+    let report = checked(&engine, true);
+    assert!(report.unlisted == 1 && report.findings.iter().all(|finding| finding.repaired.is_none()));
+    assert_eq!(engine.reserves.headroom(), engine.counts().data.free);
+    drop(is_reused(&disk, engine, leaked, 256));
+}
+
+#[test]
+fn no_change_relies_on_a_repair_before_the_repair_is_durable() {
+    let (disk, engine) = with_a_block(256);
+    let leaked = leak(&engine);
+    let [armed, ended] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let crashed: Arc<Mutex<Option<SimulatedDisk>>> = Arc::default();
+    let (trigger, done, left) = (Arc::clone(&armed), Arc::clone(&ended), Arc::clone(&crashed));
+    let (other, medium) = (Arc::clone(&engine), disk.clone());
+    disk.set_pace(Arc::new(move |request| {
+        // The first write after the comparison belongs to the checkpoint that makes the repairs durable.
+        if request != Request::Write || !trigger.swap(false, Ordering::SeqCst) {
+            return;
+        }
+        let (engine, writer_done) = (Arc::clone(&other), Arc::clone(&done));
+        std::thread::spawn(move || {
+            for block in 1..2000 {
+                write(&engine, block, 2);
+                if block % 64 == 0 {
+                    engine.settle(&engine.head(1)).unwrap();
+                    if engine.meta.lock().entry(leaked.start).unwrap().references > 0 {
+                        break;
+                    }
+                }
+            }
+            engine.flush().unwrap();
+            writer_done.store(true, Ordering::SeqCst);
+        });
+        let since = Instant::now();
+        while !done.load(Ordering::SeqCst) && since.elapsed() < Duration::from_millis(500) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        *left.lock() = Some(medium.crash());
+    }));
+    let options = CheckOptions { data: true, repair: true };
+    let arm = |_: u64, _: u64| {
+        armed.store(true, Ordering::SeqCst);
+        true
+    };
+    assert_eq!(engine.check(options, &arm).unwrap().findings.len(), 1);
+    while !ended.load(Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     is_whole(&engine);
+    let crashed = crashed.lock().take().unwrap();
+    assert_eq!(value(&open(&crashed).unwrap(), 0).unwrap(), 1);
 }
 
 /// Checks that a salvage reads the whole model.

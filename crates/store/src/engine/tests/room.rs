@@ -409,6 +409,34 @@ fn unclaimed() -> (SimulatedDisk, Arc<Engine>, u64) {
 }
 
 #[test]
+fn a_crash_leaves_no_reservation_beyond_the_size_of_a_thick_disk() {
+    let (disk, engine) = made();
+    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
+    take(&engine, thick, "s");
+    let reserved = |engine: &Engine| engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved);
+    assert_eq!(reserved(&engine), 64);
+    // A resize reserves blocks for the new size before the disk has this size.
+    engine.set_more_aside(thick, 100).unwrap();
+    assert_eq!(reserved(&engine), 164);
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!((reserved(&engine), engine.counts().reserved), (64, 64));
+}
+
+#[test]
+fn a_bulk_write_to_a_missing_data_file_takes_no_blocks() {
+    let (disk, engine) = with_a_block(256);
+    engine.close().unwrap();
+    drop(engine);
+    disk.directory().remove("data.0000").unwrap();
+    let engine = open(&disk).unwrap();
+    let free = engine.counts().data.free;
+    let refused = BulkWriter::new(&engine, 1).write(8, &slice(7, 8)).unwrap_err();
+    assert_eq!((refused.kind(), engine.counts().data.free), (ErrorKind::Corrupt, free));
+}
+
+#[test]
 fn what_a_crash_left_reserved_is_given_back_step_by_step() {
     let (disk, engine, before) = unclaimed();
     assert!(!engine.return_unclaimed_room(true, || false));

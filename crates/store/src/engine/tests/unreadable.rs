@@ -132,6 +132,26 @@ fn reads_that_fail_for_a_short_time_lose_no_write() {
 }
 
 #[test]
+fn a_read_that_fails_once_loses_no_write_while_another_page_is_unreadable() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let ((lost, first), (block, second)) = (leaves[2], leaves[4]);
+    let engine = open(&disk).unwrap();
+    let _mend = lose_page(&disk, "map", first);
+    let error = value(&engine, lost).unwrap_err();
+    assert!(engine.isolate(&error).is_some());
+    // Reads of the first page have failed for longer than a second.
+    std::thread::sleep(Duration::from_millis(1100));
+    write(&engine, block, 9);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", second);
+    assert!(engine.isolate(&error).is_some());
+    mend();
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!(value(&engine, block).unwrap(), 9);
+}
+
+#[test]
 fn no_write_is_lost_while_the_whole_medium_is_unreadable() {
     let disk = grown();
     let (block, _) = leaves(&disk)[2];
