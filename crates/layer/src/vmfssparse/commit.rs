@@ -150,9 +150,10 @@ impl VmfsSparse {
             let context = || format!("{}: cannot write grain tables", self.image);
             self.file.write_at(&[bytes], sector * SECTOR, false).during(context).map_err(|error| (error, false))
         };
-        captured.sort_unstable_by_key(|table| self.tables.place(table.index));
         let (new, old): (Vec<&Captured>, Vec<&Captured>) = {
             let unnamed = writer.unnamed.lock();
+            // A captured table gets its location under this lock. A sort during that change may panic.
+            captured.sort_unstable_by_key(|table| self.tables.place(table.index));
             captured.iter().partition(|table| unnamed.contains_key(&table.index))
         };
         for table in &new {
