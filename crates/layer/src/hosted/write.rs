@@ -389,6 +389,9 @@ impl Hosted {
                 (_, None) => holes.push(piece),
             }
         }
+        for piece in &holes {
+            self.back_tables(writer, piece.first, piece.count)?;
+        }
         let mut runs = Vec::new();
         for piece in self.place(writer, holes, &mut runs)? {
             let place = piece.place.unwrap_or(0);
