@@ -74,7 +74,8 @@ impl Hosted {
     pub(super) fn begin_writing(&mut self, parent: bool, force: bool) -> Result<()> {
         let scan = self.scan()?;
         if let Some(problem) = scan.check.unwritable() {
-            let what = format!("{}: {problem}; it can be read, and converted to a new image", self.image);
+            let way = if scan.check.outside > 0 { " with --skip-damaged, which lists the lost parts" } else { "" };
+            let what = format!("{}: {problem}; it can be read, and converted to a new image{way}", self.image);
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let space = Space::new(&self.image, self.header.grain, scan.used());
