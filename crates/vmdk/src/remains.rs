@@ -16,7 +16,7 @@ use crate::stored;
 use crate::{Error, ErrorKind, Result};
 use layer::image::{Folder, Image, OpenOptions, Place, is_loss, open_chain};
 use layer::sesparse::DirtyJournal;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 /// Endings of the names of extents. These files are not examined, because a guest can write any text into its disk.
@@ -214,23 +214,32 @@ fn is_pending(record: &Record, nodes: [u32; 2]) -> bool {
     settled || merging.is_some_and(|merging| nodes.contains(&merging.node))
 }
 
+/// Whether a name is that of an extent of a split disk, such as `NAME-f001.vmdk`, with its descriptor in the folder.
+fn is_piece(name: &str, all: &BTreeSet<String>) -> bool {
+    let split = name.strip_suffix(".vmdk").and_then(|stem| stem.rsplit_once('-'));
+    let Some((disk, piece)) = split else { return false };
+    let number = piece.strip_prefix(['f', 's']).unwrap_or_default();
+    number.len() >= 3 && number.bytes().all(|byte| byte.is_ascii_digit()) && all.contains(&format!("{disk}.vmdk"))
+}
+
 /// The states that the descriptors and lists of a folder show, each with the file of its newest image.
 fn find_states(home: &Folder, notes: &mut Vec<String>) -> Result<Vec<(Option<String>, String)>> {
     let (mut images, mut parents, mut lists) = (Vec::new(), HashSet::new(), Vec::new());
-    for name in list(&**home.directory())? {
+    let all = list(&**home.directory())?;
+    for name in &all {
         let place = Place { folder: home.clone(), name: name.clone() };
         if name.ends_with(".vmsd") {
             lists.push(place);
             continue;
         }
-        if !name.ends_with(".vmdk") || EXTENTS.iter().any(|ending| name.ends_with(ending)) {
+        if !name.ends_with(".vmdk") || EXTENTS.iter().any(|ending| name.ends_with(ending)) || is_piece(name, &all) {
             continue;
         }
         match load_descriptor(&place) {
             Ok(Some(descriptor)) => {
                 let hint = descriptor.parent_hint.unwrap_or_default();
                 parents.extend(hint.rsplit(['/', '\\']).next().map(str::to_owned));
-                images.push(name);
+                images.push(name.clone());
             }
             // An extent, or another file.
             Ok(None) => {}

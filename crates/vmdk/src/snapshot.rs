@@ -190,7 +190,7 @@ impl Disk {
             let text = format!("disk '{}' has a snapshot '{}' already", before.name, new.name);
             return Err(Error::new(ErrorKind::Exists, text));
         }
-        let uid = before.last_uid.saturating_add(1);
+        let uid = before.next_uid();
         if new.uid.is_some_and(|wanted| wanted != uid) {
             let text = format!("disk '{}' got another snapshot meanwhile; try again", before.name);
             return Err(Error::new(ErrorKind::Busy, text));
@@ -229,7 +229,7 @@ impl Disk {
         after.pending = None;
         after.head = id;
         after.nodes.push(node);
-        after.last_uid = uid;
+        after.last_uid = before.last_uid.max(uid);
         after.snapshots.push(SnapshotRecord {
             name: new.name.clone(),
             listed: None,
@@ -330,6 +330,15 @@ impl Disk {
         create(&folder, &image, random, &work::NoProgress)?;
         let options = OpenOptions { writable: true, ..self.open_options() };
         Image::open(Place { folder, name: node.descriptor.clone() }, &options)
+    }
+}
+
+impl Record {
+    /// The UID of the next snapshot: that after the last one given, or the lowest unused one if VMware's list has given
+    /// the largest. A record with a UID twice could not be read.
+    pub fn next_uid(&self) -> u32 {
+        let is_unused = |uid: &u32| self.snapshots.iter().all(|snapshot| snapshot.uid != *uid);
+        self.last_uid.checked_add(1).or_else(|| (1..=u32::MAX).find(is_unused)).unwrap_or(u32::MAX)
     }
 }
 

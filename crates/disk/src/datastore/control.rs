@@ -284,7 +284,7 @@ impl Datastore {
             disk: entry.disk.uuid(),
             folder: entry.folder.clone(),
             snapshot: name.clone(),
-            uid: entry.disk.record().last_uid.saturating_add(1),
+            uid: entry.disk.record().next_uid(),
         };
         let uuids = native.iter().flat_map(|native| native.wanted()).map(|new| new.uuid).collect::<Vec<_>>();
         let images_of: Vec<ImageSnapshot> = images.iter().map(image).collect();

@@ -62,7 +62,8 @@ impl Check {
             Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains overlap others")),
             Check { overlaps, .. } if *overlaps > 0 => Some(format!("{overlaps} of its tables overlap")),
             Check { outside, .. } if *outside > 0 => {
-                Some(format!("{outside} of its grains and tables lie after the end of the file, which was truncated"))
+                let why = "it was truncated, or written without a flush before a power cut";
+                Some(format!("{outside} of its grains and tables lie after the end of the file: {why}"))
             }
             _ => None,
         }

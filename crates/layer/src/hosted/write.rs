@@ -74,7 +74,8 @@ impl Hosted {
     pub(super) fn begin_writing(&mut self, parent: bool, force: bool) -> Result<()> {
         let scan = self.scan()?;
         if let Some(problem) = scan.check.unwritable() {
-            let what = format!("{}: {problem}; it can be read, and converted to a new image", self.image);
+            let way = if scan.check.outside > 0 { " with --skip-damaged, which lists the lost parts" } else { "" };
+            let what = format!("{}: {problem}; it can be read, and converted to a new image{way}", self.image);
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let space = Space::new(&self.image, self.header.grain, scan.used());
@@ -388,6 +389,9 @@ impl Hosted {
                 (_, Some(entry)) => self.enter(writer, piece.first, piece.count, |_| entry)?,
                 (_, None) => holes.push(piece),
             }
+        }
+        for piece in &holes {
+            self.back_tables(writer, piece.first, piece.count)?;
         }
         let mut runs = Vec::new();
         for piece in self.place(writer, holes, &mut runs)? {

@@ -4,6 +4,7 @@
 //! within the file where necessary. Entries of tables, bitmap and backmap are checked when they are read.
 
 use super::cache::{Cache, Kind};
+use super::entry::GRAIN;
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
 use super::heads;
 use super::journal::{self, Overlay, Replayed};
@@ -170,7 +171,11 @@ impl SeSparse {
         let mark = Touched::decode(&block, grains, header.next_sequence);
         let ours = mark.is_some();
         let touched = mark.clone().filter(|_| options.write);
-        let held = layout.grains_in(length);
+        let held = match ours {
+            // The last grain in use is whole in a file of lamina, unless the file was truncated.
+            true => length.saturating_sub(layout.grains.start()) / GRAIN,
+            false => layout.grains_in(length),
+        };
         let state = LayerState {
             name: Arc::clone(&name),
             layout,
@@ -187,7 +192,8 @@ impl SeSparse {
             moving: FxHashMap::default(),
             census: None,
             readable: if options.write { held.min(grains) } else { held },
-            loading: FxHashSet::default(),
+            loading: FxHashMap::default(),
+            loads: 0,
             holes: [const { 0..0 }; Kind::ALL],
             settled: 0,
             shared_tables: FxHashSet::default(),

@@ -75,6 +75,9 @@ impl SeSparse {
             // The directory is damaged: grains of tables that it no longer names must not be freed.
             return Ok(());
         }
+        if !self.options.repair {
+            self.refuse_truncated(&named)?;
+        }
         let miscounted = {
             let mut state = self.state.lock();
             let miscounted = state.header.free_table < named.end;
@@ -151,6 +154,57 @@ impl SeSparse {
             }
         }
         Ok((named, damaged))
+    }
+
+    /// Refuses an image with grains in use after the end of the file. If the file grew again, lost grains would read as
+    /// zeros, and new grains would get their locations.
+    ///
+    /// A crash leaves grains after the end that are allocated and that no entry names: the length of the file is
+    /// durable before an entry is, as the data is.
+    fn refuse_truncated(&self, named: &NamedTables) -> Result<()> {
+        let (held, limit) = (self.state.lock().readable, self.layout.grains_max());
+        let mut holes = Holes::default();
+        for page in held / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
+            let offset = self.page_offset(PageKey::new(Kind::Bitmap, page));
+            let hole = holes.contain(&*self.file, offset..offset + BLOCK_SIZE as u64);
+            if hole.during(|| format!("looking for holes in {}", self.name))? {
+                continue;
+            }
+            let (start, end) = (held.max(page * PAGE_BITS), limit.min((page + 1) * PAGE_BITS));
+            let (owned, allocated) = self.held(GrainRun { start, count: end - start })?;
+            let lost = match self.is_ours() {
+                true => owned.iter().any(|held| named.contains(u64::from(held.owner.table.0))),
+                // Another program may have written the backmap in another form, so the tables decide.
+                false if allocated > 0 => return self.refuse_entries_from(held),
+                false => false,
+            };
+            if lost {
+                return Err(self.truncated());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads all tables; refuses an image in which one names a grain from `held` on.
+    fn refuse_entries_from(&self, held: u64) -> Result<()> {
+        let mut holes = Holes::default();
+        let mut slot = self.next_slot(0)?;
+        while slot < self.layout.slots() {
+            if let Some((_, content)) = self.read_table(slot, &mut holes)? {
+                let mut entries = content.iter().flat_map(PageBytes::words).filter_map(Entry::decode);
+                if entries.any(|entry| matches!(entry, Entry::Data(grain) if grain.0 >= held)) {
+                    return Err(self.truncated());
+                }
+            }
+            slot = self.next_slot(slot + 1)?;
+        }
+        Ok(())
+    }
+
+    fn truncated(&self) -> Error {
+        let text = "the file was truncated: grains in use lie after its end; the image can be read, and converted to a \
+                    new image with --skip-damaged, which lists the lost parts";
+        Error::new(ErrorKind::Corrupt, format!("{}: {text}", self.name))
     }
 
     fn recount(&self, named: &NamedTables) -> Result<()> {

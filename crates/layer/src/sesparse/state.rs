@@ -78,7 +78,10 @@ pub(super) struct LayerState {
     pub census: Option<Census>,
     /// The number of grains in the file: an entry for a later grain is damaged.
     pub readable: u64,
-    pub loading: FxHashSet<PageKey>,
+    /// Pages that are being read, each with the number of its read. Allocating a table removes its pages.
+    pub loading: FxHashMap<PageKey, u64>,
+    /// The number of reads so far.
+    pub loads: u64,
     /// A known hole of the file per kind of page: pages in it are zeros and need not be read. Pages that a commit
     /// writes are removed from the hole before they may be evicted.
     pub holes: [Range<u64>; Kind::ALL],
@@ -161,7 +164,9 @@ impl LayerState {
         // The directory page is changed only after all pages are loaded, so that loading cannot evict a dirty page.
         self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
         for page in 0..TABLE_PAGES {
-            self.cache.insert_fresh(table_page(table, page * PAGE_ENTRIES));
+            let key = table_page(table, page * PAGE_ENTRIES);
+            self.loading.remove(&key);
+            self.cache.insert_fresh(key);
         }
         if self.spare_tables.pop().is_none() {
             self.header.free_table += 1;

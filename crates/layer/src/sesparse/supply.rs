@@ -2,7 +2,8 @@
 //! commit.
 //!
 //! 1. This work runs without the lock of the state; its results are checked again under the lock.
-//! 2. A page is read by one thread at a time, and only while it is not in memory: so the page read is current.
+//! 2. A page is read by one thread at a time, and only while it is not in memory: so the page read is current. If its
+//!    table is allocated meanwhile, what was read is dropped.
 //! 3. A known hole was a hole when the last commit ended, and has not been written since.
 
 use super::SeSparse;
@@ -60,17 +61,19 @@ impl SeSparse {
 
     /// Reads a page; if a table is read sequentially, also the rest of the table.
     fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, LayerState>) -> Result<MutexGuard<'a, LayerState>> {
-        if state.loading.contains(&key) {
+        if state.loading.contains_key(&key) {
             self.loaded.wait(&mut state);
             return Ok(state);
         }
         let mut count = 1;
         if key.before_in_table().is_some_and(|before| state.cache.contains(before)) {
             let most = TABLE_PAGES - key.index() % TABLE_PAGES;
-            let wanted = |key: PageKey| !state.cache.contains(key) && !state.loading.contains(&key);
+            let wanted = |key: PageKey| !state.cache.contains(key) && !state.loading.contains_key(&key);
             count += (1..most).take_while(|by| wanted(key.plus(*by))).count() as u64;
         }
-        state.loading.extend((0..count).map(|by| key.plus(by)));
+        state.loads += 1;
+        let number = state.loads;
+        state.loading.extend((0..count).map(|by| (key.plus(by), number)));
         let offset = self.page_offset(key);
         let bytes = offset..offset + count * BLOCK_SIZE as u64;
         let hole = &state.holes[key.kind() as usize];
@@ -91,17 +94,22 @@ impl SeSparse {
             }
             Ok((buffer, hole))
         });
-        for by in 0..count {
-            state.loading.remove(&key.plus(by));
+        // A page of a table that was allocated meanwhile is newer than the file was, even if it was written and evicted
+        // since: no slot named the table before.
+        let mut is_current = [false; TABLE_PAGES as usize];
+        for (by, is_current) in (0..count).zip(&mut is_current) {
+            *is_current = state.loading.get(&key.plus(by)) == Some(&number);
+            if *is_current {
+                state.loading.remove(&key.plus(by));
+            }
         }
         self.loaded.notify_all();
         let (buffer, hole) = read?;
         if let Some(hole) = hole.filter(|_| state.settled == settled) {
             state.holes[key.kind() as usize] = hole;
         }
-        for (by, page) in (0..).zip(buffer.chunks_exact(BLOCK_SIZE)) {
-            // A page of a table that was allocated meanwhile is newer than the file: no slot named the table before.
-            if !state.cache.contains(key.plus(by)) {
+        for ((by, page), is_current) in (0..).zip(buffer.chunks_exact(BLOCK_SIZE)).zip(is_current) {
+            if is_current {
                 state.cache.insert(key.plus(by), PageBytes::new(Buffer::copy_of(page)));
             }
         }

@@ -178,12 +178,14 @@ fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
 }
 
 /// Walks from marker to marker to the end of the stream or of the file. Returns the grains, and, if the walk ended
-/// early, the place and the reason.
+/// early, the place and the reason. An end marker is a sector of zeros, as is each sector that an incomplete transfer
+/// has not written: so it ends the stream only after the directory, if the directory follows the grains.
 fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let mut reader = Window { file, start: 0, bytes: Vec::new() };
     let mut grains = Vec::new();
     let mut sector = header.overhead.max(1);
+    let mut indexed = header.directory_offset != DIRECTORY_AT_END;
     let stopped = loop {
         let start = sector.saturating_mul(SECTOR);
         if start.saturating_add(SECTOR) > length {
@@ -191,8 +193,12 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
         }
         let Some(marker) = Marker::decode(&reader.marker(start)?) else { break Some("there is no marker") };
         let next = match marker {
-            Marker::End => break None,
-            Marker::Metadata { sectors, .. } => sectors.saturating_add(1),
+            Marker::End if indexed => break None,
+            Marker::End => break Some("zeros begin before the directory"),
+            Marker::Metadata { kind, sectors } => {
+                indexed |= matches!(kind, Kind::Directory | Kind::Footer);
+                sectors.saturating_add(1)
+            }
             Marker::Grain { sector: first, size } => {
                 let bytes = GRAIN_MARKER_SIZE as u64 + u64::from(size);
                 if first >= header.capacity || !first.is_multiple_of(header.grain) {

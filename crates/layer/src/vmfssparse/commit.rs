@@ -29,7 +29,7 @@ use std::ops::Range;
 const CHANGED_TABLES_MAX: usize = 2048;
 
 /// The most tables read to find the end of a file that was not closed properly: 8 GiB of written guest data, or more if
-/// tables are not full. A file with more tables counts as used to its end.
+/// tables are not full. A file with more tables counts as used to its end, unless it is shorter than its header says.
 const SURVEYED_TABLES_MAX: u64 = 4096;
 
 /// Additional state of an extent open for writing.
@@ -63,7 +63,10 @@ impl VmfsSparse {
         let mut free = self.tables.limit();
         if !closed {
             self.file.file().sync().during(|| context("flush"))?;
-            if tables <= SURVEYED_TABLES_MAX {
+            // Of a file that is shorter than its header says, all tables are read: if it was truncated, entries name
+            // sectors after its end, which new grains would get.
+            let short = length < self.header.free_sector() * SECTOR;
+            if short || tables <= SURVEYED_TABLES_MAX {
                 let survey = self.survey()?;
                 self.refuse_damage(&survey)?;
                 free = survey.end.max(self.tables.data_start());
@@ -147,9 +150,10 @@ impl VmfsSparse {
             let context = || format!("{}: cannot write grain tables", self.image);
             self.file.write_at(&[bytes], sector * SECTOR, false).during(context).map_err(|error| (error, false))
         };
-        captured.sort_unstable_by_key(|table| self.tables.place(table.index));
         let (new, old): (Vec<&Captured>, Vec<&Captured>) = {
             let unnamed = writer.unnamed.lock();
+            // A captured table gets its location under this lock. A sort during that change may panic.
+            captured.sort_unstable_by_key(|table| self.tables.place(table.index));
             captured.iter().partition(|table| unnamed.contains_key(&table.index))
         };
         for table in &new {

@@ -28,7 +28,7 @@ use crate::aligned::AlignedFile;
 use crate::backing::Backing;
 use crate::group_commit::{GroupCommit, Turn};
 use crate::runs::cache::Captured;
-use crate::{IoContext, Result};
+use crate::{ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
 /// The number of waiting changes above which a write makes a commit.
@@ -125,6 +125,9 @@ impl Space {
 
 impl VsanSparse {
     pub(super) fn begin_writing(&mut self, mut log: Log, parent: bool) -> Result<()> {
+        if self.map.limit() < self.header.next {
+            self.refuse_truncated()?;
+        }
         let mut header = self.header.clone();
         header.incarnation += 1;
         header.clean = false;
@@ -151,6 +154,23 @@ impl VsanSparse {
             (Some(writer), true) => self.commit(writer, true),
             _ => Ok(()),
         }
+    }
+
+    /// Reads all pages of an object whose file ends before its allocated part, and refuses the object if an entry names
+    /// a block after the end. Once the file has grown, lost grains would read as zeros. A power cut leaves no such
+    /// entry: only blocks that were allocated and not written may lie after the end.
+    fn refuse_truncated(&self) -> Result<()> {
+        for index in 0..self.map.layout.pages {
+            match self.map.survey(&self.file, index) {
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    let text = "its file was truncated; it can be read, and converted to a new image with \
+                                --skip-damaged, which lists the lost parts";
+                    return Err(error.context(format!("{}: {text}", self.image)));
+                }
+                page => page.map(drop)?,
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {

@@ -67,6 +67,25 @@ fn check_all(disk: &Disk, snapshots: &BTreeMap<String, Vec<u8>>, content: &[u8])
 }
 
 #[test]
+fn snapshots_have_different_numbers_after_a_list_with_the_largest_one() {
+    let (home, folder) = (scratch(), scratch());
+    let (_, _, head) = foreign(folder.path(), DELTAS[0]);
+    let list = folder.path().join("web.vmsd");
+    let before = std::fs::read_to_string(&list).unwrap();
+    let after = before.replace("snapshot.lastUID = \"4\"", "snapshot.lastUID = \"4294967295\"");
+    assert_ne!(before, after);
+    std::fs::write(&list, after).unwrap();
+    let disk = adopt(home.path(), folder.path(), &head, Adopt::Head { writable: true }).unwrap();
+    for name in ["e", "f", "g"] {
+        disk.snapshot(&NewSnapshot::named(name)).unwrap();
+    }
+    disk.close().unwrap();
+    drop(disk);
+    let disk = Disk::open(local(home.path()), &options(4)).unwrap();
+    assert_eq!(disk.snapshots().len(), 7);
+}
+
+#[test]
 fn a_tree_of_snapshots_is_adopted_and_read() {
     for delta in DELTAS {
         for how in [Adopt::ReadOnly, Adopt::Head { writable: false }, Adopt::Head { writable: true }] {

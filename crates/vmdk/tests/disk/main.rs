@@ -13,4 +13,5 @@ mod media;
 mod operations;
 mod raw;
 mod refused_flushes;
+mod remains;
 mod world;

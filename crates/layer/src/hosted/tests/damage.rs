@@ -102,6 +102,7 @@ fn an_extent_with_entries_after_its_end_is_not_written() {
         assert!(found == model[whole.start as usize..whole.end as usize]);
         let error = open(&file, true, false).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(error.to_string().contains("converted to a new image with --skip-damaged"), "{error}");
         let mut left = vec![0; cut.len()];
         file.read_at(&mut left, 0).unwrap();
         assert!(left == cut, "refused before anything was changed");

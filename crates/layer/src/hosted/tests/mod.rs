@@ -145,24 +145,30 @@ fn reading_changes_nothing() {
     assert_eq!(disk.operations(), before);
 }
 
-/// A write that needs a new table is refused because the directory of the second copy has no space: the sectors of the
-/// first copy are used again.
+/// A write, or zeros over a parent, that need a new table are refused because the directory of the second copy has no
+/// space: the sectors of the first copy are used again, and no sectors are allocated for the grain.
 #[test]
 fn refused_tables_use_up_no_sectors() {
-    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
-    let file = small(disk.directory().as_ref(), 20 * GRAIN, false);
-    drop_tables(file.as_ref(), |_| true);
-    let second = super::read_header(file.as_ref()).unwrap().redundant_offset * SECTOR;
-    let gate = move |request| match request {
-        Request::Reserve(range) if range.contains(&second) => Err(std::io::ErrorKind::StorageFull.into()),
-        _ => Ok(()),
-    };
-    let gated: Arc<dyn File> = Arc::new(Gated { inner: file, gate });
-    let layer = open(&gated, true, false).unwrap();
-    let used = || layer.writer.as_ref().unwrap().space.used();
-    let before = used();
-    for _ in 0..40 {
-        assert_eq!(layer.write(0, &[&[1; GRAIN as usize]]).unwrap_err().kind(), ErrorKind::NoSpace);
+    for zeros in [false, true] {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let file = small(disk.directory().as_ref(), 20 * GRAIN, false);
+        drop_tables(file.as_ref(), |_| true);
+        let second = super::read_header(file.as_ref()).unwrap().redundant_offset * SECTOR;
+        let gate = move |request| match request {
+            Request::Reserve(range) if range.contains(&second) => Err(std::io::ErrorKind::StorageFull.into()),
+            _ => Ok(()),
+        };
+        let gated: Arc<dyn File> = Arc::new(Gated { inner: file, gate });
+        let layer = open(&gated, true, zeros).unwrap();
+        let used = || layer.writer.as_ref().unwrap().space.used();
+        let before = used();
+        for _ in 0..40 {
+            let refused = match zeros {
+                true => layer.zero(0..GRAIN, false),
+                false => layer.write(0, &[&[1; GRAIN as usize]]),
+            };
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
+        }
+        assert!(used() <= before + GRAIN / SECTOR, "{} sectors for one table", used() - before);
     }
-    assert!(used() <= before + GRAIN / SECTOR, "{} sectors for one table", used() - before);
 }

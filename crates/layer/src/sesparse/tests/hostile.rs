@@ -234,3 +234,35 @@ fn an_image_of_another_program_is_appended_to_until_it_is_wiped() {
     assert_clean(&layer);
     assert_eq!(file.len().unwrap(), 12288 * 512 + (52 + 30) * GRAIN);
 }
+
+#[test]
+fn images_with_grains_in_use_after_the_end_of_the_file_are_not_written() {
+    /// The third table, of the part at 96 MiB.
+    const TABLE: u64 = 6144 * 512 + 2 * 32768;
+    // Of a grain that is cut in the middle, nothing is read in an image of lamina.
+    for (ours, cut) in [(true, 5 * GRAIN), (true, 5 * GRAIN - 512), (false, 5 * GRAIN)] {
+        let mut bytes = honest();
+        if !ours {
+            put(&mut bytes, 1056, 0x6c61_7473_6e49_2063);
+        }
+        bytes.truncate(bytes.len() - cut as usize);
+        let file: Arc<dyn File> = Arc::new(MemoryFile::over(Arc::new(bytes)));
+        let refused = SeSparse::open(Arc::clone(&file), NAME, writing()).err().unwrap();
+        assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+        assert!(refused.to_string().contains("truncated"), "{refused}");
+        let reader = SeSparse::open(Arc::clone(&file), NAME, Options::default()).unwrap();
+        assert_eq!(stamps(&reader, 0, 3 * GRAIN).unwrap(), [1; 24]);
+        let lost = reader.map(96 * MIB..96 * MIB + GRAIN, 9, &mut Vec::new());
+        assert_eq!(lost.unwrap_err().kind(), ErrorKind::Corrupt);
+        drop(reader);
+        let layer = SeSparse::open(Arc::clone(&file), NAME, Options { repair: true, ..writing() }).unwrap();
+        assert_eq!(layer.check(true, &NoProgress).unwrap().outside, 5);
+        layer.close().unwrap();
+        // A crash leaves allocated grains after the end too, but no entry names them.
+        file.write_at(&[&[0; 5 * 8]], TABLE, false).unwrap();
+        let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
+        layer.write(96 * MIB, &[&stamped(5, 8)]).unwrap();
+        assert_eq!(stamps(&layer, 96 * MIB, 5 * GRAIN).unwrap(), [8; 40]);
+        assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
+    }
+}

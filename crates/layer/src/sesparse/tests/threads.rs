@@ -178,3 +178,32 @@ fn a_table_that_is_allocated_while_its_page_is_read_keeps_its_entries() {
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [7; SECTORS as usize]);
     assert_eq!(stamps(&layer, GRAIN, GRAIN).unwrap(), [ABSENT; SECTORS as usize]);
 }
+
+/// As before, but the new pages of the table are written and evicted before the read ends.
+#[test]
+fn a_table_that_is_allocated_and_evicted_while_its_page_is_read_keeps_its_entries() {
+    const SPAN: u64 = 16 * MIB;
+    const SLOTS: u64 = 128;
+    let disk = simulated(1);
+    let page = table_page(Table(0), 0);
+    let at = create(&disk, IoMode::Buffered, SLOTS * SPAN, writing()).page_offset(page);
+    let inner = disk.directory().open(NAME, IoMode::Buffered).unwrap();
+    inner.write_at(&[&stamped(1, 2 << 60)], at, true).unwrap();
+    let hooked = Arc::new(Hooked { inner, at, hook: parking_lot::Mutex::default() });
+    let layer = Arc::new(SeSparse::open(hooked.clone(), NAME, Options { cache: 0, ..writing() }).unwrap());
+    let writer = Arc::clone(&layer);
+    *hooked.hook.lock() = Some(Box::new(move || {
+        for slot in 0..SLOTS {
+            writer.write(slot * SPAN, &[&stamped(1, 7)]).unwrap();
+        }
+        writer.flush().unwrap();
+        for _ in 0..8 {
+            map_all(&*writer, SPAN, (SLOTS - 1) * SPAN).unwrap();
+        }
+        assert!(!writer.state.lock().cache.contains(page), "the page is evicted");
+    }));
+    layer.settle(|state| state.need(page)).unwrap();
+    assert!(hooked.hook.lock().is_none());
+    assert_eq!(stamps(&*layer, 0, GRAIN).unwrap(), [7; SECTORS as usize]);
+    assert_eq!(stamps(&*layer, GRAIN, GRAIN).unwrap(), [ABSENT; SECTORS as usize]);
+}

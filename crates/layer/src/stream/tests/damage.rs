@@ -41,6 +41,29 @@ fn a_truncated_stream_gives_its_complete_grains() {
     }
 }
 
+/// An incomplete transfer into a file of full length: the missing part is zeros, as is an end marker.
+#[test]
+fn a_stream_that_ends_with_zeros_instead_of_its_directory_is_truncated() {
+    let model = content(13, 40 << 20);
+    let bytes = written(&model, 6, 2);
+    let mut random = Random::new(2);
+    let tail = bytes.len() as u64 - 10 * 512;
+    for _ in 0..20 {
+        let mut cut = bytes.clone();
+        let end = 65_536 + random.below(tail - 65_536);
+        cut[end as usize..].fill(0);
+        let refused = Stream::open(memory_file(&cut), "disk.vmdk").err().unwrap();
+        assert!(refused.to_string().contains("was truncated"), "zeros from {end}: {refused}");
+        let layer = Stream::open_incomplete(memory_file(&cut), "disk.vmdk").unwrap();
+        for (number, model) in (0..).zip(model.chunks(GRAIN)) {
+            let start = number * GRAIN as u64;
+            if let Ok(found) = read(&layer, start..start + model.len() as u64, None) {
+                assert!(found == model, "zeros from {end}: grain {number} reads as other data without an error");
+            }
+        }
+    }
+}
+
 /// The directory cannot be found, but every marker is there, including the one at the end: the stream is complete.
 #[test]
 fn a_complete_stream_without_footer_opens_without_force() {

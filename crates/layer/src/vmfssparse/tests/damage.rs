@@ -196,3 +196,29 @@ fn headers_with_false_sizes_are_refused() {
         assert_eq!(refused.kind(), kind, "{refused}");
     }
 }
+
+/// A file with more tables than an opening for writing usually reads, without its last sectors.
+#[test]
+fn a_truncated_file_with_many_tables_is_not_written() {
+    const TABLES: u64 = 4100;
+    const SPAN: u64 = 4096 * SECTOR;
+    let disk = SimulatedDisk::new(0, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions::new(TABLES * SPAN)).unwrap();
+    let layer = open(&file, true).unwrap();
+    for table in 0..TABLES {
+        layer.write(table * SPAN, &[&[7; SECTOR as usize]]).unwrap();
+    }
+    layer.close().unwrap();
+    let mut extents = Vec::new();
+    layer.map((TABLES - 1) * SPAN..(TABLES - 1) * SPAN + SECTOR, 1, &mut extents).unwrap();
+    let Content::Data { offset, .. } = extents[0].content else { panic!("{extents:?}") };
+    drop(layer);
+    open(&file, true).unwrap().close().unwrap();
+    file.set_len(offset).unwrap();
+    let refused = open(&file, true).err().expect("opened for writing although it was truncated");
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+    let reader = open(&file, false).unwrap();
+    let lost = reader.map((TABLES - 1) * SPAN..(TABLES - 1) * SPAN + SECTOR, 1, &mut extents);
+    assert_eq!(lost.unwrap_err().kind(), ErrorKind::Corrupt);
+}

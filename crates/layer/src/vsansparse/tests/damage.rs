@@ -152,3 +152,23 @@ fn flipped_bits_are_detected() {
     }
     assert!(noticed > 1000, "{noticed} of 2000; a damaged header has another copy");
 }
+
+#[test]
+fn an_object_with_grains_after_the_end_of_its_file_is_not_written() {
+    let (_disk, file, layer) = object(CAPACITY);
+    layer.write(0, &[&vec![7; 100 * BLOCK as usize]]).unwrap();
+    layer.close().unwrap();
+    let Content::Data { offset: last, .. } = content(&layer, 99 * BLOCK) else { panic!("it is stored") };
+    drop(layer);
+    let open =
+        |writable| VsanSparse::open(Arc::clone(&file), &OpenOptions { writable, ..OpenOptions::reading("image") });
+    // The unused end of a unit may be missing.
+    file.set_len(last + BLOCK).unwrap();
+    open(true).unwrap().close().unwrap();
+    file.set_len(last).unwrap();
+    let refused = open(true).err().expect("opened for writing although it was truncated");
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+    assert!(refused.to_string().contains("truncated"), "{refused}");
+    let reader = open(false).unwrap();
+    assert_eq!(reader.map(99 * BLOCK..100 * BLOCK, 1, &mut Vec::new()).unwrap_err().kind(), ErrorKind::Corrupt);
+}
