@@ -404,6 +404,34 @@ fn the_removal_of_an_image_removes_no_file_elsewhere() {
     assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
 }
 
+/// The file that names the image was renamed, and the flush of its folder failed.
+#[test]
+fn a_machine_that_was_not_frozen_durably_continues_in_its_process() {
+    use crate::machine::Hold;
+    use crate::qmp::Client;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+    let top = tempfile::tempdir().unwrap();
+    let images = Images::open(top.path().join("images"), top.path().join("memory")).unwrap();
+    let image = images.begin(Definition::new("web", 1, 64 << 20).unwrap(), None, false).unwrap();
+    let folder = top.path().join("web");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("frozen"), &image.id).unwrap();
+    let change = Machine::at(&folder).change().unwrap();
+    let holding = change.hold(Hold { resume: true, thaw: false }).unwrap();
+    let (own, peer) = UnixStream::pair().unwrap();
+    let qemu = std::thread::spawn(move || {
+        let command = BufReader::new(peer.try_clone().unwrap()).lines().next().unwrap().unwrap();
+        (&peer).write_all(b"{\"return\": {}}\n").unwrap();
+        command
+    });
+    let mut monitor = Client::over(own, &folder, Duration::from_secs(5)).unwrap();
+    freeze::undo(change.machine(), &images, &Names::default(), &image, true, &holding, &mut monitor).unwrap();
+    assert!(qemu.join().unwrap().contains("\"cont\""));
+    assert_eq!(freeze::frozen(change.machine()).unwrap(), None, "the next command would end the process");
+    assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
+}
+
 fn host_in(top: &tempfile::TempDir) -> (PathBuf, Host) {
     let path = top.path().to_path_buf();
     let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
