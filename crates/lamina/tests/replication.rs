@@ -279,3 +279,24 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     drop(theirs);
     there.is_clean();
 }
+
+/// A command about machines of the receiver was killed after it had recorded its intent, and before it created a disk.
+#[test]
+fn a_received_disk_is_not_deleted_with_the_rest_of_an_interrupted_command() {
+    let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
+    let (_mine, theirs) = (here.serve(""), there.serve(&keys.receive(0)));
+    let to = address(&theirs);
+    there.run("vm list").ok();
+    let machines = there.path().join("machines");
+    let left = machines.join(".new-00000001");
+    std::fs::create_dir_all(left.join("web")).unwrap();
+    std::fs::write(machines.join(".lock"), "").unwrap();
+    let intent = "version = 1\nbegun = 1\n[[machine]]\nname = \"web\"\n[[machine.disk]]\nname = \"web\"\n";
+    std::fs::write(left.join("intent.toml"), intent).unwrap();
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 1, 0..2);
+    here.run(&format!("--json disk send web {to}web {}", keys.send())).json();
+    assert!(!left.exists(), "the next command about machines would delete the disk");
+    there.run("vm list").ok();
+    assert!(content(&there, "web") == content(&here, "web"));
+}

@@ -137,6 +137,7 @@ impl Sessions {
     /// sender, so its connections are cut.
     fn open(&self, offer: Offer, sender: String) -> Result<Opened> {
         let names: Vec<String> = offer.disks.iter().map(|disk| disk.name.clone()).collect();
+        self.attachments.check_names(&names)?;
         if let Some(text) = &offer.attachment {
             self.attachments.check(text, &names)?;
         }
@@ -318,6 +319,7 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let reception = &session.reception;
+    sessions.attachments.check_names(&reception.disk_names())?;
     let making = match reception.attachment() {
         Some(text) => Some(sessions.attachments.begin(&text, &reception.disk_names())?),
         None => None,
