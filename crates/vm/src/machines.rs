@@ -50,6 +50,8 @@ const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 /// The lock file for creating and listing folders with the prefixes [`NEW`] and [`OLD`].
 const LOCK: &str = ".lock";
+/// How long a server waits for the lock, which commands keep for a moment.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The machines of a datastore.
 pub struct Machines {
@@ -300,7 +302,15 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
 
 /// Names of disks that the next command about machines deletes, because a command that created or deleted their
 /// machines was interrupted. The folder of machines need not exist.
+///
+/// # Errors
+/// `Busy` if another process keeps the folder locked.
 pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
+    disks_left_within(folder, LOCK_PATIENCE)
+}
+
+/// As [`disks_left`]; another process has the time `patience` to unlock the folder.
+fn disks_left_within(folder: &Path, patience: Duration) -> Result<BTreeSet<String>> {
     let mut left = BTreeSet::new();
     // A server of root must not wait for a pipe that the owner of the datastore has put there.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
@@ -310,7 +320,14 @@ pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(left),
         lock => lock.during(|| format!("locking '{}'", folder.display()))?,
     };
-    lock.lock().during(|| format!("locking '{}'", folder.display()))?;
+    // Commands keep the lock for a moment. The owner of the datastore could keep it without end.
+    while_busy(patience, || match lock.try_lock() {
+        Err(fs::TryLockError::WouldBlock) => {
+            let text = format!("'{}' is locked by another process; try again", folder.join(LOCK).display());
+            Err(Error::new(ErrorKind::Busy, text))
+        }
+        locked => locked.map_err(io::Error::from).during(|| format!("locking '{}'", folder.display())),
+    })?;
     let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     for name in durable::names(folder)?.into_iter().filter(unfinished) {
         let folder = folder.join(name);

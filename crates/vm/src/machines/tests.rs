@@ -484,6 +484,24 @@ fn the_disks_of_an_interrupted_command_are_known_until_they_are_deleted() {
 }
 
 #[test]
+fn the_owner_of_a_datastore_does_not_stop_a_server_that_looks_for_left_disks() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, _disks) = open(folder.path());
+    let making = make(&machines, &["web"]).unwrap();
+    let left = folder_of(&making);
+    killed(making);
+    let locked = machines.lock().unwrap();
+    let refused = disks_left_within(machines.folder(), Duration::from_millis(20)).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Busy && refused.to_string().contains(".lock' is locked"), "{refused}");
+    drop(locked);
+    fs::remove_file(left.join("intent.toml")).unwrap();
+    mknodat(CWD, left.join("intent.toml"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    assert!(disks_left(machines.folder()).unwrap().is_empty());
+    assert_eq!(Intent::read(&left).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
 fn a_machine_whose_disk_is_in_use_is_not_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
