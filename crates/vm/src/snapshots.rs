@@ -205,7 +205,11 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let taken = match taken {
         Ok(taken) => taken,
         Err(error) => {
-            if let Err(second) = undo(disks, &new) {
+            let undone = match is_refused(&error) {
+                true => remove_folder(&new),
+                false => undo(disks, &new),
+            };
+            if let Err(second) = undone {
                 tracing::warn!(
                     "removing the unfinished snapshot '{name}' failed and is repeated by the next command: {second}"
                 );
@@ -298,6 +302,16 @@ fn keep(from: &Path, to: &Path) -> Result<()> {
     copy.sync_all().during(|| format!("writing '{}'", to.display()))
 }
 
+/// Whether the datastore has refused the snapshots of the disks, because a user has taken one with the same name since
+/// the names were checked. Then none of them was taken. Errors of this process's files have a source.
+fn is_refused(error: &Error) -> bool {
+    error.kind() == ErrorKind::Exists && std::error::Error::source(error).is_none()
+}
+
+fn remove_folder(folder: &Path) -> Result<()> {
+    fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
+}
+
 /// Removes a snapshot that could not be completed.
 fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
     let intent: Option<Intent> = durable::read(&new.join(INTENT))?.and_then(|text| toml::from_str(&text).ok());
@@ -307,7 +321,7 @@ fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
             ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
         }
     }
-    fs::remove_dir_all(new).during(|| format!("removing '{}'", new.display()))
+    remove_folder(new)
 }
 
 fn ignore_missing(outcome: Result<()>) -> Result<()> {
@@ -356,7 +370,7 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
             ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
         }
     }
-    fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
+    remove_folder(old)
 }
 
 /// The state of a machine after a revert.

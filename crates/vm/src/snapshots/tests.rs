@@ -14,7 +14,15 @@ use work::Progress;
 /// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
 struct Taken {
     all: Mutex<Vec<(String, String)>>,
+    /// Snapshots that a user takes just before the next ones are taken.
+    meanwhile: Mutex<Vec<(String, String)>>,
     obstacle: PathBuf,
+}
+
+impl Taken {
+    fn new(obstacle: &Path) -> Arc<Self> {
+        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle: obstacle.to_owned() })
+    }
 }
 
 impl Disks for Taken {
@@ -40,7 +48,12 @@ impl Disks for Taken {
         Ok(())
     }
     fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
-        self.all.lock().extend_from_slice(of);
+        let mut all = self.all.lock();
+        all.append(&mut self.meanwhile.lock());
+        if let Some((disk, name)) = of.iter().find(|one| all.contains(one)) {
+            return Err(Error::new(ErrorKind::Exists, format!("disk '{disk}' has a snapshot '{name}' already")));
+        }
+        all.extend_from_slice(of);
         fs::create_dir_all(self.obstacle.join("something")).unwrap();
         Ok(())
     }
@@ -90,7 +103,7 @@ fn make(host: &Host, name: &str, disk: &str) {
 fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     let folder = tempfile::tempdir().unwrap();
     let obstacle = folder.path().join("machines/web/snapshots/s");
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: obstacle.clone() });
+    let disks = Taken::new(&obstacle);
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     let change = host.change("web").unwrap();
@@ -104,9 +117,24 @@ fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
 }
 
 #[test]
+fn a_disk_snapshot_that_a_user_takes_at_the_same_time_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let of_user = ("web-disk".to_owned(), "s".to_owned());
+    disks.meanwhile.lock().push(of_user.clone());
+    let change = host.change("web").unwrap();
+    let refused = take(&host, &change, "s", Options::default()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Exists);
+    assert_eq!(*disks.all.lock(), [of_user]);
+    assert_eq!(names(change.machine()).unwrap(), Vec::<String>::new());
+}
+
+#[test]
 fn a_revert_that_cannot_be_completed_has_no_effect() {
     let folder = tempfile::tempdir().unwrap();
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let disks = Taken::new(&folder.path().join("elsewhere"));
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     let change = host.change("web").unwrap();
@@ -134,7 +162,7 @@ fn a_revert_that_cannot_be_completed_has_no_effect() {
 #[test]
 fn a_machine_is_not_changed_until_its_revert_is_complete() {
     let folder = tempfile::tempdir().unwrap();
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let disks = Taken::new(&folder.path().join("elsewhere"));
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();
