@@ -5,6 +5,7 @@
 //! .new-ID/         machines that are being created: intent.toml, and NAME/ for each incomplete machine
 //! .old-ID/         a machine that is being deleted, with the same files
 //! .lock            held while a command creates or lists .new-* and .old-* folders
+//! .disks           held while a command looks whether disks are free and adds them to a machine
 //! ```
 //!
 //! 1. A machine exists if its folder is directly in the folder of machines. To create a machine, its folder is prepared
@@ -50,6 +51,8 @@ const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 /// The lock file for creating and listing folders with the prefixes [`NEW`] and [`OLD`].
 const LOCK: &str = ".lock";
+/// The lock file for adding existing disks to machines.
+const CLAIM: &str = ".disks";
 /// How long a server waits for the lock, which commands keep for a moment.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -101,8 +104,17 @@ impl Machines {
         list(&self.folder)
     }
 
-    /// Maps each disk to the machine that uses it. If a definition cannot be read, every disk that its text names
-    /// counts as used.
+    /// The lock under which a command looks whether a disk belongs to a machine and adds it to a definition. Without
+    /// it, two commands at the same time could add one disk to two machines.
+    pub fn claim_disks(&self) -> Result<File> {
+        let path = self.folder.join(CLAIM);
+        let lock = lock_file(&path)?;
+        lock.lock().during(|| format!("locking '{}'", path.display()))?;
+        Ok(lock)
+    }
+
+    /// Maps each disk to the machine that uses it, or that is being created with it. If a definition cannot be read,
+    /// every disk that its text names counts as used.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
     }
@@ -283,19 +295,22 @@ pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
     Ok(all)
 }
 
-/// Maps each disk to the machine that uses it, for the machines in a folder that need not exist. If a definition cannot
-/// be read, every disk that its text names counts as used: a mistake in the file must not allow the deletion of a disk.
+/// Maps each disk to the machine that uses it, or that is being created with it, in a folder that need not exist. If a
+/// definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow the
+/// deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {
         return Ok(users);
     }
-    for machine in list(folder)? {
+    for machine in list_with_new(folder)? {
         let disks = match machine.definition() {
             Ok(definition) => definition.disk_names(),
             Err(_) => machine.named_disks(),
         };
-        users.extend(disks.into_iter().map(|disk| (disk, machine.name())));
+        for disk in disks {
+            users.entry(disk).or_insert_with(|| machine.name());
+        }
     }
     Ok(users)
 }

@@ -440,6 +440,43 @@ fn host_in(top: &tempfile::TempDir) -> (PathBuf, Host) {
 }
 
 #[test]
+fn one_disk_is_not_added_to_two_machines_at_the_same_time() {
+    use crate::edit::{Edit, edit};
+    let top = tempfile::tempdir().unwrap();
+    let path = top.path().to_path_buf();
+    let disks = Names::default();
+    disks.add("data", None);
+    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(disks)).unwrap();
+    let begin = |name: &str, disks: &[&str]| {
+        let mut definition = Definition::new(name, 1, 64 << 20).unwrap();
+        disks.iter().for_each(|disk| definition.add_disk(disk).unwrap());
+        host.machines().make(&[definition], |_| Vec::new(), Vec::new()).unwrap()
+    };
+    let making = begin("web", &[]);
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let more = Edit { add_disks: vec!["data".into()], ..Edit::default() };
+    let add = || edit(&host.change("web").unwrap(), &host, &more);
+    // A machine with the disk is being created.
+    let other = begin("db", &["data"]);
+    assert_eq!(add().unwrap_err().kind(), ErrorKind::Busy);
+    drop(other);
+    // The command that creates the machine looks at the same time whether the disk is free.
+    let (added, other) = std::thread::scope(|scope| {
+        let claim = host.machines().claim_disks().unwrap();
+        let adding = scope.spawn(add);
+        std::thread::sleep(Duration::from_millis(200));
+        let other = begin("db", &["data"]);
+        drop(claim);
+        (adding.join().unwrap(), other)
+    });
+    assert_eq!(added.unwrap_err().kind(), ErrorKind::Busy);
+    drop(other);
+    assert_eq!(add().unwrap().disk_names(), ["data"]);
+}
+
+#[test]
 fn root_removes_no_image_in_a_datastore_of_another_user() {
     use std::os::unix::fs::chown;
     let top = tempfile::tempdir().unwrap();
