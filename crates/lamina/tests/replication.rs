@@ -111,6 +111,12 @@ fn disks_are_sent_and_sent_again() {
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
     assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
+    // The name of a second copy begins with that of the first one: each transfer keeps the snapshot of the other copy.
+    for (round, target) in [(0u64, "mirror-2"), (1, "mirror"), (2, "mirror-2")] {
+        fill(&here, "web", 20 + round, 60..61);
+        send("web", target, "--incremental").json();
+        assert!(content(&there, target) == content(&here, "web"));
+    }
     // Sends a snapshot that exists already.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();
