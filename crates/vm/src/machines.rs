@@ -22,6 +22,7 @@ mod making;
 
 pub use intent::{Intended, OwnDisk, Snapshot};
 pub use making::Making;
+pub(crate) use making::is_uncertain;
 
 use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::clone;

@@ -101,6 +101,15 @@ impl Making {
         Ok(Machine::at(folder))
     }
 
+    /// Ends after an error: removes the unfinished machines with their disks, or leaves them to the next command, if it
+    /// is unknown which disks exist. Returns the error.
+    pub fn failed(self, error: Error) -> Error {
+        if is_uncertain(&error) {
+            self.leave();
+        }
+        error
+    }
+
     /// Ends without removing anything, if it is unknown which disks exist. The next command cleans up.
     pub fn leave(mut self) {
         self.open = false;
@@ -179,6 +188,11 @@ pub(super) fn take_away(
         }
     }
     Intent::remove(folder)
+}
+
+/// Whether an error leaves it unknown which disks were created, because the server has not replied.
+pub(crate) fn is_uncertain(error: &Error) -> bool {
+    error.kind() == ErrorKind::Io
 }
 
 /// Whether an existing disk is the one that the intent names: it has the same origin and is not older than the intent.

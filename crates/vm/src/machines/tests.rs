@@ -191,6 +191,27 @@ fn a_disk_created_by_another_command_is_not_deleted() {
 }
 
 #[test]
+fn a_disk_that_may_have_been_created_is_deleted_by_the_next_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    for (kind, left) in [(ErrorKind::Io, 1), (ErrorKind::NoSpace, 0)] {
+        let own = |_: &Definition| vec![OwnDisk { name: "web".into(), origin: None }];
+        let making = machines.make(&[Definition::new("web", 1, 64 << 20).unwrap()], own, Vec::new()).unwrap();
+        if left > 0 {
+            disks.add("web", None);
+        }
+        let within = folder_of(&making);
+        assert_eq!(making.failed(Error::new(kind, "no reply")).kind(), kind);
+        assert_eq!(within.exists(), left > 0);
+        if left > 0 {
+            released(&within);
+        }
+        assert_eq!(machines.recover().unwrap(), left);
+        assert!(disks.names().is_empty());
+    }
+}
+
+#[test]
 fn a_parent_of_clones_is_not_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());

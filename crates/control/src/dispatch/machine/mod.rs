@@ -236,7 +236,9 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
     // From here on, the disks belong to the machine that is being created.
     drop(claim);
     if let Some(size) = new.disk_size {
-        host.disks().create(&new.name, size)?;
+        if let Err(error) = host.disks().create(&new.name, size) {
+            return Err(making.failed(error));
+        }
         making.made([new.name.clone()]);
     }
     making.finish(&new.name)?;
