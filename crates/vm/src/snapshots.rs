@@ -334,7 +334,8 @@ fn ignore_missing(outcome: Result<()>) -> Result<()> {
 /// Deletes a snapshot.
 ///
 /// # Errors
-/// `Busy`, without effect, while clones are based on the snapshot.
+/// `Busy`, without effect, while clones are based on the snapshot, or a client has the snapshot of the machine's first
+/// disk open. If a client has the snapshot of another disk open, a later command completes the deletion.
 pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -356,10 +357,31 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
         }
     }
     let (folder, old) = (folder(machine), folder(machine).join(format!("{OLD}{name}")));
-    fs::rename(folder.join(name), &old)
-        .and_then(|()| durable::sync_folder_of(&old))
-        .during(|| format!("deleting snapshot '{name}'"))?;
-    finish_deleting(host.disks(), &old)
+    let moved = |from: &Path, to: &Path| {
+        fs::rename(from, to).and_then(|()| durable::sync_folder_of(to)).during(|| format!("deleting snapshot '{name}'"))
+    };
+    let listed = folder.join(name);
+    moved(&listed, &old)?;
+    let deleted = finish_deleting(host.disks(), &old);
+    if let Err(error) = &deleted
+        && error.kind() == ErrorKind::Busy
+        && all_exist(host.disks(), &record)?
+    {
+        // A client has a snapshot of a disk open, or a clone was made meanwhile. If the snapshot stayed incomplete,
+        // every command would try to delete the rest.
+        moved(&old, &listed)?;
+    }
+    deleted
+}
+
+/// Whether the snapshots of all disks exist.
+fn all_exist(disks: &dyn Disks, record: &Record) -> Result<bool> {
+    for snapshot in &record.disks {
+        if exists(disks, snapshot)?.is_none() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {

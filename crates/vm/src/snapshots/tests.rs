@@ -9,6 +9,7 @@ use crate::import::run::How;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
 /// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
@@ -17,11 +18,14 @@ struct Taken {
     /// Snapshots that a user takes just before the next ones are taken.
     meanwhile: Mutex<Vec<(String, String)>>,
     obstacle: PathBuf,
+    /// Whether a client has every snapshot open.
+    in_use: AtomicBool,
 }
 
 impl Taken {
     fn new(obstacle: &Path) -> Arc<Self> {
-        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle: obstacle.to_owned() })
+        let in_use = AtomicBool::new(false);
+        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle: obstacle.to_owned(), in_use })
     }
 }
 
@@ -63,6 +67,9 @@ impl Disks for Taken {
         Ok(of.into_iter().map(facts).collect())
     }
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
+        if self.in_use.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Busy, format!("'{disk}@{snapshot}' is in use")));
+        }
         self.all.lock().retain(|(of, name)| of != disk || name != snapshot);
         Ok(())
     }
@@ -129,6 +136,23 @@ fn a_disk_snapshot_that_a_user_takes_at_the_same_time_is_kept() {
     assert_eq!(refused.kind(), ErrorKind::Exists);
     assert_eq!(*disks.all.lock(), [of_user]);
     assert_eq!(names(change.machine()).unwrap(), Vec::<String>::new());
+}
+
+#[test]
+fn a_snapshot_that_a_client_has_open_is_not_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    take(&host, &change, "s", Options::default()).unwrap();
+    disks.in_use.store(true, Ordering::SeqCst);
+    assert_eq!(delete(&host, &change, "s").unwrap_err().kind(), ErrorKind::Busy);
+    assert!(!is_unfinished(change.machine()), "every command would try to delete the rest");
+    assert_eq!(list(change.machine()).unwrap().len(), 1);
+    disks.in_use.store(false, Ordering::SeqCst);
+    delete(&host, &change, "s").unwrap();
+    assert!(disks.all.lock().is_empty() && list(change.machine()).unwrap().is_empty());
 }
 
 #[test]
