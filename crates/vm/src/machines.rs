@@ -165,7 +165,8 @@ impl Machines {
     /// it.
     ///
     /// # Errors
-    /// `Busy`, without effect, while the machine runs, its disks are in use, or clones are based on the disks.
+    /// `Busy`, without effect, while the machine runs, its disks or a snapshot of the first disk are in use, or clones
+    /// are based on the disks.
     pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         self.delete_within(name, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
     }
@@ -206,7 +207,7 @@ impl Machines {
                 ));
             }
         }
-        // Once the machine's folder is moved, the deletion is completed later, even if it fails now.
+        // Once a disk is deleted, the deletion is completed later, even if it fails now.
         while_busy(patience, || {
             let all = self.disks.all()?;
             match disks.iter().find(|disk| all.get(*disk).is_some_and(|facts| facts.clients > 0)) {
@@ -223,7 +224,20 @@ impl Machines {
         fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
         durable::sync(&folder)?;
         durable::sync(&self.folder)?;
-        making::take_away((&folder, &lock), &intent, &*self.disks, making::DiskSelection::Named { promote })
+        let selection = making::DiskSelection::Named { promote, patience };
+        let deleted = making::take_away((&folder, &lock), &intent, &*self.disks, selection);
+        if let Err(error) = &deleted
+            && error.kind() == ErrorKind::Busy
+        {
+            let there = self.disks.all()?;
+            if disks.iter().all(|disk| there.contains_key(disk)) {
+                // A client has a snapshot of the first disk open, for example for a backup.
+                fs::rename(folder.join(name), machine.folder()).during(|| format!("keeping machine '{name}'"))?;
+                durable::sync(&self.folder)?;
+                Intent::remove(&folder)?;
+            }
+        }
+        deleted
     }
 
     /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
@@ -259,7 +273,7 @@ impl Machines {
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
                     let selection = match deleting {
-                        true => making::DiskSelection::Named { promote: true },
+                        true => making::DiskSelection::Named { promote: true, patience: DISK_OF_ENDED_PROCESS },
                         false => making::DiskSelection::MadeSince(intent.begun),
                     };
                     making::take_away((folder, lock), &intent, &*self.disks, selection)

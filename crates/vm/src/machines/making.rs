@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Machines that are being created. Dropping this value removes the unfinished machines, with the disks that were
 /// created for them.
@@ -37,6 +38,8 @@ pub(super) enum DiskSelection<'a> {
     Named {
         /// Whether snapshots are handed over to the linked clones that are based on them.
         promote: bool,
+        /// How long a disk may remain open.
+        patience: Duration,
     },
 }
 
@@ -167,13 +170,15 @@ pub(super) fn take_away(
     for machine in left {
         for disk in &machine.disks {
             match &selection {
-                DiskSelection::Made(made) if made.contains(&disk.name) => delete(disks, &disk.name, false)?,
+                DiskSelection::Made(made) if made.contains(&disk.name) => {
+                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
+                }
                 DiskSelection::MadeSince(begun)
                     if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) =>
                 {
-                    delete(disks, &disk.name, false)?;
+                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
                 }
-                DiskSelection::Named { promote } => delete(disks, &disk.name, *promote)?,
+                DiskSelection::Named { promote, patience } => delete(disks, &disk.name, *promote, *patience)?,
                 _ => {}
             }
         }
@@ -204,8 +209,8 @@ fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
 }
 
 /// Deletes a disk that an ending process may still have open.
-fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
-    match while_busy(DISK_OF_ENDED_PROCESS, || disks.delete(disk, promote)) {
+fn delete(disks: &dyn Disks, disk: &str, promote: bool, patience: Duration) -> Result<()> {
+    match while_busy(patience, || disks.delete(disk, promote)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         outcome => outcome,
     }

@@ -9,11 +9,12 @@ use crate::import::Content;
 use crate::import::run::How;
 use crate::instant::image::Images;
 use parking_lot::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
-/// Simulated disks: their names, with the snapshots on which they are based.
+/// Simulated disks: their names, with the snapshots on which they are based, and whether clients have snapshots open.
 #[derive(Default)]
-struct Names(Mutex<BTreeMap<String, Facts>>);
+struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool);
 
 impl Names {
     fn add(&self, name: &str, origin: Option<(&str, &str)>) {
@@ -75,6 +76,9 @@ impl Disks for Names {
         Ok(())
     }
     fn delete(&self, disk: &str, _: bool) -> Result<()> {
+        if self.1.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Busy, format!("snapshot '{disk}@s' is in use")));
+        }
         match self.0.lock().remove(disk) {
             Some(_) => Ok(()),
             None => Err(Error::new(ErrorKind::NotFound, "no such disk")),
@@ -573,6 +577,12 @@ fn a_machine_whose_disk_is_in_use_is_not_deleted() {
     assert!(machines.has("web") && disks.names() == ["web-disk"]);
     assert_eq!(machines.recover().unwrap(), 0);
     clients(0);
-    delete().unwrap();
+    // The disk itself has no client.
+    disks.1.store(true, Ordering::SeqCst);
+    assert_eq!(delete().unwrap_err().kind(), ErrorKind::Busy);
+    disks.1.store(false, Ordering::SeqCst);
+    assert_eq!(machines.recover().unwrap(), 0);
+    assert!(machines.has("web") && disks.names() == ["web-disk"]);
+    while_busy(DISK_OF_ENDED_PROCESS, delete).unwrap();
     assert!(!machines.has("web") && disks.names().is_empty());
 }
