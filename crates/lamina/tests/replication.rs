@@ -282,6 +282,12 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
     let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");
+    // As if the sender had been killed after the receiver had completed the machine.
+    for disk in ["web", "data"] {
+        here.run(&format!("snapshot create {disk}@sending-last-0123abcd")).ok();
+    }
+    let repeated = here.run(&format!("--json vm clone web --to {to}last {}", keys.send()));
+    repeated.fails(1, "'lamina snapshot delete' deletes them: web@sending-last-0123abcd, data@sending-last-0123abcd");
     drop(theirs);
     there.is_clean();
 }

@@ -107,7 +107,19 @@ impl Sending<'_> {
             Ok(_) => self.arrived(&name),
             Err(_) => {}
         }
-        outcome
+        outcome.map_err(|error| match error.kind() {
+            // The earlier transfer may be complete, and its command was killed before it deleted its snapshots.
+            ErrorKind::Exists if !self.request.how.incremental => {
+                let kept = self.request.disks.iter().map(|disk| format!("{}@{name}", disk.disk)).collect::<Vec<_>>();
+                let text = format!(
+                    "{error}; the snapshots of an interrupted transfer are kept, and if that transfer was complete, \
+                     'lamina snapshot delete' deletes them: {}",
+                    kept.join(", ")
+                );
+                Error::new(ErrorKind::Exists, text)
+            }
+            _ => error,
+        })
     }
 
     /// Sends the snapshots that were taken for this transfer.
