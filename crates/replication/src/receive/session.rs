@@ -138,11 +138,17 @@ impl Sessions {
     fn open(&self, offer: Offer, sender: String) -> Result<Opened> {
         let names: Vec<String> = offer.disks.iter().map(|disk| disk.name.clone()).collect();
         self.attachments.check_names(&names)?;
-        if let Some(text) = &offer.attachment {
-            self.attachments.check(text, &names)?;
-        }
         let new =
             NewReception { sender, disks: offer.disks, attachment: offer.attachment, resume_only: offer.resume_only };
+        if let Some(text) = &new.attachment
+            && let Err(error) = self.attachments.check(text, &names)
+        {
+            // The machine may exist because it is complete, and the sender has not received the reply to the commit.
+            return match error.kind() {
+                ErrorKind::Exists => self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error),
+                _ => Err(error),
+            };
+        }
         let deadline = Instant::now() + TAKEOVER_MAX;
         loop {
             match self.datastore.receive(&new) {
