@@ -28,11 +28,11 @@ impl Change {
     /// caller has checked whether the guest is running. Dropping the result removes the record, unless it is kept.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine().folder().join(HELD);
-        let text = serde_json::to_vec(&hold)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // The record need not be durable, because a power cut ends the guest too.
-        private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
-        Ok(Holding { path, kept: AtomicBool::new(false) })
+        // Of an earlier command, whose file systems the agent has not thawed yet.
+        let before = read(&path)?.filter(|before| before.thaw && !hold.thaw);
+        let hold = Hold { thaw: hold.thaw || before.is_some(), ..hold };
+        write(&path, hold)?;
+        Ok(Holding { path, before, kept: AtomicBool::new(false) })
     }
 
     /// If a command that paused the guest was killed, resumes the guest. Returns whether there was such a command.
@@ -45,9 +45,7 @@ impl Change {
 
     fn let_go_on_within(&self, patience: Duration) -> Result<bool> {
         let path = self.machine().folder().join(HELD);
-        let Some(text) = durable::read(&path)? else { return Ok(false) };
-        // If the file is empty, the command was killed before it paused the guest.
-        let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
+        let Some(hold) = read(&path)? else { return Ok(false) };
         if crate::instant::freeze::frozen(self.machine())?.is_some() {
             // The machine is frozen, so the machine continues from its image, and its old process must not execute the
             // guest.
@@ -66,6 +64,10 @@ impl Change {
                         agent.thaw()?;
                     }
                     None if is_recent(&path) => {
+                        if hold.resume {
+                            // A user may pause the guest before the next command.
+                            write(&path, Hold { resume: false, ..hold })?;
+                        }
                         let text = "the guest's agent does not answer, and file systems of the guest may be frozen; \
                                     the next command about machines tries again to thaw them";
                         return Err(Error::new(ErrorKind::Busy, text));
@@ -77,6 +79,18 @@ impl Change {
         remove_if_there(&path)?;
         Ok(true)
     }
+}
+
+fn read(record: &Path) -> Result<Option<Hold>> {
+    // If the file is empty, the command was killed before it paused the guest.
+    Ok(durable::read(record)?.map(|text| serde_json::from_str(&text).unwrap_or_default()))
+}
+
+fn write(record: &Path, hold: Hold) -> Result<()> {
+    let text = serde_json::to_vec(&hold)
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", record.display())))?;
+    // The record need not be durable, because a power cut ends the guest too.
+    private::write(record, &text).during(|| format!("writing '{}'", record.display()))
 }
 
 /// Whether a record was written within [`THAW_MAX`].
@@ -97,6 +111,8 @@ pub struct Hold {
 /// The guest may be paused while a value of this type exists.
 pub struct Holding {
     path: PathBuf,
+    /// What the record of an earlier command states, which stays.
+    before: Option<Hold>,
     /// Whether the record stays.
     kept: AtomicBool,
 }
@@ -115,9 +131,14 @@ impl Holding {
 
 impl Drop for Holding {
     fn drop(&mut self) {
-        if !*self.kept.get_mut()
-            && let Err(error) = remove_if_there(&self.path)
-        {
+        if *self.kept.get_mut() {
+            return;
+        }
+        let outcome = match self.before {
+            Some(before) => write(&self.path, before),
+            None => remove_if_there(&self.path),
+        };
+        if let Err(error) = outcome {
             tracing::warn!("{error}");
         }
     }
@@ -148,6 +169,12 @@ mod tests {
         drop(holding);
         assert!(machine.is_held(), "the next command resumes the guest");
         drop(change.hold(Hold { resume: true, thaw: false }).unwrap());
+        assert!(!machine.is_held());
+        // The next command could not thaw the file systems, and pauses the guest itself.
+        change.hold(Hold { resume: false, thaw: true }).unwrap().keep();
+        drop(change.hold(Hold { resume: true, thaw: false }).unwrap());
+        assert_eq!(read(&folder.path().join(HELD)).unwrap(), Some(Hold { resume: false, thaw: true }));
+        drop(change.hold(Hold { resume: false, thaw: true }).unwrap());
         assert!(!machine.is_held());
     }
     #[test]
