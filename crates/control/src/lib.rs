@@ -35,7 +35,7 @@ pub mod scrubs;
 pub mod socket;
 pub mod uri;
 
-pub use dispatch::claims::refuse_to_replace;
+pub use dispatch::claims::{refuse_left, refuse_to_replace};
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
     BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest,

@@ -111,6 +111,12 @@ fn disks_are_sent_and_sent_again() {
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
     assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
+    // The name of a second copy begins with that of the first one: each transfer keeps the snapshot of the other copy.
+    for (round, target) in [(0u64, "mirror-2"), (1, "mirror"), (2, "mirror-2")] {
+        fill(&here, "web", 20 + round, 60..61);
+        send("web", target, "--incremental").json();
+        assert!(content(&there, target) == content(&here, "web"));
+    }
     // Sends a snapshot that exists already.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();
@@ -276,6 +282,33 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
     let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");
+    // As if the sender had been killed after the receiver had completed the machine.
+    for disk in ["web", "data"] {
+        here.run(&format!("snapshot create {disk}@sending-last-0123abcd")).ok();
+    }
+    let repeated = here.run(&format!("--json vm clone web --to {to}last {}", keys.send()));
+    repeated.fails(1, "'lamina snapshot delete' deletes them: web@sending-last-0123abcd, data@sending-last-0123abcd");
     drop(theirs);
     there.is_clean();
+}
+
+/// A command about machines of the receiver was killed after it had recorded its intent, and before it created a disk.
+#[test]
+fn a_received_disk_is_not_deleted_with_the_rest_of_an_interrupted_command() {
+    let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
+    let (_mine, theirs) = (here.serve(""), there.serve(&keys.receive(0)));
+    let to = address(&theirs);
+    there.run("vm list").ok();
+    let machines = there.path().join("machines");
+    let left = machines.join(".new-00000001");
+    std::fs::create_dir_all(left.join("web")).unwrap();
+    std::fs::write(machines.join(".lock"), "").unwrap();
+    let intent = "version = 1\nbegun = 1\n[[machine]]\nname = \"web\"\n[[machine.disk]]\nname = \"web\"\n";
+    std::fs::write(left.join("intent.toml"), intent).unwrap();
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 1, 0..2);
+    here.run(&format!("--json disk send web {to}web {}", keys.send())).json();
+    assert!(!left.exists(), "the next command about machines would delete the disk");
+    there.run("vm list").ok();
+    assert!(content(&there, "web") == content(&here, "web"));
 }

@@ -184,6 +184,11 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     Ok(task.definition)
 }
 
+/// The error for a disk that cannot be added, because it belongs to the machine `user`.
+fn belongs_to(disk: &str, user: &str) -> Error {
+    Error::new(ErrorKind::Busy, format!("disk '{disk}' belongs to machine '{user}'"))
+}
+
 struct Task<'a> {
     change: &'a Change,
     host: &'a Host,
@@ -211,13 +216,12 @@ impl Task<'_> {
         }
         let (there, users) = (self.host.disks().all()?, self.host.machines().users_of_disks()?);
         for disk in disks {
-            let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
             match (there.get(disk), users.get(disk)) {
                 (None, _) => return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'"))),
                 // An earlier command was killed after it had added the disk to the definition but not yet to the
                 // process.
                 (_, Some(user)) if *user == self.name() => {}
-                (_, Some(user)) => return busy(format!("disk '{disk}' belongs to machine '{user}'")),
+                (_, Some(user)) => return Err(belongs_to(disk, user)),
                 (Some(facts), None) if self.runs && facts.clients > 0 => self.wait_unused(disk)?,
                 _ => {}
             }
@@ -240,6 +244,10 @@ impl Task<'_> {
     fn add_disk(&mut self, disk: &str) -> Result<()> {
         match self.definition.disks.iter().find(|one| one.name == disk) {
             None => {
+                let _claim = self.host.machines().claim_disks()?;
+                if let Some(user) = self.host.machines().users_of_disks()?.get(disk) {
+                    return Err(belongs_to(disk, user));
+                }
                 match self.runs {
                     true => self.definition.plug_disk(disk)?,
                     false => self.definition.add_disk(disk)?,

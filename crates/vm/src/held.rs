@@ -10,7 +10,8 @@ use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -18,25 +19,33 @@ use std::time::Duration;
 pub(crate) const HELD: &str = "held";
 /// How long the agent may take to answer when file systems are thawed during recovery.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long commands try to thaw file systems whose agent does not answer. The time is limited, because the guest may
+/// have started again without an agent, and every command waits for the agent.
+const THAW_MAX: Duration = Duration::from_secs(600);
 
 impl Change {
     /// Records that the guest is about to be paused, so that the next command resumes it if this command is killed. The
     /// caller has checked whether the guest is running. Dropping the result removes the record, unless it is kept.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine().folder().join(HELD);
-        let text = serde_json::to_vec(&hold)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // The record need not be durable, because a power cut ends the guest too.
-        private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
-        Ok(Holding { path, kept: AtomicBool::new(false) })
+        // Of an earlier command, whose file systems the agent has not thawed yet.
+        let before = read(&path)?.filter(|before| before.thaw && !hold.thaw);
+        let hold = Hold { thaw: hold.thaw || before.is_some(), ..hold };
+        write(&path, hold)?;
+        Ok(Holding { path, before, kept: AtomicBool::new(false) })
     }
 
     /// If a command that paused the guest was killed, resumes the guest. Returns whether there was such a command.
+    ///
+    /// # Errors
+    /// `Busy`, and the record stays, if the guest's agent does not answer now and file systems may be frozen.
     pub fn let_go_on(&self) -> Result<bool> {
+        self.let_go_on_within(AGENT_PATIENCE)
+    }
+
+    fn let_go_on_within(&self, patience: Duration) -> Result<bool> {
         let path = self.machine().folder().join(HELD);
-        let Some(text) = durable::read(&path)? else { return Ok(false) };
-        // If the file is empty, the command was killed before it paused the guest.
-        let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
+        let Some(hold) = read(&path)? else { return Ok(false) };
         if crate::instant::freeze::frozen(self.machine())?.is_some() {
             // The machine is frozen, so the machine continues from its image, and its old process must not execute the
             // guest.
@@ -49,15 +58,45 @@ impl Change {
             if hold.resume {
                 self.machine().monitor()?.execute("cont", json!({}))?;
             }
-            if hold.thaw
-                && let Some(mut agent) = self.machine().agent(AGENT_PATIENCE)?
-            {
-                agent.thaw()?;
+            if hold.thaw {
+                match self.machine().agent(patience)? {
+                    Some(mut agent) => {
+                        agent.thaw()?;
+                    }
+                    None if is_recent(&path) => {
+                        if hold.resume {
+                            // A user may pause the guest before the next command.
+                            write(&path, Hold { resume: false, ..hold })?;
+                        }
+                        let text = "the guest's agent does not answer, and file systems of the guest may be frozen; \
+                                    the next command about machines tries again to thaw them";
+                        return Err(Error::new(ErrorKind::Busy, text));
+                    }
+                    None => {}
+                }
             }
         }
         remove_if_there(&path)?;
         Ok(true)
     }
+}
+
+fn read(record: &Path) -> Result<Option<Hold>> {
+    // If the file is empty, the command was killed before it paused the guest.
+    Ok(durable::read(record)?.map(|text| serde_json::from_str(&text).unwrap_or_default()))
+}
+
+fn write(record: &Path, hold: Hold) -> Result<()> {
+    let text = serde_json::to_vec(&hold)
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", record.display())))?;
+    // The record need not be durable, because a power cut ends the guest too.
+    private::write(record, &text).during(|| format!("writing '{}'", record.display()))
+}
+
+/// Whether a record was written within [`THAW_MAX`].
+fn is_recent(record: &Path) -> bool {
+    let written = fs::metadata(record).and_then(|metadata| metadata.modified()).ok();
+    written.and_then(|written| written.elapsed().ok()).is_some_and(|age| age < THAW_MAX)
 }
 
 /// What has to be undone after a guest was paused.
@@ -72,6 +111,8 @@ pub struct Hold {
 /// The guest may be paused while a value of this type exists.
 pub struct Holding {
     path: PathBuf,
+    /// What the record of an earlier command states, which stays.
+    before: Option<Hold>,
     /// Whether the record stays.
     kept: AtomicBool,
 }
@@ -90,9 +131,14 @@ impl Holding {
 
 impl Drop for Holding {
     fn drop(&mut self) {
-        if !*self.kept.get_mut()
-            && let Err(error) = remove_if_there(&self.path)
-        {
+        if *self.kept.get_mut() {
+            return;
+        }
+        let outcome = match self.before {
+            Some(before) => write(&self.path, before),
+            None => remove_if_there(&self.path),
+        };
+        if let Err(error) = outcome {
             tracing::warn!("{error}");
         }
     }
@@ -103,7 +149,11 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::machine::Machine;
+    use crate::qemu::command::RunFolder;
+    use crate::qemu::process::Starting;
+    use std::ffi::OsString;
     use std::os::unix::net::UnixStream;
+    use std::time::SystemTime;
 
     #[test]
     fn the_record_stays_until_the_guest_is_resumed() {
@@ -120,5 +170,35 @@ mod tests {
         assert!(machine.is_held(), "the next command resumes the guest");
         drop(change.hold(Hold { resume: true, thaw: false }).unwrap());
         assert!(!machine.is_held());
+        // The next command could not thaw the file systems, and pauses the guest itself.
+        change.hold(Hold { resume: false, thaw: true }).unwrap().keep();
+        drop(change.hold(Hold { resume: true, thaw: false }).unwrap());
+        assert_eq!(read(&folder.path().join(HELD)).unwrap(), Some(Hold { resume: false, thaw: true }));
+        drop(change.hold(Hold { resume: false, thaw: true }).unwrap());
+        assert!(!machine.is_held());
+    }
+    #[test]
+    fn the_record_stays_while_the_agent_does_not_answer_for_a_limited_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let machine = Machine::at(folder.path());
+        let change = machine.change().unwrap();
+        let run = RunFolder(folder.path().join("run.1"));
+        fs::create_dir(&run.0).unwrap();
+        change.link(&run).unwrap();
+        let monitor = format!("unix:{},server=on,wait=off", run.monitor().display());
+        let pid = run.pid_file().display().to_string();
+        let arguments = ["-machine", "none", "-nodefaults", "-display", "none", "-pidfile", &pid, "-qmp", &monitor];
+        let arguments: Vec<OsString> = arguments.into_iter().map(OsString::from).collect();
+        let starting = Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors(), None).unwrap();
+        let (process, _) = starting.finish(&run, Duration::from_secs(30)).unwrap();
+        change.hold(Hold { resume: false, thaw: true }).unwrap().keep();
+        let error = change.let_go_on_within(Duration::from_millis(20)).unwrap_err();
+        assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("may be frozen"), "{error}");
+        assert!(machine.is_held(), "the next command tries again");
+        let record = fs::File::options().write(true).open(folder.path().join(HELD)).unwrap();
+        record.set_modified(SystemTime::now() - 2 * THAW_MAX).unwrap();
+        assert!(change.let_go_on_within(Duration::from_millis(20)).unwrap());
+        assert!(!machine.is_held());
+        process.end().unwrap();
     }
 }

@@ -206,13 +206,18 @@ impl Host {
 
     fn recover_one(&self, change: &Change) -> Result<()> {
         let name = change.machine().name();
-        if change.let_go_on()? {
+        let gone_on = change.let_go_on();
+        if matches!(gone_on, Ok(true)) {
             tracing::warn!(
                 machine = name,
                 "an interrupted command had left the machine paused; the machine runs again"
             );
         }
-        snapshots::recover(change, self)
+        match gone_on {
+            // File systems that may still be frozen do not prevent the rest of the recovery.
+            Err(error) if error.kind() == ErrorKind::Busy => snapshots::recover(change, self).and(Err(error)),
+            gone_on => gone_on.and_then(|_| snapshots::recover(change, self)),
+        }
     }
 
     /// Whether a snapshot of a disk was taken only for clones, so that it is deleted together with the last of these

@@ -400,8 +400,7 @@ impl Change {
         let folder = self.next_run_folder()?;
         let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
         result.inspect_err(|_| {
-            // If the machine has no other process, the log of the failed process is kept, because the error message
-            // refers to the log.
+            // The process has ended, so that nothing needs its pid file.
             let _ = fs::remove_dir_all(&folder);
         })
     }
@@ -430,11 +429,10 @@ impl Change {
             return launch(None);
         };
         let successor = launch(Some(&passt))?;
-        match passt::connect_all(&passt, definition, &run, user.as_deref()) {
-            Ok(()) => {
-                private::write(&run.passt(), b"").during(|| format!("writing to '{}'", run.0.display()))?;
-                Ok(successor)
-            }
+        let marked = passt::connect_all(&passt, definition, &run, user.as_deref())
+            .and_then(|()| private::write(&run.passt(), b"").during(|| format!("writing to '{}'", run.0.display())));
+        match marked {
+            Ok(()) => Ok(successor),
             Err(error) => {
                 successor.process.end()?;
                 tracing::warn!(machine = self.machine.name(), "QEMU's own user network is used: {error}");

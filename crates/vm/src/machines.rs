@@ -5,6 +5,7 @@
 //! .new-ID/         machines that are being created: intent.toml, and NAME/ for each incomplete machine
 //! .old-ID/         a machine that is being deleted, with the same files
 //! .lock            held while a command creates or lists .new-* and .old-* folders
+//! .disks           held while a command looks whether disks are free and adds them to a machine
 //! ```
 //!
 //! 1. A machine exists if its folder is directly in the folder of machines. To create a machine, its folder is prepared
@@ -21,6 +22,7 @@ mod making;
 
 pub use intent::{Intended, OwnDisk, Snapshot};
 pub use making::Making;
+pub(crate) use making::is_uncertain;
 
 use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::clone;
@@ -50,6 +52,10 @@ const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 /// The lock file for creating and listing folders with the prefixes [`NEW`] and [`OLD`].
 const LOCK: &str = ".lock";
+/// The lock file for adding existing disks to machines.
+const CLAIM: &str = ".disks";
+/// How long a server waits for the lock, which commands keep for a moment.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The machines of a datastore.
 pub struct Machines {
@@ -99,8 +105,17 @@ impl Machines {
         list(&self.folder)
     }
 
-    /// Maps each disk to the machine that uses it. If a definition cannot be read, every disk that its text names
-    /// counts as used.
+    /// The lock under which a command looks whether a disk belongs to a machine and adds it to a definition. Without
+    /// it, two commands at the same time could add one disk to two machines.
+    pub fn claim_disks(&self) -> Result<File> {
+        let path = self.folder.join(CLAIM);
+        let lock = lock_file(&path)?;
+        lock.lock().during(|| format!("locking '{}'", path.display()))?;
+        Ok(lock)
+    }
+
+    /// Maps each disk to the machine that uses it, or that is being created with it. If a definition cannot be read,
+    /// every disk that its text names counts as used.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
     }
@@ -150,7 +165,8 @@ impl Machines {
     /// it.
     ///
     /// # Errors
-    /// `Busy`, without effect, while the machine runs, its disks are in use, or clones are based on the disks.
+    /// `Busy`, without effect, while the machine runs, its disks or a snapshot of the first disk are in use, or clones
+    /// are based on the disks.
     pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         self.delete_within(name, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
     }
@@ -191,7 +207,7 @@ impl Machines {
                 ));
             }
         }
-        // Once the machine's folder is moved, the deletion is completed later, even if it fails now.
+        // Once a disk is deleted, the deletion is completed later, even if it fails now.
         while_busy(patience, || {
             let all = self.disks.all()?;
             match disks.iter().find(|disk| all.get(*disk).is_some_and(|facts| facts.clients > 0)) {
@@ -208,7 +224,20 @@ impl Machines {
         fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
         durable::sync(&folder)?;
         durable::sync(&self.folder)?;
-        making::take_away((&folder, &lock), &intent, &*self.disks, making::DiskSelection::Named { promote })
+        let selection = making::DiskSelection::Named { promote, patience };
+        let deleted = making::take_away((&folder, &lock), &intent, &*self.disks, selection);
+        if let Err(error) = &deleted
+            && error.kind() == ErrorKind::Busy
+        {
+            let there = self.disks.all()?;
+            if disks.iter().all(|disk| there.contains_key(disk)) {
+                // A client has a snapshot of the first disk open, for example for a backup.
+                fs::rename(folder.join(name), machine.folder()).during(|| format!("keeping machine '{name}'"))?;
+                durable::sync(&self.folder)?;
+                Intent::remove(&folder)?;
+            }
+        }
+        deleted
     }
 
     /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
@@ -244,7 +273,7 @@ impl Machines {
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
                     let selection = match deleting {
-                        true => making::DiskSelection::Named { promote: true },
+                        true => making::DiskSelection::Named { promote: true, patience: DISK_OF_ENDED_PROCESS },
                         false => making::DiskSelection::MadeSince(intent.begun),
                     };
                     making::take_away((folder, lock), &intent, &*self.disks, selection)
@@ -281,26 +310,37 @@ pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
     Ok(all)
 }
 
-/// Maps each disk to the machine that uses it, for the machines in a folder that need not exist. If a definition cannot
-/// be read, every disk that its text names counts as used: a mistake in the file must not allow the deletion of a disk.
+/// Maps each disk to the machine that uses it, or that is being created with it, in a folder that need not exist. If a
+/// definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow the
+/// deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {
         return Ok(users);
     }
-    for machine in list(folder)? {
+    for machine in list_with_new(folder)? {
         let disks = match machine.definition() {
             Ok(definition) => definition.disk_names(),
             Err(_) => machine.named_disks(),
         };
-        users.extend(disks.into_iter().map(|disk| (disk, machine.name())));
+        for disk in disks {
+            users.entry(disk).or_insert_with(|| machine.name());
+        }
     }
     Ok(users)
 }
 
 /// Names of disks that the next command about machines deletes, because a command that created or deleted their
 /// machines was interrupted. The folder of machines need not exist.
+///
+/// # Errors
+/// `Busy` if another process keeps the folder locked.
 pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
+    disks_left_within(folder, LOCK_PATIENCE)
+}
+
+/// As [`disks_left`]; another process has the time `patience` to unlock the folder.
+fn disks_left_within(folder: &Path, patience: Duration) -> Result<BTreeSet<String>> {
     let mut left = BTreeSet::new();
     // A server of root must not wait for a pipe that the owner of the datastore has put there.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
@@ -310,7 +350,14 @@ pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(left),
         lock => lock.during(|| format!("locking '{}'", folder.display()))?,
     };
-    lock.lock().during(|| format!("locking '{}'", folder.display()))?;
+    // Commands keep the lock for a moment. The owner of the datastore could keep it without end.
+    while_busy(patience, || match lock.try_lock() {
+        Err(fs::TryLockError::WouldBlock) => {
+            let text = format!("'{}' is locked by another process; try again", folder.join(LOCK).display());
+            Err(Error::new(ErrorKind::Busy, text))
+        }
+        locked => locked.map_err(io::Error::from).during(|| format!("locking '{}'", folder.display())),
+    })?;
     let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     for name in durable::names(folder)?.into_iter().filter(unfinished) {
         let folder = folder.join(name);

@@ -205,7 +205,11 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let taken = match taken {
         Ok(taken) => taken,
         Err(error) => {
-            if let Err(second) = undo(disks, &new) {
+            let undone = match is_refused(&error) {
+                true => remove_folder(&new),
+                false => undo(disks, &new),
+            };
+            if let Err(second) = undone {
                 tracing::warn!(
                     "removing the unfinished snapshot '{name}' failed and is repeated by the next command: {second}"
                 );
@@ -298,6 +302,16 @@ fn keep(from: &Path, to: &Path) -> Result<()> {
     copy.sync_all().during(|| format!("writing '{}'", to.display()))
 }
 
+/// Whether the datastore has refused the snapshots of the disks, because a user has taken one with the same name since
+/// the names were checked. Then none of them was taken. Errors of this process's files have a source.
+fn is_refused(error: &Error) -> bool {
+    error.kind() == ErrorKind::Exists && std::error::Error::source(error).is_none()
+}
+
+fn remove_folder(folder: &Path) -> Result<()> {
+    fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
+}
+
 /// Removes a snapshot that could not be completed.
 fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
     let intent: Option<Intent> = durable::read(&new.join(INTENT))?.and_then(|text| toml::from_str(&text).ok());
@@ -307,7 +321,7 @@ fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
             ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
         }
     }
-    fs::remove_dir_all(new).during(|| format!("removing '{}'", new.display()))
+    remove_folder(new)
 }
 
 fn ignore_missing(outcome: Result<()>) -> Result<()> {
@@ -320,7 +334,8 @@ fn ignore_missing(outcome: Result<()>) -> Result<()> {
 /// Deletes a snapshot.
 ///
 /// # Errors
-/// `Busy`, without effect, while clones are based on the snapshot.
+/// `Busy`, without effect, while clones are based on the snapshot, or a client has the snapshot of the machine's first
+/// disk open. If a client has the snapshot of another disk open, a later command completes the deletion.
 pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -342,10 +357,31 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
         }
     }
     let (folder, old) = (folder(machine), folder(machine).join(format!("{OLD}{name}")));
-    fs::rename(folder.join(name), &old)
-        .and_then(|()| durable::sync_folder_of(&old))
-        .during(|| format!("deleting snapshot '{name}'"))?;
-    finish_deleting(host.disks(), &old)
+    let moved = |from: &Path, to: &Path| {
+        fs::rename(from, to).and_then(|()| durable::sync_folder_of(to)).during(|| format!("deleting snapshot '{name}'"))
+    };
+    let listed = folder.join(name);
+    moved(&listed, &old)?;
+    let deleted = finish_deleting(host.disks(), &old);
+    if let Err(error) = &deleted
+        && error.kind() == ErrorKind::Busy
+        && all_exist(host.disks(), &record)?
+    {
+        // A client has a snapshot of a disk open, or a clone was made meanwhile. If the snapshot stayed incomplete,
+        // every command would try to delete the rest.
+        moved(&old, &listed)?;
+    }
+    deleted
+}
+
+/// Whether the snapshots of all disks exist.
+fn all_exist(disks: &dyn Disks, record: &Record) -> Result<bool> {
+    for snapshot in &record.disks {
+        if exists(disks, snapshot)?.is_none() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
@@ -356,7 +392,7 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
             ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
         }
     }
-    fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
+    remove_folder(old)
 }
 
 /// The state of a machine after a revert.

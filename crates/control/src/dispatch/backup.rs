@@ -202,8 +202,14 @@ impl Creating<'_> {
                 name
             }
         };
-        let created = match self.store(repository, &name) {
-            Ok(created) => created,
+        let stored = self.datastore.outgoing(disk, &name).and_then(|outgoing| {
+            let incremental = !outgoing.bases().is_empty();
+            repository
+                .create(&outgoing, disk, self.create.full, self.options(), self.progress)
+                .map(|created| (created, incremental))
+        });
+        let (created, incremental) = match stored {
+            Ok(stored) => stored,
             Err(error) => {
                 // The snapshot is kept only if the backup has begun, so that the same command continues the backup.
                 let begun = repository.unfinished().unwrap_or_default();
@@ -213,10 +219,15 @@ impl Creating<'_> {
                 return Err(error);
             }
         };
-        // The snapshot of a disk without increments has no further use.
-        let incremental = !self.datastore.outgoing(disk, &name)?.bases().is_empty();
-        for taken in self.taken(&prefix)?.iter().filter(|taken| **taken != name || !incremental) {
-            self.forget(taken);
+        // The backup is complete, so an error does not make it fail. The disk may have been renamed meanwhile, and
+        // another disk may have got its name. Then the next backup of the disk deletes the snapshots.
+        match self.taken(&prefix) {
+            Ok(taken) if !taken.contains(&name) => {}
+            Ok(taken) => {
+                // The snapshot of a disk without increments has no further use.
+                taken.iter().filter(|taken| **taken != name || !incremental).for_each(|taken| self.forget(taken));
+            }
+            Err(error) => tracing::warn!("the snapshots of earlier backups of disk '{disk}' are kept: {error}"),
         }
         Ok(created)
     }

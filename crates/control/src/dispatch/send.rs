@@ -38,6 +38,13 @@ pub fn point_name(name: &str, incremental: bool) -> Result<String> {
     Ok(format!("{}{}", prefix(name, incremental), &identity[..SUFFIX]))
 }
 
+/// Whether [`point_name`] has made the name of a snapshot, with this prefix. The names for another remote name may
+/// begin with the prefix too: `sent-web-` is the beginning of `sent-web-2-`.
+fn is_point(snapshot: &str, prefix: &str) -> bool {
+    let suffix = snapshot.strip_prefix(prefix);
+    suffix.is_some_and(|suffix| suffix.len() == SUFFIX && suffix.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
 /// Sends disks.
 pub fn send(service: &Service, request: &SendRequest, watch: &dyn Watch) -> Result<Reply> {
     let remote: Remote = request.remote.parse().map_err(|text: String| Error::new(ErrorKind::Invalid, text))?;
@@ -79,7 +86,7 @@ impl Sending<'_> {
         let mut common: Option<Vec<String>> = None;
         for disk in &self.request.disks {
             let all = self.datastore.snapshots(Some(&disk.disk))?;
-            let names = all.into_iter().map(|snapshot| snapshot.name).filter(|name| name.starts_with(&prefix));
+            let names = all.into_iter().map(|snapshot| snapshot.name).filter(|name| is_point(name, &prefix));
             let names: Vec<String> = names.collect();
             common = Some(match common {
                 None => names,
@@ -100,7 +107,19 @@ impl Sending<'_> {
             Ok(_) => self.arrived(&name),
             Err(_) => {}
         }
-        outcome
+        outcome.map_err(|error| match error.kind() {
+            // The earlier transfer may be complete, and its command was killed before it deleted its snapshots.
+            ErrorKind::Exists if !self.request.how.incremental => {
+                let kept = self.request.disks.iter().map(|disk| format!("{}@{name}", disk.disk)).collect::<Vec<_>>();
+                let text = format!(
+                    "{error}; the snapshots of an interrupted transfer are kept, and if that transfer was complete, \
+                     'lamina snapshot delete' deletes them: {}",
+                    kept.join(", ")
+                );
+                Error::new(ErrorKind::Exists, text)
+            }
+            _ => error,
+        })
     }
 
     /// Sends the snapshots that were taken for this transfer.
@@ -168,5 +187,21 @@ impl Sending<'_> {
             },
         };
         replication::send(&shipment, &self.remote, &options, self.progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn snapshots_for_other_remote_names_are_distinguished() {
+        for incremental in [false, true] {
+            let point = |name: &str| point_name(name, incremental).unwrap();
+            let is_for_web = |snapshot: &str| is_point(snapshot, &prefix("web", incremental));
+            assert!(is_for_web(&point("web")));
+            assert!(!is_for_web(&point("web-2")) && !is_for_web(&point("web-12345678")) && !is_for_web(&point("we")));
+        }
     }
 }

@@ -104,11 +104,12 @@ impl Datastore {
         }
     }
 
-    /// Gives the settings of a disk to clones of it that were just made.
-    fn pass_on_settings(&self, disk: &str, clones: &mut [DiskInfo]) {
+    /// Gives the settings of a disk to clones of it that were just made. `source` is the UUID of the disk: while the
+    /// clones were made, the disk may have been renamed, and another disk may have got its name.
+    fn pass_on_settings(&self, disk: &str, source: &str, clones: &mut [DiskInfo]) {
         let settings = &self.native.settings;
         let uuids: Vec<String> = clones.iter().map(|clone| clone.uuid.clone()).collect();
-        if let Err(error) = self.uuid_of(disk).and_then(|uuid| settings.inherit(&uuid, &uuids)) {
+        if let Err(error) = settings.inherit(source, &uuids) {
             tracing::warn!(
                 disk, %error,
                 "the clones have the default settings, not those of this disk; 'lamina disk edit' changes them"
@@ -405,11 +406,12 @@ impl Datastore {
             self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
         };
         let _names = names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
+        let source = self.uuid_of(disk)?;
         let mut clones = match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_linked(&entry, at, names, progress),
             None => self.native.clone_linked(disk, at, names, progress),
         }?;
-        self.pass_on_settings(disk, &mut clones);
+        self.pass_on_settings(disk, &source, &mut clones);
         Ok(clones)
     }
 
@@ -417,11 +419,12 @@ impl Datastore {
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(disk)?;
         let _name = self.reserve(name)?;
+        let source = self.uuid_of(disk)?;
         let mut clone = match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_full(&entry, at, name, progress),
             None => self.native.clone_full(disk, at, name, progress),
         }?;
-        self.pass_on_settings(disk, std::slice::from_mut(&mut clone));
+        self.pass_on_settings(disk, &source, std::slice::from_mut(&mut clone));
         Ok(clone)
     }
 

@@ -241,7 +241,8 @@ impl Datastore {
     }
 
     /// The disks of an offer, if all of them exist in this datastore and have the offered state already.
-    fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
+    pub fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
+        new.check()?;
         let mut there = Vec::with_capacity(new.disks.len());
         for disk in &new.disks {
             let Some(object) = self.native.visible(&disk.name) else { return Ok(None) };

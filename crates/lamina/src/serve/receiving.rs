@@ -14,6 +14,7 @@ use vm::machines::{Machines, OwnDisk};
 /// Handles definitions of machines that are received with their disks. Each becomes a machine when its disks are
 /// complete.
 struct Arriving {
+    location: Location,
     machines: Machines,
     jobs: Arc<Jobs>,
 }
@@ -40,6 +41,17 @@ impl Arriving {
 }
 
 impl Attachments for Arriving {
+    fn check_names(&self, disks: &[String]) -> Result<()> {
+        match control::refuse_left(&self.location, disks) {
+            // The disks with these names are deleted now, so that the sender need not wait for the next command.
+            Err(error) if error.kind() == ErrorKind::Busy => {
+                self.machines.recover()?;
+                control::refuse_left(&self.location, disks)
+            }
+            outcome => outcome,
+        }
+    }
+
     fn check(&self, text: &str, disks: &[String]) -> Result<()> {
         self.read(text, disks).map(drop)
     }
@@ -92,6 +104,6 @@ pub fn start(
     };
     let folder = location.need_folder("virtual machines")?.join(vm::machines::FOLDER);
     let machines = Machines::open(folder, control::disks(Target::At(location.clone())))?;
-    let arriving = Arriving { machines, jobs: Arc::clone(jobs) };
+    let arriving = Arriving { location: location.clone(), machines, jobs: Arc::clone(jobs) };
     Receiver::start(&config, Arc::clone(datastore), Arc::new(arriving)).map(Some)
 }

@@ -23,6 +23,12 @@ pub use taking::take;
 
 /// Handles attachments. An attachment is the definition of a machine that is sent with its disks.
 pub trait Attachments: Send + Sync {
+    /// Refuses disks whose names no disk can get now. Called before data is received, and before the disks get their
+    /// names, with or without an attachment.
+    fn check_names(&self, _disks: &[String]) -> Result<()> {
+        Ok(())
+    }
+
     /// Refuses an attachment that cannot be used, before any data is received for it.
     fn check(&self, text: &str, disks: &[String]) -> Result<()>;
 

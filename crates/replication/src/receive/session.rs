@@ -137,11 +137,18 @@ impl Sessions {
     /// sender, so its connections are cut.
     fn open(&self, offer: Offer, sender: String) -> Result<Opened> {
         let names: Vec<String> = offer.disks.iter().map(|disk| disk.name.clone()).collect();
-        if let Some(text) = &offer.attachment {
-            self.attachments.check(text, &names)?;
-        }
+        self.attachments.check_names(&names)?;
         let new =
             NewReception { sender, disks: offer.disks, attachment: offer.attachment, resume_only: offer.resume_only };
+        if let Some(text) = &new.attachment
+            && let Err(error) = self.attachments.check(text, &names)
+        {
+            // The machine may exist because it is complete, and the sender has not received the reply to the commit.
+            return match error.kind() {
+                ErrorKind::Exists => self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error),
+                _ => Err(error),
+            };
+        }
         let deadline = Instant::now() + TAKEOVER_MAX;
         loop {
             match self.datastore.receive(&new) {
@@ -318,6 +325,7 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let reception = &session.reception;
+    sessions.attachments.check_names(&reception.disk_names())?;
     let making = match reception.attachment() {
         Some(text) => Some(sessions.attachments.begin(&text, &reception.disk_names())?),
         None => None,

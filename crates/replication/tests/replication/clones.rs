@@ -3,8 +3,11 @@
 use crate::site::{Keys, Random, Site, furnished, options, remote, same, scribble, write};
 use disk::transfer::SEGMENT;
 use disk::{NoProgress, Point, Provisioning};
-use error::ErrorKind;
-use replication::send;
+use error::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use replication::{Attachments, Making, Receiver, ReceiverConfig, send};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Bytes of data that a disk or snapshot maps.
 fn mapped(site: &Site, name: &str) -> u64 {
@@ -183,4 +186,52 @@ fn an_empty_disk_is_sent_and_the_rate_is_kept() {
     let sent = send(&here.shipment(&[("web", "s", "w")]), &remote(&receiver), &slow, &NoProgress).unwrap();
     // The rate is never exceeded, except for the initial credit. The test does not check a lower bound.
     assert!(sent.seconds + 0.2 >= sent.data as f64 / slow.rate as f64, "{sent:?}");
+}
+
+/// The names of machines that are complete.
+#[derive(Default)]
+struct Machines(Arc<Mutex<BTreeSet<String>>>);
+
+/// A machine that is not complete yet.
+struct Prepared(Arc<Mutex<BTreeSet<String>>>, String);
+
+impl Attachments for Machines {
+    fn check(&self, text: &str, _: &[String]) -> Result<()> {
+        match self.0.lock().contains(text) {
+            true => Err(Error::new(ErrorKind::Exists, format!("there is a machine '{text}' already"))),
+            false => Ok(()),
+        }
+    }
+
+    fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>> {
+        self.check(text, disks)?;
+        Ok(Box::new(Prepared(Arc::clone(&self.0), text.to_owned())))
+    }
+}
+
+impl Making for Prepared {
+    fn finish(self: Box<Self>) -> Result<()> {
+        self.0.lock().insert(self.1.clone());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_machine_has_arrived_also_if_the_reply_to_its_commit_is_lost() {
+    let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
+    drop(here.disk("web", SEGMENT));
+    here.snapshot("web", "s");
+    let config = ReceiverConfig { listen: "127.0.0.1:0".parse().unwrap(), tls: keys.server(), clients: Vec::new() };
+    let receiver = Receiver::start(&config, Arc::clone(&there.datastore), Arc::new(Machines::default())).unwrap();
+    let mut shipment = here.shipment(&[("web", "s", "copy")]);
+    (shipment.attachment, shipment.keep) = (Some("copy".to_owned()), false);
+    // At the second time, the sender offers what has arrived, as if it had not received the reply.
+    for _ in 0..2 {
+        let sent = send(&shipment, &remote(&receiver), &options(&keys, 1), &NoProgress).unwrap();
+        assert_eq!(sent.disks, ["copy"]);
+    }
+    // Another transfer to the same name is refused.
+    shipment.disks[0].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
+    let error = send(&shipment, &remote(&receiver), &options(&keys, 1), &NoProgress).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
 }

@@ -1,11 +1,11 @@
 //! Full clones: copies of the parent's disks. The copies are read from snapshots, which are deleted afterwards.
 
 use super::progress::Sum;
-use super::{Made, Outcome, Task, carry_nvram, is_uncertain};
+use super::{Made, Outcome, Task, carry_nvram};
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
 use crate::host::Host;
-use crate::machines::{Making, Snapshot};
+use crate::machines::{Making, Snapshot, is_uncertain};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,12 +16,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let (point, definitions, making) = task.begin(CloneKind::Full)?;
     let (quiet, stun) = match source.take(host, &point, options.quiesce) {
         Ok(taken) => taken,
-        Err(error) => {
-            if is_uncertain(&error) {
-                making.leave();
-            }
-            return Err(error);
-        }
+        Err(error) => return Err(making.failed(error)),
     };
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();

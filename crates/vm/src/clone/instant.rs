@@ -3,7 +3,7 @@
 //! A clone exists once its guest has its own identity. After an error before that, the clone and its process are
 //! removed.
 
-use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
+use super::{Inside, Made, Options, Outcome, Task, make_disks, own_disks};
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
 use crate::host::Host;
@@ -45,10 +45,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
         Vec::new(),
     )?;
     if let Err(error) = make_disks(host, &snapshots, &definitions, &making, progress) {
-        if is_uncertain(&error) {
-            making.leave();
-        }
-        return Err(error);
+        return Err(making.failed(error));
     }
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();

@@ -1,7 +1,7 @@
 //! Linked clones: a delta for each disk, based on snapshots of the parent's disks. One request per disk creates the
 //! deltas of all clones.
 
-use super::{Made, Outcome, Task, carry_nvram, is_uncertain, make_disks};
+use super::{Made, Outcome, Task, carry_nvram, make_disks};
 use crate::definition::CloneKind;
 use error::Result;
 
@@ -14,12 +14,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     });
     let (quiet, stun) = match outcome {
         Ok(taken) => taken,
-        Err(error) => {
-            if is_uncertain(&error) {
-                making.leave();
-            }
-            return Err(error);
-        }
+        Err(error) => return Err(making.failed(error)),
     };
     let mut outcome = Outcome { quiet, stun, ..Outcome::default() };
     for name in names {

@@ -252,8 +252,3 @@ fn make_disks(
     }
     Ok(())
 }
-
-/// Whether an error leaves it unknown which disks were created; the next command then checks.
-fn is_uncertain(error: &Error) -> bool {
-    error.kind() == ErrorKind::Io
-}

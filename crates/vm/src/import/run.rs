@@ -99,11 +99,7 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
             content => host.disks().import(name, content, how, &sum.part()),
         };
         if let Err(error) = imported {
-            // After this error it is unknown whether the server has created the disk.
-            if error.kind() == ErrorKind::Io {
-                making.leave();
-            }
-            return Err(of_disk(error, &plan.source, label));
+            return Err(of_disk(making.failed(error), &plan.source, label));
         }
         making.made([name.clone()]);
     }

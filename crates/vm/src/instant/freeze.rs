@@ -83,17 +83,34 @@ pub fn freeze(
     let taken = match taken {
         Ok(taken) => taken,
         Err(error) => {
-            images.abandon(&image, disks);
-            // Restores the state that the machine had before the failure.
-            if executes {
-                holding.resume(&mut monitor)?;
-            }
+            undo(machine, images, disks, &image, executes, holding, &mut monitor)?;
             return Err(error);
         }
     };
     process.quit(Some(&mut monitor))?;
     change.sweep()?;
     Ok(taken)
+}
+
+/// Restores the state that a machine had before it could not be frozen. Its guest is paused, and `executes` states
+/// whether it executed before.
+pub(crate) fn undo(
+    machine: &Machine,
+    images: &Images,
+    disks: &dyn Disks,
+    image: &Image,
+    executes: bool,
+    holding: &Holding,
+    monitor: &mut Client,
+) -> Result<()> {
+    // The file names the image if only the flush of its folder has failed. While it does, the guest must not execute
+    // and the image must stay: the next command ends the process, and the machine continues from the image.
+    forget(machine).inspect_err(|_| holding.keep())?;
+    images.abandon(image, disks);
+    match executes {
+        true => holding.resume(monitor),
+        false => Ok(()),
+    }
 }
 
 /// The memory of a new image.

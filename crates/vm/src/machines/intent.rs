@@ -3,7 +3,7 @@
 
 use crate::definition::check_name;
 use crate::durable;
-use backend::clock;
+use backend::{clock, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::{AtFlags, Dir, unlinkat};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,8 @@ use std::path::Path;
 const INTENT: &str = "intent.toml";
 /// Version of the intent file.
 const VERSION: u32 = 1;
+/// Most bytes of an intent that is read: enough for a hundred thousand machines.
+const TEXT_MAX: u64 = 64 << 20;
 
 /// The machines of an intent, and the snapshots that are deleted with those machines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -79,8 +81,13 @@ impl Intent {
     /// created anything else. `Corrupt` if a name in the intent is not valid.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
-        let Some(text) = durable::read(&path)? else { return Ok(None) };
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
+        // A server of root reads the file in a datastore of another user, who could have put a pipe or a link there.
+        let bytes = match regular::read_own(&path, TEXT_MAX, "record of a command about machines") {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            bytes => bytes?,
+        };
+        let text = String::from_utf8(bytes).map_err(|_| corrupt("it is not UTF-8".into()))?;
         let intent: Self = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
         if intent.version != VERSION {
             return Err(corrupt(format!("it has version {}, this program supports {VERSION}", intent.version)));

@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Machines that are being created. Dropping this value removes the unfinished machines, with the disks that were
 /// created for them.
@@ -37,6 +38,8 @@ pub(super) enum DiskSelection<'a> {
     Named {
         /// Whether snapshots are handed over to the linked clones that are based on them.
         promote: bool,
+        /// How long a disk may remain open.
+        patience: Duration,
     },
 }
 
@@ -101,6 +104,15 @@ impl Making {
         Ok(Machine::at(folder))
     }
 
+    /// Ends after an error: removes the unfinished machines with their disks, or leaves them to the next command, if it
+    /// is unknown which disks exist. Returns the error.
+    pub fn failed(self, error: Error) -> Error {
+        if is_uncertain(&error) {
+            self.leave();
+        }
+        error
+    }
+
     /// Ends without removing anything, if it is unknown which disks exist. The next command cleans up.
     pub fn leave(mut self) {
         self.open = false;
@@ -158,13 +170,15 @@ pub(super) fn take_away(
     for machine in left {
         for disk in &machine.disks {
             match &selection {
-                DiskSelection::Made(made) if made.contains(&disk.name) => delete(disks, &disk.name, false)?,
+                DiskSelection::Made(made) if made.contains(&disk.name) => {
+                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
+                }
                 DiskSelection::MadeSince(begun)
                     if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) =>
                 {
-                    delete(disks, &disk.name, false)?;
+                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
                 }
-                DiskSelection::Named { promote } => delete(disks, &disk.name, *promote)?,
+                DiskSelection::Named { promote, patience } => delete(disks, &disk.name, *promote, *patience)?,
                 _ => {}
             }
         }
@@ -181,6 +195,11 @@ pub(super) fn take_away(
     Intent::remove(folder)
 }
 
+/// Whether an error leaves it unknown which disks were created, because the server has not replied.
+pub(crate) fn is_uncertain(error: &Error) -> bool {
+    error.kind() == ErrorKind::Io
+}
+
 /// Whether an existing disk is the one that the intent names: it has the same origin and is not older than the intent.
 /// One second of difference is allowed, because times are rounded to seconds.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
@@ -190,8 +209,8 @@ fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
 }
 
 /// Deletes a disk that an ending process may still have open.
-fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
-    match while_busy(DISK_OF_ENDED_PROCESS, || disks.delete(disk, promote)) {
+fn delete(disks: &dyn Disks, disk: &str, promote: bool, patience: Duration) -> Result<()> {
+    match while_busy(patience, || disks.delete(disk, promote)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         outcome => outcome,
     }

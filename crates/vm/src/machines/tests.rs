@@ -9,11 +9,12 @@ use crate::import::Content;
 use crate::import::run::How;
 use crate::instant::image::Images;
 use parking_lot::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
-/// Simulated disks: their names, with the snapshots on which they are based.
+/// Simulated disks: their names, with the snapshots on which they are based, and whether clients have snapshots open.
 #[derive(Default)]
-struct Names(Mutex<BTreeMap<String, Facts>>);
+struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool);
 
 impl Names {
     fn add(&self, name: &str, origin: Option<(&str, &str)>) {
@@ -75,6 +76,9 @@ impl Disks for Names {
         Ok(())
     }
     fn delete(&self, disk: &str, _: bool) -> Result<()> {
+        if self.1.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Busy, format!("snapshot '{disk}@s' is in use")));
+        }
         match self.0.lock().remove(disk) {
             Some(_) => Ok(()),
             None => Err(Error::new(ErrorKind::NotFound, "no such disk")),
@@ -188,6 +192,27 @@ fn a_disk_created_by_another_command_is_not_deleted() {
     let making = machines.make(&[Definition::new("db", 1, 64 << 20).unwrap()], |_| Vec::new(), Vec::new()).unwrap();
     drop(making);
     assert_eq!(disks.names(), ["web-disk"]);
+}
+
+#[test]
+fn a_disk_that_may_have_been_created_is_deleted_by_the_next_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    for (kind, left) in [(ErrorKind::Io, 1), (ErrorKind::NoSpace, 0)] {
+        let own = |_: &Definition| vec![OwnDisk { name: "web".into(), origin: None }];
+        let making = machines.make(&[Definition::new("web", 1, 64 << 20).unwrap()], own, Vec::new()).unwrap();
+        if left > 0 {
+            disks.add("web", None);
+        }
+        let within = folder_of(&making);
+        assert_eq!(making.failed(Error::new(kind, "no reply")).kind(), kind);
+        assert_eq!(within.exists(), left > 0);
+        if left > 0 {
+            released(&within);
+        }
+        assert_eq!(machines.recover().unwrap(), left);
+        assert!(disks.names().is_empty());
+    }
 }
 
 #[test]
@@ -404,11 +429,76 @@ fn the_removal_of_an_image_removes_no_file_elsewhere() {
     assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
 }
 
+/// The file that names the image was renamed, and the flush of its folder failed.
+#[test]
+fn a_machine_that_was_not_frozen_durably_continues_in_its_process() {
+    use crate::machine::Hold;
+    use crate::qmp::Client;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+    let top = tempfile::tempdir().unwrap();
+    let images = Images::open(top.path().join("images"), top.path().join("memory")).unwrap();
+    let image = images.begin(Definition::new("web", 1, 64 << 20).unwrap(), None, false).unwrap();
+    let folder = top.path().join("web");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("frozen"), &image.id).unwrap();
+    let change = Machine::at(&folder).change().unwrap();
+    let holding = change.hold(Hold { resume: true, thaw: false }).unwrap();
+    let (own, peer) = UnixStream::pair().unwrap();
+    let qemu = std::thread::spawn(move || {
+        let command = BufReader::new(peer.try_clone().unwrap()).lines().next().unwrap().unwrap();
+        (&peer).write_all(b"{\"return\": {}}\n").unwrap();
+        command
+    });
+    let mut monitor = Client::over(own, &folder, Duration::from_secs(5)).unwrap();
+    freeze::undo(change.machine(), &images, &Names::default(), &image, true, &holding, &mut monitor).unwrap();
+    assert!(qemu.join().unwrap().contains("\"cont\""));
+    assert_eq!(freeze::frozen(change.machine()).unwrap(), None, "the next command would end the process");
+    assert!(durable::names(&top.path().join("images")).unwrap().is_empty());
+}
+
 fn host_in(top: &tempfile::TempDir) -> (PathBuf, Host) {
     let path = top.path().to_path_buf();
     let places = Places { datastore: path.clone(), memory: Some(path.clone()), qemu: "qemu-system-x86_64".into() };
     let host = Host::open(&places, Arc::new(Names::default())).unwrap();
     (path, host)
+}
+
+#[test]
+fn one_disk_is_not_added_to_two_machines_at_the_same_time() {
+    use crate::edit::{Edit, edit};
+    let top = tempfile::tempdir().unwrap();
+    let path = top.path().to_path_buf();
+    let disks = Names::default();
+    disks.add("data", None);
+    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
+    let host = Host::open(&places, Arc::new(disks)).unwrap();
+    let begin = |name: &str, disks: &[&str]| {
+        let mut definition = Definition::new(name, 1, 64 << 20).unwrap();
+        disks.iter().for_each(|disk| definition.add_disk(disk).unwrap());
+        host.machines().make(&[definition], |_| Vec::new(), Vec::new()).unwrap()
+    };
+    let making = begin("web", &[]);
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let more = Edit { add_disks: vec!["data".into()], ..Edit::default() };
+    let add = || edit(&host.change("web").unwrap(), &host, &more);
+    // A machine with the disk is being created.
+    let other = begin("db", &["data"]);
+    assert_eq!(add().unwrap_err().kind(), ErrorKind::Busy);
+    drop(other);
+    // The command that creates the machine looks at the same time whether the disk is free.
+    let (added, other) = std::thread::scope(|scope| {
+        let claim = host.machines().claim_disks().unwrap();
+        let adding = scope.spawn(add);
+        std::thread::sleep(Duration::from_millis(200));
+        let other = begin("db", &["data"]);
+        drop(claim);
+        (adding.join().unwrap(), other)
+    });
+    assert_eq!(added.unwrap_err().kind(), ErrorKind::Busy);
+    drop(other);
+    assert_eq!(add().unwrap().disk_names(), ["data"]);
 }
 
 #[test]
@@ -456,6 +546,24 @@ fn the_disks_of_an_interrupted_command_are_known_until_they_are_deleted() {
 }
 
 #[test]
+fn the_owner_of_a_datastore_does_not_stop_a_server_that_looks_for_left_disks() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, _disks) = open(folder.path());
+    let making = make(&machines, &["web"]).unwrap();
+    let left = folder_of(&making);
+    killed(making);
+    let locked = machines.lock().unwrap();
+    let refused = disks_left_within(machines.folder(), Duration::from_millis(20)).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Busy && refused.to_string().contains(".lock' is locked"), "{refused}");
+    drop(locked);
+    fs::remove_file(left.join("intent.toml")).unwrap();
+    mknodat(CWD, left.join("intent.toml"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    assert!(disks_left(machines.folder()).unwrap().is_empty());
+    assert_eq!(Intent::read(&left).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
 fn a_machine_whose_disk_is_in_use_is_not_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
@@ -469,6 +577,12 @@ fn a_machine_whose_disk_is_in_use_is_not_deleted() {
     assert!(machines.has("web") && disks.names() == ["web-disk"]);
     assert_eq!(machines.recover().unwrap(), 0);
     clients(0);
-    delete().unwrap();
+    // The disk itself has no client.
+    disks.1.store(true, Ordering::SeqCst);
+    assert_eq!(delete().unwrap_err().kind(), ErrorKind::Busy);
+    disks.1.store(false, Ordering::SeqCst);
+    assert_eq!(machines.recover().unwrap(), 0);
+    assert!(machines.has("web") && disks.names() == ["web-disk"]);
+    while_busy(DISK_OF_ENDED_PROCESS, delete).unwrap();
     assert!(!machines.has("web") && disks.names().is_empty());
 }

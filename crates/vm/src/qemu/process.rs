@@ -75,18 +75,34 @@ impl Starting {
     /// Waits until QEMU answers on its monitor; afterwards the process runs independently of the calling process.
     ///
     /// # Errors
-    /// If QEMU ends instead; the error has its error output.
+    /// If QEMU ends instead; the error has its error output. After any error the process has ended, because its caller
+    /// removes the pid file, without which no command would find the process.
     pub fn finish(mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
+        let ready = self.answered(run, patience).inspect_err(|_| {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        })?;
+        let mut child = self.child;
+        // A thread waits for the child, so that it does not remain a zombie while this process lives.
+        let waiter = thread::Builder::new().name(format!("qemu {}", child.id())).spawn(move || child.wait());
+        if let Err(error) = waiter {
+            ready.0.end()?;
+            return Err(Error::io("starting a thread", error));
+        }
+        Ok(ready)
+    }
+
+    fn answered(&mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
         let deadline = Instant::now() + patience;
-        let answered = loop {
+        loop {
             // QEMU locks the pid file first, then listens, then sets up the machine, then answers.
             if let Some(process) = Process::find(&run.pid_file())?
                 && run.monitor().exists()
             {
                 let connected = Client::connect(&run.monitor(), deadline.saturating_duration_since(Instant::now()));
                 match connected {
-                    Ok(client) => break Ok((process, client)),
-                    Err(error) if process.alive()? => break Err(error),
+                    Ok(client) => return Ok((process, client)),
+                    Err(error) if process.alive()? => return Err(self.failed(&error.to_string())),
                     Err(_) => {}
                 }
             }
@@ -94,24 +110,9 @@ impl Starting {
                 return Err(self.failed(&format!("ended ({status})")));
             }
             if Instant::now() >= deadline {
-                break Err(Error::new(ErrorKind::Io, "its monitor did not answer in time"));
+                return Err(self.failed("its monitor did not answer in time"));
             }
             thread::sleep(POLL);
-        };
-        match answered {
-            Ok(ready) => {
-                let mut child = self.child;
-                // A thread waits for the child, so that it does not remain a zombie while this process lives.
-                let name = format!("qemu {}", child.id());
-                let waiter = thread::Builder::new().name(name).spawn(move || child.wait());
-                waiter.during(|| "starting a thread".into())?;
-                Ok(ready)
-            }
-            Err(error) => {
-                let _ = self.child.kill();
-                let _ = self.child.wait();
-                Err(self.failed(&error.to_string()))
-            }
         }
     }
 
@@ -288,6 +289,20 @@ mod tests {
         assert!(late.complaint().contains("pid file"), "{}", late.complaint());
         drop(claim);
         start(&run, "none").unwrap().end().unwrap();
+    }
+
+    #[test]
+    fn a_process_whose_start_fails_for_another_reason_has_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFolder(folder.path().into());
+        // A link in place of the pid file is not followed.
+        let script = format!("ln -s nowhere '{}'; exec sleep 600", run.pid_file().display());
+        let arguments: [OsString; 2] = ["-c".into(), script.into()];
+        let starting = Starting::new(Path::new("/bin/sh"), &arguments, &run.errors(), None).unwrap();
+        let process = PathBuf::from(format!("/proc/{}", starting.child.id()));
+        assert!(process.exists());
+        assert!(starting.finish(&run, PATIENCE).is_err());
+        assert!(!process.exists(), "nothing would find the process without its pid file");
     }
 
     #[test]

@@ -9,12 +9,24 @@ use crate::import::run::How;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
 /// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
 struct Taken {
     all: Mutex<Vec<(String, String)>>,
+    /// Snapshots that a user takes just before the next ones are taken.
+    meanwhile: Mutex<Vec<(String, String)>>,
     obstacle: PathBuf,
+    /// Whether a client has every snapshot open.
+    in_use: AtomicBool,
+}
+
+impl Taken {
+    fn new(obstacle: &Path) -> Arc<Self> {
+        let in_use = AtomicBool::new(false);
+        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle: obstacle.to_owned(), in_use })
+    }
 }
 
 impl Disks for Taken {
@@ -40,7 +52,12 @@ impl Disks for Taken {
         Ok(())
     }
     fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
-        self.all.lock().extend_from_slice(of);
+        let mut all = self.all.lock();
+        all.append(&mut self.meanwhile.lock());
+        if let Some((disk, name)) = of.iter().find(|one| all.contains(one)) {
+            return Err(Error::new(ErrorKind::Exists, format!("disk '{disk}' has a snapshot '{name}' already")));
+        }
+        all.extend_from_slice(of);
         fs::create_dir_all(self.obstacle.join("something")).unwrap();
         Ok(())
     }
@@ -50,6 +67,9 @@ impl Disks for Taken {
         Ok(of.into_iter().map(facts).collect())
     }
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
+        if self.in_use.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Busy, format!("'{disk}@{snapshot}' is in use")));
+        }
         self.all.lock().retain(|(of, name)| of != disk || name != snapshot);
         Ok(())
     }
@@ -90,7 +110,7 @@ fn make(host: &Host, name: &str, disk: &str) {
 fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     let folder = tempfile::tempdir().unwrap();
     let obstacle = folder.path().join("machines/web/snapshots/s");
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: obstacle.clone() });
+    let disks = Taken::new(&obstacle);
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     let change = host.change("web").unwrap();
@@ -104,9 +124,41 @@ fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
 }
 
 #[test]
+fn a_disk_snapshot_that_a_user_takes_at_the_same_time_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let of_user = ("web-disk".to_owned(), "s".to_owned());
+    disks.meanwhile.lock().push(of_user.clone());
+    let change = host.change("web").unwrap();
+    let refused = take(&host, &change, "s", Options::default()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Exists);
+    assert_eq!(*disks.all.lock(), [of_user]);
+    assert_eq!(names(change.machine()).unwrap(), Vec::<String>::new());
+}
+
+#[test]
+fn a_snapshot_that_a_client_has_open_is_not_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    take(&host, &change, "s", Options::default()).unwrap();
+    disks.in_use.store(true, Ordering::SeqCst);
+    assert_eq!(delete(&host, &change, "s").unwrap_err().kind(), ErrorKind::Busy);
+    assert!(!is_unfinished(change.machine()), "every command would try to delete the rest");
+    assert_eq!(list(change.machine()).unwrap().len(), 1);
+    disks.in_use.store(false, Ordering::SeqCst);
+    delete(&host, &change, "s").unwrap();
+    assert!(disks.all.lock().is_empty() && list(change.machine()).unwrap().is_empty());
+}
+
+#[test]
 fn a_revert_that_cannot_be_completed_has_no_effect() {
     let folder = tempfile::tempdir().unwrap();
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let disks = Taken::new(&folder.path().join("elsewhere"));
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     let change = host.change("web").unwrap();
@@ -134,7 +186,7 @@ fn a_revert_that_cannot_be_completed_has_no_effect() {
 #[test]
 fn a_machine_is_not_changed_until_its_revert_is_complete() {
     let folder = tempfile::tempdir().unwrap();
-    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: folder.path().join("elsewhere") });
+    let disks = Taken::new(&folder.path().join("elsewhere"));
     let host = host_of(folder.path(), &disks);
     make(&host, "web", "web-disk");
     take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();

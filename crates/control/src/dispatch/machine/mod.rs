@@ -215,6 +215,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
         definition.add_disk(&new.name)?;
         own.push(OwnDisk { name: new.name.clone(), origin: None });
     }
+    let claim = host.machines().claim_disks()?;
     let (there, users) = (host.disks().all()?, host.machines().users_of_disks()?);
     if new.disk_size.is_some() && there.contains_key(&new.name) {
         return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{}' already", new.name)));
@@ -232,8 +233,12 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
         definition.add_network(Mac::new()?, network.clone())?;
     }
     let making = host.machines().make(std::slice::from_ref(&definition), |_| own.clone(), Vec::new())?;
+    // From here on, the disks belong to the machine that is being created.
+    drop(claim);
     if let Some(size) = new.disk_size {
-        host.disks().create(&new.name, size)?;
+        if let Err(error) = host.disks().create(&new.name, size) {
+            return Err(making.failed(error));
+        }
         making.made([new.name.clone()]);
     }
     making.finish(&new.name)?;
