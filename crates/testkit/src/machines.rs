@@ -14,9 +14,9 @@ const PATIENCE: Duration = Duration::from_secs(240);
 const POLL_MIN: Duration = Duration::from_millis(50);
 const POLL_MAX: Duration = Duration::from_secs(1);
 
-/// What a kernel gets on its command line in every guest. The last three parameters shorten the start of a guest without
-/// KVM: page tables have four levels; programs are mapped at the same addresses each time, so that QEMU translates them
-/// once; the self-tests of the crypto API are left out.
+/// What a kernel gets on its command line in every guest. The last three parameters shorten the start of a guest
+/// without KVM: page tables have four levels; programs are mapped at the same addresses each time, so that QEMU
+/// translates them once; the self-tests of the crypto API are left out.
 pub const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 no5lvl norandmaps cryptomgr.notests";
 
 /// The folder of the guest, which is built if necessary.
@@ -132,8 +132,9 @@ impl Room {
         self.until(&format!("{name}'s agent answers"), || self.run(&format!("vm exec {name} -- /bin/true")).code == 0);
     }
 
-    /// Waits until a condition, which then stays true, holds; otherwise panics with all console outputs. Many conditions
-    /// run programs in the guest, which delay what it does, so the condition is evaluated less often in a long wait.
+    /// Waits until a condition, which then stays true, holds; otherwise panics with all console outputs. Many
+    /// conditions run programs in the guest, which delay what it does, so the condition is evaluated less often in a
+    /// long wait.
     #[track_caller]
     pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let begin = Instant::now();

@@ -127,7 +127,14 @@ impl Work<'_> {
             let (journal, force) = (self.options.journal, self.options.force);
             let how = ExtentOptions { flat, parent, journal, force, salvage: false };
             let before = self.look(format, place, file(false)?, flat, parent, progress)?;
-            let opened = open_extent(format, place, file(true)?, how)?;
+            let opened = match open_extent(format, place, file(true)?, how) {
+                // The damage that prevents a repair is reported in detail, with the reason of the refusal.
+                Err(refused) if refused.kind() == ErrorKind::Corrupt && !before.problems.is_empty() => {
+                    let notes = before.notes.into_iter().chain([refused.to_string()]).collect();
+                    return Ok(Checked { file: checked.file, notes, ..before });
+                }
+                opened => opened?,
+            };
             if let Some(Engine::Hosted(layer)) = &opened.engine {
                 layer.repair()?;
                 checked.notes.extend(layer.check()?.mended.into_iter().map(|what| format!("{what}: mended")));
