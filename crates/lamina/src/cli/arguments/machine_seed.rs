@@ -33,7 +33,7 @@ impl SeedArguments {
                 false => ssh_keys.extend(keys(Path::new(key))?),
             }
         }
-        let user_data = self.user_data.as_deref().map(|path| text(path)).transpose()?;
+        let user_data = self.user_data.as_deref().map(text).transpose()?;
         let seed = Seed { hostname: self.hostname.clone(), ssh_keys, user_data };
         Ok((seed != Seed::default()).then_some(seed))
     }

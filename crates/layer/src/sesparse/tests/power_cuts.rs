@@ -186,7 +186,6 @@ fn a_wipe_frees_dropped_grains_after_their_tables_are_durable() {
         true
     });
     layer.wipe(false, &watch).unwrap();
-    drop(watch);
     assert!(cuts > 1);
     assert_clean(&layer);
 }
