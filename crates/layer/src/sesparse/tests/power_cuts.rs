@@ -163,31 +163,40 @@ fn grains_dropped_before_a_wipe_are_found_after_a_power_cut() {
 #[test]
 fn a_wipe_frees_dropped_grains_after_their_tables_are_durable() {
     const DROPPED: u64 = RETIRED_RUNS_MAX as u64 + 4;
-    let disk = simulated(1);
-    let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
-    layer.write(0, &[&stamped(2 * DROPPED, 1)]).unwrap();
-    layer.flush().unwrap();
-    let reader = layer.epoch();
-    for block in 0..DROPPED {
-        layer.zero(2 * block * GRAIN..(2 * block + 1) * GRAIN, false).unwrap();
-    }
-    drop(reader);
-    let mut cuts = 0;
-    let watch = steps(|_, _| {
-        // Scattered writes use the lowest free grains.
-        layer.write((20_000 + 7 * cuts) * GRAIN, &[&stamped(1, 9)]).unwrap();
-        disk.directory().open(NAME, IoMode::Buffered).unwrap().sync().unwrap();
-        let after = open(&*disk.crash().directory(), IoMode::Buffered, Options::default()).unwrap();
+    for cut in 0.. {
+        let disk = simulated(1);
+        let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+        layer.write(0, &[&stamped(2 * DROPPED, 1)]).unwrap();
+        layer.flush().unwrap();
+        let reader = layer.epoch();
+        for block in 0..DROPPED {
+            layer.zero(2 * block * GRAIN..(2 * block + 1) * GRAIN, false).unwrap();
+        }
+        drop(reader);
+        let (mut steps_done, mut crashed) = (0, None);
+        let watch = steps(|_, _| {
+            // Scattered writes use the lowest free grains.
+            layer.write((20_000 + 7 * steps_done) * GRAIN, &[&stamped(1, 9)]).unwrap();
+            disk.directory().open(NAME, IoMode::Buffered).unwrap().sync().unwrap();
+            if steps_done == cut {
+                crashed = Some(disk.crash());
+            }
+            steps_done += 1;
+            crashed.is_none()
+        });
+        let wiped = layer.wipe(false, &watch);
+        let Some(crashed) = crashed else {
+            wiped.unwrap();
+            assert!(cut > 1);
+            assert_clean(&layer);
+            return;
+        };
+        let after = open(&*crashed.directory(), IoMode::Buffered, Options::default()).unwrap();
         for block in RETIRED_RUNS_MAX as u64..DROPPED {
             let found = stamps(&after, 2 * block * GRAIN, GRAIN).unwrap();
             assert!(found == [0; 8] || found == [1; 8], "block {}: {found:?}", 2 * block);
         }
-        cuts += 1;
-        true
-    });
-    layer.wipe(false, &watch).unwrap();
-    assert!(cuts > 1);
-    assert_clean(&layer);
+    }
 }
 
 /// A process is killed after a commit has written the tables, and before their flush. The device may still have the

@@ -1,5 +1,8 @@
-//! Requests with the id of a disk or snapshot that was deleted meanwhile, and whose tree is being dropped.
+//! Deleted disks and snapshots: requests with the id of one whose tree is being dropped, and a tree that cannot be read
+//! for a short time.
 
+use super::between::lose_page;
+use super::unreadable::grown;
 use super::*;
 
 /// A store with a snapshot of disk 1 that is deleted and not dropped.
@@ -37,4 +40,33 @@ fn deleting_what_is_deleted_already_does_not_stop_the_store() {
     }
     assert_eq!((engine.failure(), engine.counts().data.used), (None, 0));
     is_whole(&engine);
+}
+
+#[test]
+fn a_deleted_disk_that_could_not_be_read_for_a_short_time_is_freed_later() {
+    let disk = grown();
+    let engine = open(&disk).unwrap();
+    let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
+    let used = engine.counts().data.used;
+    let mend = lose_page(&disk, "map", root.0);
+    engine.delete_disk(1, &[]).unwrap();
+    for _ in 0..100 {
+        engine.pump().unwrap();
+    }
+    assert_eq!(engine.counts().data.used, used);
+    // Maintenance reads unreadable trees again from time to time, without the metadata lock, because a failing medium
+    // may take seconds for each read.
+    let locked = engine.meta.lock().pages.statistics().locked;
+    engine.load_unreadable();
+    engine.pump().unwrap();
+    assert_eq!((engine.counts().data.used, engine.meta.lock().pages.statistics().locked), (used, locked));
+    mend();
+    engine.load_unreadable();
+    for _ in 0..100 {
+        engine.pump().unwrap();
+    }
+    assert_eq!(engine.counts().data.used, 0);
+    engine.close().unwrap();
+    drop(engine);
+    is_whole(&open(&disk).unwrap());
 }

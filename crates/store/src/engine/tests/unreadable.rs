@@ -647,32 +647,3 @@ fn a_lookup_passes_over_lost_pages_without_a_read_under_the_lock() {
         assert_eq!(kind, if corrupt { ErrorKind::Corrupt } else { ErrorKind::Io });
     }
 }
-
-#[test]
-fn a_deleted_disk_that_could_not_be_read_for_a_short_time_is_freed_later() {
-    let disk = grown();
-    let engine = open(&disk).unwrap();
-    let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
-    let used = engine.counts().data.used;
-    let mend = lose_page(&disk, "map", root.0);
-    engine.delete_disk(1, &[]).unwrap();
-    for _ in 0..100 {
-        engine.pump().unwrap();
-    }
-    assert_eq!(engine.counts().data.used, used);
-    // Maintenance reads unreadable trees again from time to time, without the metadata lock, because a failing medium
-    // may take seconds for each read.
-    let locked = engine.meta.lock().pages.statistics().locked;
-    engine.load_unreadable();
-    engine.pump().unwrap();
-    assert_eq!((engine.counts().data.used, engine.meta.lock().pages.statistics().locked), (used, locked));
-    mend();
-    engine.load_unreadable();
-    for _ in 0..100 {
-        engine.pump().unwrap();
-    }
-    assert_eq!(engine.counts().data.used, 0);
-    engine.close().unwrap();
-    drop(engine);
-    is_whole(&open(&disk).unwrap());
-}
