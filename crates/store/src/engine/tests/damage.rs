@@ -4,7 +4,6 @@ use super::between::before_next;
 use super::*;
 use crate::catalog::{Object, SLOTS_PER_PAGE};
 use crate::engine::log::IMAGES_FILE;
-use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use backend::simulated::Request;
 use std::collections::BTreeMap;
@@ -556,54 +555,6 @@ fn repairs_beyond_the_listed_findings_are_durable() {
     assert!(report.unlisted == 1 && report.findings.iter().all(|finding| finding.repaired.is_none()));
     assert_eq!(engine.reserves.headroom(), engine.counts().data.free);
     drop(is_reused(&disk, engine, leaked, 256));
-}
-
-#[test]
-fn no_change_relies_on_a_repair_before_the_repair_is_durable() {
-    let (disk, engine) = with_a_block(256);
-    let leaked = leak(&engine);
-    let [armed, ended] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
-    let crashed: Arc<Mutex<Option<SimulatedDisk>>> = Arc::default();
-    let (trigger, done, left) = (Arc::clone(&armed), Arc::clone(&ended), Arc::clone(&crashed));
-    let (other, medium) = (Arc::clone(&engine), disk.clone());
-    disk.set_pace(Arc::new(move |request| {
-        // The first write after the comparison belongs to the checkpoint that makes the repairs durable.
-        if request != Request::Write || !trigger.swap(false, Ordering::SeqCst) {
-            return;
-        }
-        let (engine, reused) = (Arc::clone(&other), Arc::clone(&done));
-        std::thread::spawn(move || {
-            // The requests fail after the crash.
-            let reuse = || -> Result<()> {
-                for block in 1..2000 {
-                    engine.write_blocks(&engine.head(1), block, slice(2, 1))?;
-                    if block % 64 == 0 {
-                        engine.settle(&engine.head(1))?;
-                        if engine.meta.lock().entry(leaked.start)?.references > 0 {
-                            break;
-                        }
-                    }
-                }
-                engine.flush()
-            };
-            reused.store(reuse().is_ok(), Ordering::SeqCst);
-        });
-        let since = Instant::now();
-        while !done.load(Ordering::SeqCst) && since.elapsed() < Duration::from_millis(500) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        *left.lock() = Some(medium.crash());
-    }));
-    let options = CheckOptions { data: true, repair: true };
-    let arm = |_: u64, _: u64| {
-        armed.store(true, Ordering::SeqCst);
-        true
-    };
-    // The crash ends the checkpoint.
-    engine.check(options, &arm).unwrap_err();
-    let crashed = crashed.lock().take().unwrap();
-    let engine = open(&crashed).unwrap();
-    assert_eq!(value(&engine, 0).unwrap(), 1);
 }
 
 /// Checks that a salvage reads the whole model.
