@@ -7,6 +7,7 @@
 //! 3. [`exposed`] and [`close`] concern only what is in the folder itself ([`crate::searched`]).
 
 use crate::owner::Place;
+use crate::regular;
 use crate::searched::SearchedFolder;
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -80,11 +81,10 @@ fn open(path: &Path, truncate: bool) -> io::Result<File> {
 
 /// Opens a file for reading, without waiting for the other end of a pipe. In a folder of another user, root does not
 /// follow a symbolic link of this name.
-pub fn open_to_read(path: &Path) -> io::Result<File> {
-    // The flag has no effect on a regular file.
+pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     match Place::of_root(path)? {
         Some(place) => place.open(OFlags::RDONLY | OFlags::NONBLOCK),
-        None => OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path),
+        None => regular::open(path),
     }
 }
 

@@ -14,14 +14,18 @@ use std::path::Path;
 /// # Errors
 /// `Invalid` for another kind of file and for a longer file, and errors of the system. All of them name the file.
 pub fn read(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
-    // Without NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on a regular file.
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    read_opened(OpenOptions::new().read(true).custom_flags(flags).open(path), path, most, what)
+    read_opened(open(path), path, most, what)
 }
 
 /// As [`read`], for a file of a datastore. Root does not follow a symbolic link of another user.
 pub fn read_own(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
     read_opened(private::open_to_read(path), path, most, what)
+}
+
+/// Opens a file for reading, without waiting for the other end of a pipe.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    // The flag has no effect on a regular file.
+    OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)
 }
 
 fn read_opened(opened: io::Result<File>, path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {

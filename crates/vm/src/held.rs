@@ -177,6 +177,7 @@ mod tests {
         drop(change.hold(Hold { resume: false, thaw: true }).unwrap());
         assert!(!machine.is_held());
     }
+
     #[test]
     fn the_record_stays_while_the_agent_does_not_answer_for_a_limited_time() {
         let folder = tempfile::tempdir().unwrap();

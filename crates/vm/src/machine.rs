@@ -158,21 +158,14 @@ impl Machine {
     /// The machine's definition; errors tell only what is wrong with it.
     pub fn read_definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
-        let bytes = regular::read_own(&path, definition::TEXT_MAX as u64, "definition of a machine")?;
-        let text = String::from_utf8(bytes).map_err(|_| {
-            let text = format!("'{}' is not UTF-8: that is no definition of a machine", path.display());
-            Error::new(ErrorKind::Invalid, text)
-        })?;
-        let definition = Definition::parse(&text, &path.display().to_string())?;
+        let definition = Definition::parse(&definition_text(&path)?, &path.display().to_string())?;
         // If a rename was interrupted, the file still has the former name.
         Ok(Definition { name: self.name(), ..definition })
     }
 
     /// The disks that the text of the machine's definition names, even if the text is not a valid definition.
     pub fn named_disks(&self) -> Vec<String> {
-        let bytes =
-            regular::read_own(&self.folder.join(DEFINITION), definition::TEXT_MAX as u64, "definition of a machine");
-        let text = bytes.ok().and_then(|bytes| String::from_utf8(bytes).ok());
+        let text = definition_text(&self.folder.join(DEFINITION));
         text.map(|text| definition::named_disks(&text)).unwrap_or_default()
     }
 
@@ -526,6 +519,15 @@ impl Change {
         }
         Ok(())
     }
+}
+
+/// The text of a definition, which need not be a valid one.
+fn definition_text(path: &Path) -> Result<String> {
+    let bytes = regular::read_own(path, definition::TEXT_MAX as u64, "definition of a machine")?;
+    String::from_utf8(bytes).map_err(|_| {
+        let text = format!("'{}' is not UTF-8: that is no definition of a machine", path.display());
+        Error::new(ErrorKind::Invalid, text)
+    })
 }
 
 /// Writes the definition of the machine in a folder that the caller has locked.

@@ -315,7 +315,9 @@ impl Layers {
 
     /// Removes the oldest layer if it is closed and empty, and returns the snapshot that is then complete.
     pub fn retire(&mut self) -> Option<u64> {
-        if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers.pop_front()?.snapshot } else { None }
+        let snapshot = self.complete()?;
+        self.layers.pop_front();
+        Some(snapshot)
     }
 
     /// True when nothing is buffered in a range, and no closed layer is left.

@@ -100,6 +100,11 @@ impl Object {
         matches!(self.state, ObjectState::Snapshot | ObjectState::Unsealed)
     }
 
+    /// The capacity in blocks, rounded up.
+    pub fn size_in_blocks(&self) -> u64 {
+        self.capacity.div_ceil(BLOCK_SIZE as u64)
+    }
+
     /// The stored form of the object.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; NAME_AT + self.name.len()];

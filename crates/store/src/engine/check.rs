@@ -489,7 +489,7 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
             }
         }
         if let Some(node) = object.root {
-            roots.push(Root { name, node, blocks: object.capacity.div_ceil(BLOCK_SIZE as u64) });
+            roots.push(Root { name, node, blocks: object.size_in_blocks() });
         }
     }
     roots.sort_by(|a, b| a.name.cmp(&b.name));

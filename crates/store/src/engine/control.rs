@@ -370,7 +370,7 @@ impl Engine {
             if object.provisioning != Provisioning::Thin {
                 // The head shares all its blocks with the snapshot after the change, so every write will need a new
                 // block.
-                let object = Object { reserved: size_in_blocks(catalog.get(snapshot)?), ..object };
+                let object = Object { reserved: catalog.get(snapshot)?.size_in_blocks(), ..object };
                 operations.push(Operation::Put { record: object.encode() });
             }
             let trash = catalog.allocate_id();
@@ -416,7 +416,7 @@ impl Engine {
                             let text = format!("disk '{}' has a snapshot '{}' already", target.name, object.name);
                             return Err(Error::new(ErrorKind::Exists, text));
                         }
-                        let size = size_in_blocks(&object);
+                        let size = object.size_in_blocks();
                         let moved = Object { disk: *disk, parent: target.parent, ..object };
                         operations.push(Operation::Put { record: moved.encode() });
                         if target.provisioning != Provisioning::Thin {
@@ -450,15 +450,11 @@ fn is_left(catalog: &Catalog, id: u64) -> Result<bool> {
     Ok(catalog.get(id)?.state != ObjectState::Trash)
 }
 
-fn size_in_blocks(object: &Object) -> u64 {
-    object.capacity.div_ceil(backend::BLOCK_SIZE as u64)
-}
-
 /// The number of further blocks that must be reserved when a thick disk is reverted to a snapshot.
 fn lacks(catalog: &Catalog, disk: u64, snapshot: u64) -> Result<u64> {
     let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
     let thick = object.provisioning != Provisioning::Thin;
-    Ok(if thick { size_in_blocks(snapshot).saturating_sub(object.reserved) } else { 0 })
+    Ok(if thick { snapshot.size_in_blocks().saturating_sub(object.reserved) } else { 0 })
 }
 
 pub(super) fn check_name(name: &str) -> Result<()> {

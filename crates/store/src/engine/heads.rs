@@ -97,7 +97,7 @@ impl Engine {
                 let disk = wanted[*i].disk;
                 // After the snapshot every write of a thick disk needs a new block, so blocks are reserved for the
                 // disk.
-                let size = meta.catalog.get(disk)?.capacity.div_ceil(BLOCK_SIZE as u64);
+                let size = meta.catalog.get(disk)?.size_in_blocks();
                 if let Some(aside) = aside(&meta.catalog, disk, size, &buffer.layers)? {
                     reserved[*i] = Some(aside.reserved);
                     lacks += aside.lacks;

@@ -436,9 +436,8 @@ impl Engine {
 
     /// Unmaps blocks past the ends of disks: a crash during a shrink leaves the new capacity and the old blocks.
     fn clear_behind_ends(&self) -> Result<()> {
-        let disks: Vec<(u64, u64)> = self.with_catalog(|catalog| {
-            catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
-        });
+        let disks: Vec<(u64, u64)> =
+            self.with_catalog(|catalog| catalog.disks().map(|disk| (disk.id, disk.size_in_blocks())).collect());
         for (disk, end) in disks {
             // If the file system is too full to unmap the blocks, they stay mapped. Clients cannot read them, and they
             // are unmapped before the disk grows.
@@ -452,12 +451,11 @@ impl Engine {
     /// buffered writes of a snapshot or for a resize. The reserved blocks are among the free ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
-        let size = |disk: &Object| disk.capacity.div_ceil(BLOCK_SIZE as u64);
         let mut disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
-        disks.iter_mut().for_each(|disk| disk.reserved = disk.reserved.min(size(disk)));
+        disks.iter_mut().for_each(|disk| disk.reserved = disk.reserved.min(disk.size_in_blocks()));
         let mut spare = meta.data.counts().free.saturating_sub(disks.iter().map(|disk| disk.reserved).sum());
         for mut object in disks {
-            let more = size(&object).saturating_sub(object.reserved).min(spare);
+            let more = object.size_in_blocks().saturating_sub(object.reserved).min(spare);
             spare -= more;
             object.reserved += more;
             self.carry_out(meta, Operation::Put { record: object.encode() }, 0)?;

@@ -119,7 +119,7 @@ impl Salvage {
             let mut lost = |_: NodeId, range: Range<u64>, _: Error| ranges.push(range);
             tree::walk_damaged(&mut meta.nodes(&mut effects), root, &mut |_| Ok(true), &mut lost)?;
         }
-        let end = object.capacity.div_ceil(BLOCK_SIZE as u64);
+        let end = object.size_in_blocks();
         ranges.retain_mut(|range| {
             range.end = range.end.min(end);
             !range.is_empty()
