@@ -25,6 +25,7 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
+use crate::sync::time::Instant;
 use crate::tree;
 use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -100,6 +101,7 @@ impl Engine {
         let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
         let mut outrun = None;
         loop {
+            let began = Instant::now();
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
                 return Ok(());
@@ -135,7 +137,7 @@ impl Engine {
                     continue;
                 }
                 Err(error) => {
-                    self.isolate_or_fail(error, (gate, commit, appends))?;
+                    self.isolate_or_fail(error, began, (gate, commit, appends))?;
                     continue;
                 }
                 Ok(left) => left,

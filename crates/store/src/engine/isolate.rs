@@ -30,7 +30,9 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The pause before a change that needs an unreadable page is tried again.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Failures further apart than this belong to different events.
+/// If more time than this passes between a failure and the beginning of the next attempt that fails, the failures
+/// belong to different events. The duration of an attempt does not count, because the medium may take many seconds to
+/// fail a read.
 const APART: Duration = Duration::from_secs(10);
 /// The key of failed reads of any page in [`Isolation::failing`].
 const ANY_PAGE: &str = "";
@@ -100,15 +102,18 @@ impl Isolation {
         }
     }
 
-    /// Notes that a read has failed with this error. True if it has failed for so long that the page counts as
-    /// unreadable.
-    fn is_lasting(&self, error: &str) -> bool {
-        let now = Instant::now();
+    /// Notes that a read has failed with this error, in an attempt that began at `began`. True if such reads have
+    /// failed for so long that the page counts as unreadable.
+    fn is_lasting(&self, error: &str, began: Instant) -> bool {
+        self.note_failed_read(error, began, Instant::now())
+    }
+
+    fn note_failed_read(&self, error: &str, began: Instant, now: Instant) -> bool {
         let mut failing = self.failing.lock();
-        failing.retain(|_, (_, last)| last.elapsed() < APART);
+        failing.retain(|_, (_, last)| began < *last + APART);
         let (since, last) = failing.entry(error.to_owned()).or_insert((now, now));
         *last = now;
-        since.elapsed() >= PATIENCE
+        *since + PATIENCE <= now
     }
 
     /// Notes that the whole medium fails, so that failed reads do not prove that a page is lost.
@@ -220,10 +225,11 @@ impl Engine {
         self.meta.lock().losses()
     }
 
-    /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
-    /// and pauses; the caller then tries again. Fails with `error` if it has another cause.
-    pub(super) fn isolate_or_fail(&self, error: Error, locks: impl Sized) -> Result<()> {
-        let pause = self.isolate(&error).ok_or(error)?;
+    /// Called after moving buffered blocks into the map failed with `error`, in an attempt that began at `began`.
+    /// Isolates what is lost, releases `locks` and pauses; the caller then tries again. Fails with `error` if it has
+    /// another cause.
+    pub(super) fn isolate_or_fail(&self, error: Error, began: Instant, locks: impl Sized) -> Result<()> {
+        let pause = self.isolate(&error, began).ok_or(error)?;
         drop(locks);
         crate::sync::thread::sleep(pause);
         Ok(())
@@ -231,7 +237,7 @@ impl Engine {
 
     /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
     /// again, without locks during the pause; `None` if the failure has another cause.
-    pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
+    pub(super) fn isolate(&self, error: &Error, began: Instant) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {
             return None;
         }
@@ -243,8 +249,8 @@ impl Engine {
             if !self.running.goes_on() {
                 return None;
             }
-            self.isolation.is_lasting(&error.to_string());
-            if !self.isolation.is_lasting(ANY_PAGE) {
+            self.isolation.is_lasting(&error.to_string(), began);
+            if !self.isolation.is_lasting(ANY_PAGE, began) {
                 return Some(PAUSE);
             }
         }
@@ -273,7 +279,7 @@ impl Engine {
                 };
                 for (range, why) in unreadable {
                     // Reads of another page may have failed for long, but this one only once.
-                    if why.kind() == ErrorKind::Io && !(goes_on && self.isolation.is_lasting(&why.to_string())) {
+                    if why.kind() == ErrorKind::Io && !(goes_on && self.isolation.is_lasting(&why.to_string(), began)) {
                         waits |= goes_on;
                         continue;
                     }
@@ -294,5 +300,30 @@ impl Engine {
             tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
         }
         if any { Some(Duration::ZERO) } else { waits.then_some(PAUSE) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_whose_reads_fail_slowly_counts_as_unreadable() {
+        let isolation = Isolation::default();
+        let mut began = Instant::now();
+        for attempt in 0..4 {
+            let failed = began + 3 * APART;
+            assert_eq!(isolation.note_failed_read("page", began, failed), attempt > 0);
+            began = failed + PAUSE;
+        }
+    }
+
+    #[test]
+    fn two_reads_that_fail_at_different_times_lose_no_page() {
+        let isolation = Isolation::default();
+        let first = Instant::now();
+        assert!(!isolation.note_failed_read("page", first, first));
+        let later = first + APART + PAUSE;
+        assert!(!isolation.note_failed_read("page", later, later));
     }
 }

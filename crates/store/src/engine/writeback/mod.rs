@@ -21,6 +21,7 @@ use super::metadata::Fetch;
 use super::{Engine, Head};
 use crate::buffer::{DirtyPiece, Held};
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::time::Instant;
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
@@ -189,6 +190,7 @@ impl Engine {
     }
 
     fn write_back_next(&self) -> Result<bool> {
+        let began = Instant::now();
         self.check_running()?;
         self.pace()?;
         let _fetch = self.bring_in_next();
@@ -203,7 +205,7 @@ impl Engine {
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
                 Err(error) => {
-                    self.isolate_or_fail(error, (lane, appends))?;
+                    self.isolate_or_fail(error, began, (lane, appends))?;
                     return Ok(true);
                 }
                 Ok(batch) => batch,
@@ -230,6 +232,7 @@ impl Engine {
     /// Writes back everything that is buffered for a disk at the call.
     pub fn settle(&self, head: &Head) -> Result<()> {
         loop {
+            let began = Instant::now();
             self.check_running()?;
             self.pace()?;
             let _fetch = self.bring_in_batch(head);
@@ -237,7 +240,7 @@ impl Engine {
             let mut lane = self.writeback.lock();
             let batch = match self.write_back(&mut lane, head) {
                 Err(error) => {
-                    self.isolate_or_fail(error, (lane, appends))?;
+                    self.isolate_or_fail(error, began, (lane, appends))?;
                     continue;
                 }
                 Ok(batch) => batch,
