@@ -212,7 +212,9 @@ impl Native {
         }
         let mut arrivals = Vec::with_capacity(arrived.len());
         let mut updated = Vec::new();
-        let _changes = self.changes.lock();
+        let updates: Vec<&str> =
+            arrived.iter().filter(|disk| disk.update_from.is_some()).map(|disk| disk.name.as_str()).collect();
+        let _changes = self.lock_changes_of(&updates);
         for disk in arrived {
             let id = self.hidden_or_lost(&disk.hidden)?;
             let snapshot = match &disk.snapshot {

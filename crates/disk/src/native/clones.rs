@@ -40,7 +40,7 @@ impl Native {
         clone_names: &[String],
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
-        let _changes = self.changes.lock();
+        let _changes = self.lock_changes_at(disk, at);
         let disk = self.find_disk(disk)?;
         if clone_names.is_empty() || clone_names.len() > CLONES_MAX {
             return Err(Error::new(
@@ -92,7 +92,7 @@ impl Native {
     /// Makes an independent copy of the allocated data. An interrupted copy is removed.
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let (source, snapshot, temporary, id, client) = {
-            let _changes = self.changes.lock();
+            let _changes = self.lock_changes_at(disk, at);
             names::check("disk", name)?;
             let source = self.find_disk(disk)?;
             let (snapshot, temporary) = match at {

@@ -15,7 +15,10 @@ impl Native {
     /// A disk or snapshot as a source. A disk is read through a temporary snapshot. The snapshot is deleted when the
     /// source is dropped, or after a crash when the datastore is opened.
     pub(crate) fn conversion_source(&self, disk: &str, snapshot: Option<&str>) -> Result<Box<dyn Source>> {
-        let _changes = self.changes.lock();
+        let _changes = match snapshot {
+            Some(_) => self.changes.lock(),
+            None => self.lock_changes_of(&[disk]),
+        };
         let disk = self.find_disk(disk)?;
         let (object, point) = match snapshot {
             Some(name) => (self.find_snapshot(&disk, name)?, None),

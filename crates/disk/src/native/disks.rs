@@ -6,6 +6,8 @@ use crate::names;
 use backend::{BLOCK_SIZE, Buffer};
 use error::text::size;
 use error::{Error, ErrorKind, Result};
+use parking_lot::MutexGuard;
+use std::sync::atomic::Ordering;
 use store::catalog::{Catalog, Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, NewDisk};
 use work::Progress;
@@ -140,6 +142,9 @@ impl Native {
             if progress.cancelled() {
                 return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
             }
+            if self.closing.load(Ordering::Acquire) {
+                return Err(Error::new(ErrorKind::Stopped, "the datastore is being closed"));
+            }
             let end = blocks.end.min(at + piece);
             if eager {
                 writer.write(at, &zeros[..(end - at) as usize * BLOCK_SIZE])?;
@@ -224,7 +229,21 @@ impl Native {
     }
 
     pub(crate) fn resize_by_id(&self, id: u64, capacity: u64, shrink: bool) -> Result<DiskInfo> {
-        let _changes = self.changes.lock();
+        self.resize_watched(id, capacity, shrink, &crate::NoProgress)
+    }
+
+    /// Like [`Native::resize_by_id`]. Reports progress while the new end of a thick disk is filled.
+    pub(super) fn resize_watched(
+        &self,
+        id: u64,
+        capacity: u64,
+        shrink: bool,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let mut changes = self.changes.lock();
+        while changes.contains(&id) {
+            self.grown.wait(&mut changes);
+        }
         let disk = self.engine.with_catalog(|catalog| catalog.get(id).cloned())?;
         check_capacity(&disk.name, capacity)?;
         if capacity < disk.capacity && !shrink {
@@ -262,7 +281,13 @@ impl Native {
                 if disk.reserved > 0 {
                     self.engine.set_more_aside(id, new - old)?;
                 }
-                let filled = self.fill(id, old..new, shown(disk.provisioning), &crate::NoProgress);
+                // The new end is filled without the lock, because filling takes long and other disks must stay
+                // available. No client can access the new end before the capacity changes.
+                changes.insert(id);
+                let fill = || self.fill(id, old..new, shown(disk.provisioning), progress);
+                let filled = MutexGuard::unlocked(&mut changes, fill);
+                changes.remove(&id);
+                self.grown.notify_all();
                 if let Err(error) = filled {
                     self.engine.discard_blocks(&self.engine.head(id), old..new)?;
                     self.engine.flush()?;
@@ -313,7 +338,7 @@ impl Native {
         promote: bool,
         check_clone: &mut dyn FnMut(&str) -> Result<()>,
     ) -> Result<()> {
-        let _changes = self.changes.lock();
+        let _changes = self.lock_changes_of(&[name]);
         let DeletableDisk { disk, snapshots, mut clones } = self.deletable_disk(name, promote, &[])?;
         // A hidden clone may be deleted before it is complete, and its snapshots with it, so visible clones come first.
         clones.sort_by_key(|clone| !super::is_visible(clone));

@@ -10,8 +10,10 @@
 //! device      byte ranges at any alignment on the store's blocks
 //! ```
 //!
-//! 1. Changes of disks and snapshots are serialized by `changes`, from look-up to completion. Only the copy phase of a
-//!    full clone runs without the lock: it reads a snapshot, which does not change.
+//! 1. Changes of disks and snapshots are serialized by `changes`, from look-up to completion. Two phases run without
+//!    the lock, because they take long. A full clone is copied from a snapshot, which does not change. The new end of a
+//!    thick disk that grows is filled. Meanwhile changes of this disk that concern its content wait, because a snapshot
+//!    or a revert would change which blocks the disk owns alone.
 //! 2. An object (a disk or a snapshot) that clients have open is not deleted or reverted. The object's switch counts
 //!    the clients.
 //! 3. The datastore checks names and reserves them, so that they are unique across native disks and disks in VMware's
@@ -34,7 +36,7 @@ pub(crate) use moving::{NativeOriginal, NativeReplica};
 pub(crate) use snapshots::Taking;
 
 use crate::device::Device;
-use crate::info::{CheckOptions, CheckReport, Finding};
+use crate::info::{CheckOptions, CheckReport, Finding, Point};
 use crate::names;
 use crate::quota;
 use crate::settings::Settings;
@@ -42,9 +44,9 @@ use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
 use error::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
@@ -71,8 +73,12 @@ pub(crate) struct Native {
     /// The settings of the disks of all formats.
     pub settings: Arc<Settings>,
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
-    /// Serializes changes of disks and snapshots.
-    changes: Mutex<()>,
+    /// Serializes changes of disks and snapshots. The set has the disks whose new end is being filled.
+    changes: Mutex<BTreeSet<u64>>,
+    /// Notified when the new end of a disk is filled.
+    grown: Condvar,
+    /// Set when a close begins: fills end then.
+    closing: AtomicBool,
     /// Called before a received disk replaces an existing one. An error refuses the replacement.
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
     this: Weak<Native>,
@@ -90,7 +96,9 @@ impl Native {
             switches,
             settings,
             capacities: Mutex::default(),
-            changes: Mutex::new(()),
+            changes: Mutex::default(),
+            grown: Condvar::new(),
+            closing: AtomicBool::new(false),
             refuse_to_replace: OnceLock::new(),
             this: Weak::clone(this),
         })
@@ -115,9 +123,36 @@ impl Native {
         Ok(())
     }
 
+    /// Locks `changes` once the new end of none of these disks is being filled.
+    fn lock_changes_of(&self, names: &[&str]) -> MutexGuard<'_, BTreeSet<u64>> {
+        let mut changes = self.changes.lock();
+        loop {
+            let grows = self.engine.with_catalog(|catalog| {
+                names.iter().filter_map(|name| catalog.disk(name)).any(|disk| changes.contains(&disk.id))
+            });
+            if !grows {
+                return changes;
+            }
+            self.grown.wait(&mut changes);
+        }
+    }
+
+    /// Like [`Native::lock_changes_of`], for a change that may need a snapshot of the disk.
+    fn lock_changes_at(&self, disk: &str, at: &Point) -> MutexGuard<'_, BTreeSet<u64>> {
+        match at {
+            Point::Head => self.lock_changes_of(&[disk]),
+            Point::Snapshot(_) => self.changes.lock(),
+        }
+    }
+
     /// Writes back all buffered data and closes the store.
     pub fn close(&self) -> Result<()> {
-        let _changes = self.changes.lock();
+        self.closing.store(true, Ordering::Release);
+        let mut changes = self.changes.lock();
+        // A disk whose growth is interrupted returns its new space first.
+        while !changes.is_empty() {
+            self.grown.wait(&mut changes);
+        }
         self.engine.close()
     }
 

@@ -70,7 +70,8 @@ impl Native {
         of: &[(String, String)],
         around: &mut dyn FnMut(&mut Taking<'_>) -> Result<()>,
     ) -> Result<Vec<SnapshotInfo>> {
-        let _changes = self.changes.lock();
+        let disks: Vec<&str> = of.iter().map(|(disk, _)| disk.as_str()).collect();
+        let _changes = self.lock_changes_of(&disks);
         let mut wanted = Vec::with_capacity(of.len());
         for (disk, name) in of {
             names::check("snapshot", name)?;
@@ -168,7 +169,7 @@ impl Native {
 
     /// Reverts the head to a snapshot. `Busy` while clients have the disk open.
     pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
-        let _changes = self.changes.lock();
+        let _changes = self.lock_changes_of(&[disk]);
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, name)?;
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;

@@ -1,5 +1,6 @@
 //! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
-//! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks.
+//! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks. What goes
+//! on while a thick disk grows.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +9,10 @@ use crate::{
     CheckOptions, Datastore, InitOptions, NewDisk, NoProgress, Point, Provisioning, QueueChoice, SnapshotOptions,
 };
 use error::ErrorKind;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -96,4 +100,88 @@ fn a_thick_disk_that_shrinks_returns_a_part_of_its_reservation() {
     assert_eq!(reserved(), CAPACITY);
     datastore.resize_disk("t", CAPACITY / 4, true).unwrap();
     assert_eq!(reserved(), CAPACITY / 4);
+}
+
+/// Runs an action once, when the first piece of a fill is done.
+struct DuringFill<'a>(Mutex<Option<Box<dyn FnOnce() + Send + 'a>>>);
+
+impl crate::Progress for DuringFill<'_> {
+    fn update(&self, _done: u64, _total: u64) {
+        let action = self.0.lock().unwrap().take();
+        action.into_iter().for_each(|action| action());
+    }
+}
+
+#[test]
+fn other_disks_are_available_while_a_thick_disk_grows_and_its_own_snapshot_waits() {
+    let (_folder, datastore) = cloned();
+    for provisioning in [Provisioning::ZeroedThick, Provisioning::EagerZeroedThick] {
+        datastore.create_disk("t", &NewDisk::native(CAPACITY, provisioning), &NoProgress).unwrap();
+        let id = datastore.native.find_disk("t").unwrap().id;
+        let (taken, wait) = channel();
+        let wait = Mutex::new(wait);
+        let (waiting, other) = (&wait, Arc::clone(&datastore));
+        let during = DuringFill(Mutex::new(Some(Box::new(move || {
+            let snapshot = Arc::clone(&other);
+            std::thread::spawn(move || {
+                let capacity = snapshot
+                    .create_snapshots(&[("t".into(), "during".into())], &SnapshotOptions::default())
+                    .map(|snapshots| snapshots[0].capacity);
+                taken.send(capacity).unwrap();
+            });
+            let (done, served) = channel();
+            std::thread::spawn(move || {
+                drop(other.device("a", false).unwrap());
+                other.create_snapshots(&[("a".into(), "during".into())], &SnapshotOptions::default()).unwrap();
+                other.delete_snapshot("a", "during", None, &NoProgress).unwrap();
+                done.send(()).unwrap();
+            });
+            served.recv_timeout(Duration::from_secs(30)).expect("other disks wait for the disk that grows");
+            // A snapshot of the disk itself waits until the disk has grown.
+            let early = waiting.lock().unwrap().recv_timeout(Duration::from_millis(200));
+            assert_eq!(early.unwrap_err(), RecvTimeoutError::Timeout);
+        }))));
+        datastore.native.resize_watched(id, 4 * CAPACITY, false, &during).unwrap();
+        assert_eq!(datastore.disk("t").unwrap().capacity, 4 * CAPACITY);
+        assert!(during.0.lock().unwrap().is_none(), "nothing was filled");
+        assert_eq!(wait.lock().unwrap().recv().unwrap().unwrap(), 4 * CAPACITY);
+        datastore.delete_disk("t", false).unwrap();
+    }
+    let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
+}
+
+#[test]
+fn a_disk_that_grows_during_a_close_returns_its_new_space() {
+    let (folder, datastore) = cloned();
+    datastore.create_disk("t", &NewDisk::native(CAPACITY, Provisioning::EagerZeroedThick), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("t".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let id = datastore.native.find_disk("t").unwrap().id;
+    let (begun, closed) = channel();
+    let other = Arc::clone(&datastore);
+    let during = DuringFill(Mutex::new(Some(Box::new(move || {
+        let closing = Arc::clone(&other);
+        let close = std::thread::spawn(move || closing.close());
+        while !other.native.closing.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // The close waits for this thread. If it did not, it would end soon.
+        for _ in 0..200 {
+            if close.is_finished() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        begun.send(close).unwrap();
+    }))));
+    let refused = datastore.native.resize_watched(id, 4 * CAPACITY, false, &during).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Stopped, "{refused}");
+    closed.recv().unwrap().join().unwrap().unwrap();
+    drop(datastore);
+    let datastore = Datastore::open(&folder.path().join("store"), options(QueueChoice::Threads)).unwrap();
+    let disk = datastore.native.find_disk("t").unwrap();
+    let allocated = datastore.disk("t").unwrap().blocks_allocated.unwrap();
+    assert_eq!([disk.reserved, allocated].map(|blocks| blocks * backend::BLOCK_SIZE as u64), [CAPACITY; 2]);
+    let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
 }

@@ -150,6 +150,15 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
+    /// The entries of a range, cut to the range.
+    pub fn pieces(&self, range: &Range<u64>) -> Vec<DirtyPiece> {
+        let cut = |(at, entry): (&u64, &DirtyEntry)| {
+            let part = (*at).max(range.start)..(at + entry.blocks).min(range.end);
+            DirtyPiece { logical: *at, entry: entry.clone() }.part(part)
+        };
+        self.overlapping(range).map(cut).collect()
+    }
+
     /// Whether removing `range` splits a discard in two parts, which then each need map changes.
     pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0

@@ -25,9 +25,11 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
-use crate::tree;
+use crate::sync::time::Instant;
+use crate::tree::{self, NodeId};
 use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
+use std::ops::Range;
 
 /// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;
@@ -44,6 +46,41 @@ const ROUNDS_BESIDE: u64 = 16;
 /// The most payload that one flush appends to a journal of `ring` bytes.
 pub(super) fn payload_max(ring: u64) -> u64 {
     PAYLOAD_MAX.min(ring / 16)
+}
+
+/// A part of a range that keeps its blocks when its payload is appended to the journal.
+struct OwnPart {
+    logical: u64,
+    run: Run,
+    unwritten: bool,
+}
+
+impl Meta {
+    /// The parts of a range that only this tree maps.
+    fn own_parts(&mut self, root: Option<NodeId>, range: Range<u64>) -> Result<Vec<OwnPart>> {
+        let (mut extents, mut own) = (Vec::new(), Vec::<OwnPart>::new());
+        let Some(root) = root else { return Ok(own) };
+        // The payload follows the pending changes in the journal, and is written to the data files after the append. So
+        // the current trees decide which blocks are shared.
+        let (none, mut effects) = (Holds::default(), Effects::default());
+        tree::lookup_exclusive(&mut self.current_nodes(&none, &mut effects), root, range, &mut extents)?;
+        for extent in extents.iter().filter(|extent| !extent.shared_path) {
+            let first = own.len();
+            for (logical, block) in (extent.logical..).zip(extent.physical..extent.physical + extent.blocks) {
+                if self.entry(block)?.references != 1 {
+                    continue;
+                }
+                match own[first..].last_mut() {
+                    Some(last) if last.logical + last.run.blocks == logical => last.run.blocks += 1,
+                    _ => {
+                        let run = Run { start: block, blocks: 1 };
+                        own.push(OwnPart { logical, run, unwritten: extent.unwritten });
+                    }
+                }
+            }
+        }
+        Ok(own)
+    }
 }
 
 impl Engine {
@@ -98,8 +135,9 @@ impl Engine {
         // Other clients may fill the buffers as fast as this loop empties them. The flush would then never end, so
         // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
-        let mut outrun = None;
+        let (mut outrun, mut kept) = (None, None);
         loop {
+            let began = Instant::now();
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
                 return Ok(());
@@ -111,10 +149,12 @@ impl Engine {
             self.make_journal_room()?;
             let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
             if buffered > self.payload_max() {
+                kept = None;
                 self.write_back_once()?;
                 continue;
             }
-            let _fetch = self.bring_in_buffered();
+            let mut fetch: Fetch = kept.take().unwrap_or_default();
+            let _surveyed = if fetch.has_lost() { Vec::new() } else { self.bring_in_buffered() };
             let appends = self.admit_append()?;
             let gate = self.writeback.lock_for_flush();
             let mut commit = self.log.lock();
@@ -125,7 +165,7 @@ impl Engine {
                 continue;
             }
             let covered = self.log.clocks.acknowledged();
-            let left = match self.log_buffers() {
+            let left = match self.log_buffers(&mut fetch) {
                 // Blocks that are freed or held can be used once the pending changes are durable.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !freed => {
                     freed = true;
@@ -135,7 +175,7 @@ impl Engine {
                     continue;
                 }
                 Err(error) => {
-                    self.isolate_or_fail(error, (gate, commit, appends))?;
+                    kept = self.isolate_or_fail(error, began, fetch, (gate, commit, appends))?;
                     continue;
                 }
                 Ok(left) => left,
@@ -247,8 +287,9 @@ impl Engine {
 
     /// Moves buffered entries into the map and the pending changes, which refer to the payload. The caller holds the
     /// write-back gate and the journal lock. Returns `None` if nothing is left in the buffers. Otherwise returns the
-    /// cost for which there was no room, or a zero cost if the step limit was reached.
-    pub(super) fn log_buffers(&self) -> Result<Option<Cost>> {
+    /// cost for which there was no room, or a zero cost if the step limit was reached. After an error, `fetch` may have
+    /// the reason: see [`Fetch::require`].
+    pub(super) fn log_buffers(&self, fetch: &mut Fetch) -> Result<Option<Cost>> {
         let mut steps = STEPS_MAX;
         for head in self.buffers.heads() {
             let mut buffer = head.lock();
@@ -258,7 +299,7 @@ impl Engine {
             loop {
                 let (layer, closed) = buffer.layers.oldest();
                 for piece in layer.take(0, u64::MAX) {
-                    let left = self.log_entry(&mut buffer, &head, &piece, &mut steps)?;
+                    let left = self.log_entry(&mut buffer, &head, &piece, &mut steps, fetch)?;
                     if left.is_some() {
                         return Ok(left);
                     }
@@ -289,6 +330,7 @@ impl Engine {
         head: &Head,
         piece: &DirtyPiece,
         steps: &mut usize,
+        fetch: &mut Fetch,
     ) -> Result<Option<Cost>> {
         let end = piece.logical + piece.entry.blocks;
         let (mut at, mut most) = (piece.logical, LOG_STEP);
@@ -299,11 +341,11 @@ impl Engine {
             let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
             let mut meta = self.meta.lock();
             let step = match &piece.entry.content {
-                Content::Data(..) => self.log_step(&mut meta, head, &piece.part(at..end.min(at + most))),
+                Content::Data(..) => self.log_step(&mut meta, head, &piece.part(at..end.min(at + most)), fetch),
                 _ if *steps == 0 => return Ok(Some(Cost::default())),
                 content => {
                     *steps -= 1;
-                    self.apply_other(&mut meta, head.id, still, content)
+                    self.apply_other(&mut meta, head.id, still, content, fetch)
                 }
             };
             self.update_headroom(&meta);
@@ -326,67 +368,53 @@ impl Engine {
     }
 
     /// Moves a few blocks of data into the map, if journal and checkpoint have room for the change.
-    fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<Step> {
+    fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece, fetch: &mut Fetch) -> Result<Step> {
         let blocks = piece.entry.blocks;
         let end = piece.logical + blocks;
-        let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
+        let root = meta.catalog.get(head.id)?.root;
+        let (pages, own) = fetch.require(meta, |meta| {
+            let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
+            let own = meta.own_parts(root, piece.logical..end)?;
+            let new = blocks - own.iter().map(|part| part.run.blocks).sum::<u64>();
+            if new > 0 {
+                meta.survey_allocation(new);
+            }
+            Ok((pages, own))
+        })?;
         // In the worst case each block needs a record and a mapping of its own.
         let cost = Cost { bytes: blocks * (BLOCK_SIZE as u64 + 64), pages: pages + blocks };
         let Some(_grant) = self.log.admission.try_admit(cost) else {
             return Ok(Step { end: piece.logical, refused: Some(cost) });
         };
-        self.log_piece(meta, head, piece)?;
+        self.log_piece(meta, head, piece, own)?;
         Ok(Step { end, refused: None })
     }
 
-    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<()> {
+    /// Moves a piece into the map. Its blocks `own` keep their places, because the payload in the journal protects
+    /// their content.
+    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece, own: Vec<OwnPart>) -> Result<()> {
         let Content::Data(slice, sums) = &piece.entry.content else { return Ok(()) };
         let range = piece.logical..piece.logical + piece.entry.blocks;
-        let root = meta.catalog.get(head.id)?.root;
-        let mut extents = Vec::new();
-        if let Some(root) = root {
-            // The payload follows the pending changes in the journal, and is written to the data files after the
-            // append. So the current trees decide which blocks are shared.
-            let (none, mut effects) = (Holds::default(), Effects::default());
-            let mut nodes = meta.current_nodes(&none, &mut effects);
-            tree::lookup_exclusive(&mut nodes, root, range.clone(), &mut extents)?;
-        }
         let part = |from: u64, to: u64| -> SharedSlice {
             let at = |block: u64| (block - piece.logical) as usize * BLOCK_SIZE;
             slice.slice(at(from)..at(to))
         };
         let mut at = range.start;
-        for extent in extents {
-            let mut own = Vec::new();
-            if !extent.shared_path {
-                // Blocks that only this head maps keep their places, because the payload in the journal protects their
-                // content.
-                for i in 0..extent.blocks {
-                    if meta.entry(extent.physical + i)?.references == 1 {
-                        match own.last_mut() {
-                            Some((start, blocks)) if *start + *blocks == extent.logical + i => *blocks += 1,
-                            _ => own.push((extent.logical + i, 1)),
-                        }
-                    }
-                }
+        for OwnPart { logical, run, unwritten } in own {
+            self.log_new(meta, head, at..logical, &part)?;
+            let data = vec![part(logical, logical + run.blocks)];
+            let gate = self.log.clocks.synced();
+            if unwritten {
+                // Reserved space of a thick disk: the map must mark the blocks as written in the same batch that has
+                // the content.
+                let from = (logical - piece.logical) as usize;
+                let checksums = sums.as_slice()[from..from + run.blocks as usize].to_vec();
+                let written = Operation::Written { disk: head.id, logical, run, checksums };
+                self.carry_out(meta, written, gate)?;
+                meta.pending.join_last();
             }
-            for (logical, blocks) in own {
-                self.log_new(meta, head, at..logical, &part)?;
-                let run = Run { start: extent.physical + (logical - extent.logical), blocks };
-                let data = vec![part(logical, logical + blocks)];
-                let gate = self.log.clocks.synced();
-                if extent.unwritten {
-                    // Reserved space of a thick disk: the map must mark the blocks as written in the same batch that
-                    // has the content.
-                    let from = (logical - piece.logical) as usize;
-                    let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
-                    let written = Operation::Written { disk: head.id, logical, run, checksums };
-                    self.carry_out(meta, written, gate)?;
-                    meta.pending.join_last();
-                }
-                self.carry_out(meta, Operation::OverwriteData { run, data }, gate)?;
-                at = logical + blocks;
-            }
+            self.carry_out(meta, Operation::OverwriteData { run, data }, gate)?;
+            at = logical + run.blocks;
         }
         self.log_new(meta, head, at..range.end, &part)
     }
@@ -395,7 +423,7 @@ impl Engine {
         &self,
         meta: &mut Meta,
         head: &Head,
-        range: std::ops::Range<u64>,
+        range: Range<u64>,
         part: &dyn Fn(u64, u64) -> SharedSlice,
     ) -> Result<()> {
         let mut at = range.start;

@@ -11,8 +11,11 @@
 //! for [`PATIENCE`] although the medium can be read elsewhere. Nothing is removed while the whole medium fails, because
 //! the medium may become readable again. Nothing is removed by a close because of failed reads: a failed close can be
 //! repeated.
+//!
+//! The medium may take many seconds to fail a read, so the map is read without locks. What is removed is decided
+//! afterwards, under the write-back gate and the lock of the buffer, from the pages and errors of these reads.
 
-use super::metadata::{Effects, Meta};
+use super::metadata::{Effects, Fetch, Meta};
 use super::{Engine, Head};
 use crate::buffer::{Content, DISCARD_CHANGES};
 use crate::space::TABLE_ENTRIES;
@@ -30,7 +33,9 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The pause before a change that needs an unreadable page is tried again.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Failures further apart than this belong to different events.
+/// If more time than this passes between a failure and the beginning of the next attempt that fails, the failures
+/// belong to different events. The duration of an attempt does not count, because the medium may take many seconds to
+/// fail a read.
 const APART: Duration = Duration::from_secs(10);
 /// The key of failed reads of any page in [`Isolation::failing`].
 const ANY_PAGE: &str = "";
@@ -53,12 +58,24 @@ struct Isolated {
 #[derive(Default)]
 pub struct Isolation {
     any: AtomicBool,
+    /// How often acknowledged writes were removed. Changed under the write-back gate.
+    removals: AtomicU64,
     disks: Mutex<BTreeMap<u64, Isolated>>,
     /// When reads of metadata that a change needs began to fail, and when they failed last: of any page, and of each
     /// page by its error, which names the page.
     failing: Mutex<BTreeMap<String, (Instant, Instant)>>,
     /// The value of [`Engine::losses`] when a failed change was last tried again because a region was lost.
     losses: AtomicU64,
+}
+
+/// The result of an attempt to remove the writes to a part of a disk.
+pub(super) enum Removal {
+    /// Writes were removed.
+    Done,
+    /// The pages are not unreadable for long enough.
+    Waits,
+    /// The map or the buffer has changed since the map was read.
+    Changed,
 }
 
 impl Isolated {
@@ -100,15 +117,18 @@ impl Isolation {
         }
     }
 
-    /// Notes that a read has failed with this error. True if it has failed for so long that the page counts as
-    /// unreadable.
-    fn is_lasting(&self, error: &str) -> bool {
-        let now = Instant::now();
+    /// Notes that a read has failed with this error, in an attempt that began at `began`. True if such reads have
+    /// failed for so long that the page counts as unreadable.
+    fn is_lasting(&self, error: &str, began: Instant) -> bool {
+        self.note_failed_read(error, began, Instant::now())
+    }
+
+    fn note_failed_read(&self, error: &str, began: Instant, now: Instant) -> bool {
         let mut failing = self.failing.lock();
-        failing.retain(|_, (_, last)| last.elapsed() < APART);
+        failing.retain(|_, (_, last)| began < *last + APART);
         let (since, last) = failing.entry(error.to_owned()).or_insert((now, now));
         *last = now;
-        since.elapsed() >= PATIENCE
+        *since + PATIENCE <= now
     }
 
     /// Notes that the whole medium fails, so that failed reads do not prove that a page is lost.
@@ -149,6 +169,15 @@ impl Meta {
             self.unchangeable(disk, range, unmap, &mut out);
         }
         out
+    }
+
+    /// Like [`Meta::unreadable`], for buffered writes. If an older layer of the buffer is `unsealed`, no write enters
+    /// the map as long as the references of the root cannot be read.
+    fn lost_parts(&mut self, disk: u64, range: Range<u64>, unmap: bool, unsealed: bool) -> Vec<(Range<u64>, Error)> {
+        if unsealed && let Some(why) = self.references_of_root(disk).err().filter(is_lost) {
+            return vec![(range.start..tree::LOGICAL_LIMIT, why)];
+        }
+        self.unreadable(disk, range, unmap)
     }
 
     /// The parts of a range that no operation can change, because other pages that a change reads are lost, such as a
@@ -220,18 +249,31 @@ impl Engine {
         self.meta.lock().losses()
     }
 
-    /// Called after moving buffered blocks into the map failed with `error`. Isolates what is lost, releases `locks`
-    /// and pauses; the caller then tries again. Fails with `error` if it has another cause.
-    pub(super) fn isolate_or_fail(&self, error: Error, locks: impl Sized) -> Result<()> {
-        let pause = self.isolate(&error).ok_or(error)?;
+    /// Called after moving buffered blocks into the map failed with `error`, in an attempt that began at `began` and
+    /// used `fetch`. Releases `locks`, among them the write-back gate. If the attempt has missed pages, reads them.
+    /// Otherwise isolates what is lost, and pauses. The caller then tries again, with the returned value. Fails with
+    /// `error` if it has another cause.
+    pub(super) fn isolate_or_fail(
+        &self,
+        error: Error,
+        began: Instant,
+        mut fetch: Fetch,
+        locks: impl Sized,
+    ) -> Result<Option<Fetch>> {
+        let removals = self.isolation.removals.load(Ordering::Acquire);
         drop(locks);
+        if self.meta.load_missing(&mut fetch)? {
+            return Ok(Some(fetch));
+        }
+        let pause = self.isolate(&error, began, removals, &mut fetch).ok_or(error)?;
         crate::sync::thread::sleep(pause);
-        Ok(())
+        Ok(fetch.after_failure())
     }
 
     /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
-    /// again, without locks during the pause; `None` if the failure has another cause.
-    pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
+    /// again; `None` if the failure has another cause. `removals` is their number at the failure: if it has grown,
+    /// another thread has removed the cause. Must be called without locks.
+    pub(super) fn isolate(&self, error: &Error, began: Instant, removals: u64, fetch: &mut Fetch) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {
             return None;
         }
@@ -243,8 +285,8 @@ impl Engine {
             if !self.running.goes_on() {
                 return None;
             }
-            self.isolation.is_lasting(&error.to_string());
-            if !self.isolation.is_lasting(ANY_PAGE) {
+            self.isolation.is_lasting(&error.to_string(), began);
+            if !self.isolation.is_lasting(ANY_PAGE, began) {
                 return Some(PAUSE);
             }
         }
@@ -255,44 +297,132 @@ impl Engine {
         if self.isolation.losses.swap(losses, Ordering::AcqRel) < losses {
             return Some(Duration::ZERO);
         }
-        let (mut any, mut waits) = (false, false);
+        let patience = goes_on.then_some(began);
+        // Lost pages are read again, because they may be readable now. Each is read once, because the medium may take
+        // many seconds to fail a read.
+        fetch.forget_lost();
+        let replaced = self.meta.lock().pages.replaced();
+        let (mut changed, mut waits) = (false, false);
         for head in self.buffers.heads() {
-            let mut buffer = head.lock();
-            let Some(at) = buffer.layers.first_filled() else { continue };
-            // An older layer is empty if its snapshot is not sealed. Until then no later write can enter the map.
-            let unsealed = match at {
-                0 => None,
-                _ => self.meta.lock().references_of_root(head.id).err().filter(is_lost),
+            let (unsealed, pieces) = {
+                let mut buffer = head.lock();
+                let Some(at) = buffer.layers.first_filled() else { continue };
+                // An older layer is empty if its snapshot is not sealed. Until then no later write can enter the map.
+                (at > 0, buffer.layers.layer(at).take(0, u64::MAX))
             };
-            for piece in buffer.layers.layer(at).take(0, u64::MAX) {
+            for piece in pieces {
                 let range = piece.logical..piece.logical + piece.entry.blocks;
                 let unmap = matches!(piece.entry.content, Content::Unmapped);
-                let unreadable = match &unsealed {
-                    Some(why) => vec![(range.start..tree::LOGICAL_LIMIT, why.repeated())],
-                    None => self.meta.lock().unreadable(head.id, range, unmap),
-                };
-                for (range, why) in unreadable {
-                    // Reads of another page may have failed for long, but this one only once.
-                    if why.kind() == ErrorKind::Io && !(goes_on && self.isolation.is_lasting(&why.to_string())) {
-                        waits |= goes_on;
-                        continue;
+                let found = self.read_lost(&head, &range, unmap, unsealed, fetch);
+                for (lost, _) in found {
+                    // The part is below one lost page, so few pages have to stay in memory until the decision.
+                    let part = lost.start..lost.end.min(range.end);
+                    self.read_lost(&head, &part, unmap, unsealed, fetch);
+                    match self.remove_lost(&head, part, unmap, patience, replaced, fetch) {
+                        Removal::Done => {}
+                        Removal::Waits => waits |= goes_on,
+                        Removal::Changed => changed = true,
                     }
-                    let layer = buffer.layers.layer(at);
-                    let lost = range.start..range.end.min(piece.logical + piece.entry.blocks);
-                    if layer.cuts_discard(&lost) {
-                        // The second part of the discard needs map changes too, and returns them at its end.
-                        self.reserves.add_changes(DISCARD_CHANGES);
-                    }
-                    let gone = layer.remove(lost.start, lost.end - lost.start, piece.entry.stamp);
-                    self.give_back(gone);
-                    self.isolation.add(head.id, range, lost, &why);
-                    any = true;
                 }
             }
         }
-        if any {
+        if self.isolation.removals.load(Ordering::Acquire) > removals {
             tracing::error!(%error, "writes are lost where the map is damaged or unreadable");
+            return Some(Duration::ZERO);
         }
-        if any { Some(Duration::ZERO) } else { waits.then_some(PAUSE) }
+        // If nothing is lost, another thread may have ended the cause after the failure, for example by a repair or a
+        // revert. So the change is tried once more.
+        (changed || waits || fetch.note_failed_in_vain()).then_some(PAUSE)
+    }
+
+    /// Reads the map without locks, and returns the lost parts of a range.
+    pub(super) fn read_lost(
+        &self,
+        head: &Head,
+        range: &Range<u64>,
+        unmap: bool,
+        unsealed: bool,
+        fetch: &mut Fetch,
+    ) -> Vec<(Range<u64>, Error)> {
+        let found = self.meta.look_holding(fetch, |meta| Ok(meta.lost_parts(head.id, range.clone(), unmap, unsealed)));
+        found.unwrap_or_default()
+    }
+
+    /// Removes the buffered writes (or discards, with `unmap`) to a part of a disk, if the map is still lost there.
+    /// After failed reads it removes them only if `patience`, the beginning of the attempt, is given and the reads have
+    /// failed for long. `replaced` is [`crate::pages::Pages::replaced`] before `fetch` was filled: if the number has
+    /// grown, errors in `fetch` may be outdated.
+    pub(super) fn remove_lost(
+        &self,
+        head: &Head,
+        part: Range<u64>,
+        unmap: bool,
+        patience: Option<Instant>,
+        replaced: u64,
+        fetch: &mut Fetch,
+    ) -> Removal {
+        let _gate = self.writeback.lock();
+        let mut buffer = head.lock();
+        let Some(at) = buffer.layers.first_filled() else { return Removal::Changed };
+        let looked = {
+            let mut meta = self.meta.lock();
+            if meta.pages.replaced() != replaced {
+                return Removal::Changed;
+            }
+            fetch.look(&mut meta, |meta| Ok(meta.lost_parts(head.id, part.clone(), unmap, at > 0)))
+        };
+        let Ok(Ok(found)) = looked else { return Removal::Changed };
+        let (mut removal, mut waits) = (Removal::Changed, false);
+        for (range, why) in found {
+            // Reads of another page may have failed for long, but this one only once.
+            let lasting = |began: Instant| self.isolation.is_lasting(&why.to_string(), began);
+            if why.kind() == ErrorKind::Io && !patience.is_some_and(lasting) {
+                waits = true;
+                continue;
+            }
+            let layer = buffer.layers.layer(at);
+            // A write that has replaced the failed one meanwhile is lost too.
+            for piece in layer.pieces(&(range.start..range.end.min(part.end))) {
+                if matches!(piece.entry.content, Content::Unmapped) != unmap {
+                    continue;
+                }
+                let lost = piece.logical..piece.logical + piece.entry.blocks;
+                if layer.cuts_discard(&lost) {
+                    // The second part of the discard needs map changes too, and returns them at its end.
+                    self.reserves.add_changes(DISCARD_CHANGES);
+                }
+                let gone = layer.remove(lost.start, piece.entry.blocks, piece.entry.stamp);
+                self.give_back(gone);
+                self.isolation.add(head.id, range.clone(), lost, &why);
+                self.isolation.removals.fetch_add(1, Ordering::AcqRel);
+                removal = Removal::Done;
+            }
+        }
+        if waits && matches!(removal, Removal::Changed) { Removal::Waits } else { removal }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_whose_reads_fail_slowly_counts_as_unreadable() {
+        let isolation = Isolation::default();
+        let mut began = Instant::now();
+        for attempt in 0..4 {
+            let failed = began + 3 * APART;
+            assert_eq!(isolation.note_failed_read("page", began, failed), attempt > 0);
+            began = failed + PAUSE;
+        }
+    }
+
+    #[test]
+    fn two_reads_that_fail_at_different_times_lose_no_page() {
+        let isolation = Isolation::default();
+        let first = Instant::now();
+        assert!(!isolation.note_failed_read("page", first, first));
+        let later = first + APART + PAUSE;
+        assert!(!isolation.note_failed_read("page", later, later));
     }
 }

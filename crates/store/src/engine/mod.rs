@@ -59,8 +59,9 @@
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
-//! (`Metadata::bring_in`). Two kinds of pages are read under the metadata lock: those that a change still misses
-//! afterwards, and those that recovery and a repair need.
+//! (`Metadata::bring_in`). If the lookups with which write-back, a flush or a discard begins miss pages afterwards, it
+//! releases its locks, reads the pages and decides everything again. Two kinds of pages are read under the metadata
+//! lock: those that other changes miss, and those that recovery and a repair need.
 
 mod accounting;
 mod admit;

@@ -299,6 +299,7 @@ mod nodes;
 mod ownership;
 mod reads;
 mod room;
+mod served;
 mod unreadable;
 
 #[test]
@@ -308,12 +309,12 @@ fn a_flush_fails_if_the_earlier_flush_that_covered_its_writes_failed() {
     // Space for the write was reserved, so that only the append fails.
     engine.sync_all_data().unwrap();
     let mut commit = engine.log.lock();
-    assert!(engine.log_buffers().unwrap().is_none());
+    assert!(engine.log_buffers(&mut metadata::Fetch::under_the_lock()).unwrap().is_none());
     disk.fail_operation(disk.operations());
     engine.append_pending(&mut commit).unwrap_err();
     // The state that the next thread finds when it locks the journal: no write is buffered, no change is pending, and
     // no write is durable.
-    assert!(engine.log_buffers().unwrap().is_none());
+    assert!(engine.log_buffers(&mut metadata::Fetch::under_the_lock()).unwrap().is_none());
     assert_eq!(engine.append_pending(&mut commit).unwrap_err().kind(), ErrorKind::Stopped);
 }
 

@@ -116,6 +116,8 @@ pub struct Pages {
     loading: FxHashMap<PageKey, Arc<Load>>,
     /// Number of hits at the last miss.
     hits_at_miss: u64,
+    /// Grows whenever damaged pages were replaced.
+    replaced: u64,
     /// For a reader of an older state: the copies of pages that checkpoints have overwritten since then.
     kept: Option<Arc<KeptPages>>,
     /// Restores damaged pages, during a repair and for a salvage.
@@ -140,6 +142,7 @@ impl Pages {
             lost: FxHashMap::default(),
             loading: FxHashMap::default(),
             hits_at_miss: 0,
+            replaced: 0,
             kept: None,
             mender: None,
         }
@@ -152,6 +155,8 @@ impl Pages {
 
     /// Sets the mender that restores damaged pages, or removes it.
     pub fn set_mender(&mut self, mender: Option<Arc<Mender>>) {
+        // The pages that the earlier mender has restored are not counted one by one.
+        self.replaced += 1;
         self.mender = mender;
     }
 
@@ -228,11 +233,17 @@ impl Pages {
     /// A page without entries, in place of a damaged page to which the last checkpoint refers.
     pub fn replace(&mut self, key: PageKey) -> &mut Block {
         self.make_room();
+        self.replaced += 1;
         self.loading.remove(&key);
         let uses = self.queues.enter(key);
         self.dirty.insert(key);
         self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: true, unknown: false });
         Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
+    }
+
+    /// A number that grows whenever damaged pages were replaced or restored: meanwhile lost pages stay lost.
+    pub fn replaced(&self) -> u64 {
+        self.replaced
     }
 
     /// Has the next checkpoint write a page from memory, because the page in the file is damaged. False if the page is

@@ -6,12 +6,14 @@
 //!
 //! A change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
 //! missing pages, and the pages are read without the lock. Survey and reading are repeated until no page is missing
-//! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. The change reads
-//! these pages under the lock; [`crate::pages::PageStatistics::locked`] counts them.
+//! ([`Metadata::bring_in`]). If the metadata changes in between, or the survey was skipped, the change may still miss
+//! pages. Write-back, flushes, direct writes and discards begin with lookups that notice it ([`Fetch::require`]): the
+//! caller releases its locks, reads the pages and decides everything again. After [`RESTARTS_MAX`] restarts, and in
+//! other changes, the pages are read under the lock; [`crate::pages::PageStatistics::locked`] counts these reads.
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};
-use crate::{Error, Result, is_lost};
+use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
@@ -19,6 +21,9 @@ use std::sync::Arc;
 /// How often a lookup releases the lock to read missing pages: several times the height of a tree and its tables. After
 /// that the tree changes faster than it can be read, and the lookup reads under the lock.
 const LOOKS_MAX: usize = 256;
+/// How often a change starts again to read the pages that its lookups miss. A restarted change is surveyed, so that few
+/// restarts suffice, unless other changes of the map invalidate each survey.
+const RESTARTS_MAX: usize = 16;
 /// The most surveys of the pages that a change needs. Afterwards the change is made even if pages are missing.
 const SURVEYS_MAX: usize = 48;
 /// The most pages that one request keeps in memory (16 MiB). Further pages may be evicted.
@@ -37,9 +42,15 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,
+    /// How often the change has started again.
+    restarts: usize,
     held: Vec<Arc<Block>>,
-    /// Lost pages that the lookup has missed, with the errors of their reads.
+    /// Lost pages that the lookups have missed, with the errors of their reads.
     lost: FxHashMap<PageKey, Error>,
+    /// The pages that [`Fetch::require`] has missed.
+    missing: Vec<PageKey>,
+    /// Whether the change has failed before, and nothing was found that prevents it.
+    failed_in_vain: bool,
 }
 
 impl Fetch {
@@ -50,27 +61,83 @@ impl Fetch {
         meta: &mut Meta,
         look: impl FnOnce(&mut Meta) -> Result<T>,
     ) -> std::result::Result<Result<T>, Vec<PageKey>> {
-        self.looks += 1;
-        if self.looks > LOOKS_MAX {
+        if self.looks >= LOOKS_MAX {
             return Ok(look(meta));
         }
         meta.pages.defer(std::mem::take(&mut self.lost));
         let outcome = look(meta);
         let absent;
         (absent, self.lost) = meta.pages.undefer();
-        if absent.is_empty() { Ok(outcome) } else { Err(absent) }
+        if absent.is_empty() {
+            return Ok(outcome);
+        }
+        self.looks += 1;
+        Err(absent)
+    }
+
+    /// A value with which a change reads all pages under the lock.
+    #[cfg(test)]
+    pub fn under_the_lock() -> Self {
+        Self { restarts: RESTARTS_MAX, ..Self::default() }
+    }
+
+    fn hold(&mut self, pages: impl IntoIterator<Item = Arc<Block>>) {
+        self.held.extend(pages);
+        let surplus = self.held.len().saturating_sub(HELD_MAX);
+        self.held.drain(..surplus);
+    }
+
+    /// Runs lookups of a change, before the change or the step of it that needs them. If pages are missing, fails with
+    /// `Busy`: the caller undoes what it has prepared, releases all locks, calls [`Metadata::load_missing`], and starts
+    /// again.
+    pub fn require<T>(&mut self, meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
+        if self.restarts >= RESTARTS_MAX {
+            return look(meta);
+        }
+        match self.look(meta, look) {
+            Ok(outcome) => outcome,
+            Err(absent) => {
+                self.missing = absent;
+                Err(Error::new(ErrorKind::Busy, "metadata that a change needs is not in memory"))
+            }
+        }
+    }
+
+    /// Whether pages are lost that the lookups need. A survey would read them again.
+    pub fn has_lost(&self) -> bool {
+        !self.lost.is_empty()
+    }
+
+    /// Forgets the errors of reads, so that the pages are read again.
+    pub fn forget_lost(&mut self) {
+        self.lost.clear();
+    }
+
+    /// Notes that nothing was found that prevents the change. False if that was noted before.
+    pub fn note_failed_in_vain(&mut self) -> bool {
+        !std::mem::replace(&mut self.failed_in_vain, true)
+    }
+
+    /// The value for the next attempt of the change, if that attempt must know of this one.
+    pub fn after_failure(self) -> Option<Self> {
+        self.failed_in_vain.then(|| Self { failed_in_vain: true, ..Self::default() })
     }
 }
 
 impl Metadata {
     /// Runs a lookup under the lock, repeatedly until all its pages are in memory.
-    pub(crate) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
-        let mut fetch = Fetch::default();
+    pub(crate) fn look<T>(&self, look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+        self.look_holding(&mut Fetch::default(), look)
+    }
+
+    /// As [`Metadata::look`]. The pages that it reads stay in memory until `fetch` is dropped.
+    pub(crate) fn look_holding<T>(&self, fetch: &mut Fetch, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+        fetch.looks = 0;
         loop {
             let looked = fetch.look(&mut self.lock(), &mut look);
             match looked {
                 Ok(outcome) => return outcome,
-                Err(absent) => match self.load_pages(absent, &mut fetch) {
+                Err(absent) => match self.load_pages(absent, fetch) {
                     // The next call of `look` gets this error when it accesses the page, and may continue without it.
                     Err(error) if is_lost(&error) => {}
                     other => other?,
@@ -96,7 +163,24 @@ impl Metadata {
                 break;
             }
         }
+        // The change reads a lost page again, because the next read may succeed.
+        fetch.lost.clear();
         fetch
+    }
+
+    /// Called after a change has failed, without locks: reads the pages that [`Fetch::require`] has missed. False if it
+    /// has missed none, so that the change has failed for another reason. If pages are lost, the next attempt fails
+    /// with the errors of their reads.
+    pub(crate) fn load_missing(&self, fetch: &mut Fetch) -> Result<bool> {
+        let missing = std::mem::take(&mut fetch.missing);
+        if missing.is_empty() {
+            return Ok(false);
+        }
+        fetch.restarts += 1;
+        match self.load_pages(missing, fetch) {
+            Err(error) if is_lost(&error) => Ok(true),
+            loaded => loaded.map(|()| true),
+        }
     }
 
     /// Starts to read pages of the files into the page cache, without waiting.
@@ -147,11 +231,7 @@ impl Metadata {
                 }
             }
         }
-        for load in others {
-            fetch.held.extend(load.wait());
-        }
-        let surplus = fetch.held.len().saturating_sub(HELD_MAX);
-        fetch.held.drain(..surplus);
+        fetch.hold(others.into_iter().filter_map(|load| load.wait()));
         result
     }
 }

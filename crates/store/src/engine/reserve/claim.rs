@@ -16,6 +16,7 @@
 use crate::buffer::{Content, DirtyPiece, Layers};
 use crate::catalog::Catalog;
 use crate::engine::log::Cost;
+use crate::engine::metadata::Fetch;
 use crate::engine::reserve::extend::EXTENSION_MAX;
 use crate::engine::writeback::STEPS_MAX;
 use crate::engine::{Engine, Head};
@@ -79,7 +80,7 @@ impl Engine {
     /// flush. Used when no free blocks are left: blocks that only the disk maps keep their places, held or not. Returns
     /// the cost for which the journal had no room; the remaining blocks stay buffered. The caller holds the write-back
     /// gate and the journal lock.
-    pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> Result<Option<Cost>> {
+    pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece], fetch: &mut Fetch) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
         for piece in pieces {
@@ -92,7 +93,7 @@ impl Engine {
                 left -= part.entry.blocks;
             }
             let mut buffer = head.lock();
-            if let Some(cost) = self.log_entry(&mut buffer, head, &part, &mut steps)? {
+            if let Some(cost) = self.log_entry(&mut buffer, head, &part, &mut steps, fetch)? {
                 // A zero cost means that the step limit was reached.
                 return Ok((cost != Cost::default()).then_some(cost));
             }

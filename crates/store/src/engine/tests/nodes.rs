@@ -230,7 +230,7 @@ fn a_discard_does_not_unmap_later_writes() {
     let pieces = head.lock().oldest_pieces(64);
     fill_up(&disk);
     engine.write_blocks(&head, place(7), slice(2, 1)).unwrap();
-    assert!(engine.finish_others(&head, pieces).unwrap().is_none());
+    assert!(engine.finish_others(&head, pieces, &mut metadata::Fetch::under_the_lock()).unwrap().is_none());
     let mapped = engine.meta.look(|meta| {
         let root = meta.catalog.get(id)?.root;
         meta.places(root, place(7)..place(7) + 1)

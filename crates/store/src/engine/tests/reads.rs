@@ -103,6 +103,43 @@ fn one_failed_read_of_metadata_loses_nothing() {
     }
 }
 
+/// After many hits, changes are not surveyed. The pages that the next change misses are read without locks.
+#[test]
+fn the_first_cold_change_after_many_hits_reads_nothing_under_the_metadata_lock() {
+    let engine = open(&wide()).unwrap();
+    let head = engine.head(1);
+    let settle = || engine.settle(&head).unwrap();
+    let flush = || engine.flush().unwrap();
+    // Loads the pages that every change needs: an overwrite, a discard, and a write to a new block.
+    write(&engine, 0, 2);
+    settle();
+    engine.discard_blocks(&head, 2..3).unwrap();
+    settle();
+    write(&engine, 2, 2);
+    settle();
+    flush();
+    let overwrite = |block: u64| write(&engine, block, 2);
+    let discard = |block: u64| engine.discard_blocks(&head, block..block + 1).unwrap();
+    let changes: [(&dyn Fn(u64), &dyn Fn()); 4] =
+        [(&overwrite, &settle), (&overwrite, &flush), (&discard, &settle), (&discard, &flush)];
+    for (number, (buffer, carry_out)) in (1u64..).zip(changes) {
+        buffer(number * 20 * APART);
+        engine.meta.look(|meta| meta.entry(0)).unwrap();
+        let before = {
+            let mut meta = engine.meta.lock();
+            while !meta.pages.is_warm() {
+                meta.entry(0).unwrap();
+            }
+            meta.pages.statistics()
+        };
+        carry_out();
+        let after = engine.meta.lock().pages.statistics();
+        assert!(after.misses > before.misses, "change {number} needed no page");
+        assert_eq!(after.locked, before.locked, "change {number} read pages under the lock");
+    }
+    is_whole(&engine);
+}
+
 #[test]
 fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
     let engine = opened(&wide());

@@ -1,7 +1,8 @@
-//! Requests of a disk do not wait for reads of metadata that a scrub needs.
+//! Requests of a disk do not wait for reads of metadata that a scrub, or the write of another disk, needs.
 
-use super::unreadable::{grown, leaves, try_write};
+use super::unreadable::{flush_disk, grown, leaves, try_write};
 use super::*;
+use crate::pages::PageKey;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::simulated::Request;
 use std::time::Duration;
@@ -15,6 +16,19 @@ fn damaged() -> (SimulatedDisk, Arc<Engine>) {
     try_write(&engine, 2, 0, 1).unwrap();
     engine.settle(&engine.head(2)).unwrap();
     (disk, engine)
+}
+
+/// Scrubs the map. Returns the damage.
+fn scrub_map(engine: &Engine) -> Vec<Damage> {
+    let scrubber = engine.scrubber();
+    let mut at = ScrubPosition { part: ScrubPart::Pages(PageFile::Map), next: 0 };
+    let mut damage = Vec::new();
+    while at.part == ScrubPart::Pages(PageFile::Map) {
+        let step = scrubber.step(at).unwrap();
+        damage.extend(step.damage);
+        at = step.next.unwrap();
+    }
+    damage
 }
 
 /// From now on, each read of the medium lasts until disk 2 was written and written back. Returns the number of reads.
@@ -42,16 +56,67 @@ fn serve_during_reads(disk: &SimulatedDisk, engine: &Arc<Engine>) -> Arc<AtomicU
 #[test]
 fn other_disks_are_served_while_a_scrub_reads_a_damaged_page() {
     let (disk, engine) = damaged();
-    let scrubber = engine.scrubber();
-    let mut at = ScrubPosition { part: ScrubPart::Pages(PageFile::Map), next: 0 };
-    let mut damage = Vec::new();
     let reads = serve_during_reads(&disk, &engine);
-    while at.part == ScrubPart::Pages(PageFile::Map) {
-        let step = scrubber.step(at).unwrap();
-        damage.extend(step.damage);
-        at = step.next.unwrap();
-    }
+    let damage = scrub_map(&engine);
     disk.set_pace(Arc::new(|_| {}));
     assert!(damage.len() == 1 && damage[0].repaired.is_some(), "{damage:?}");
     assert!(reads.load(Ordering::SeqCst) >= 3, "{reads:?}");
+}
+
+#[test]
+fn other_disks_are_served_while_the_medium_is_read_for_a_lost_write() {
+    let (disk, engine) = damaged();
+    write(&engine, leaves(&disk)[2].0, 9);
+    let reads = serve_during_reads(&disk, &engine);
+    let told = flush_disk(&engine, 1).unwrap_err();
+    disk.set_pace(Arc::new(|_| {}));
+    assert!(told.to_string().contains("are lost"), "{told}");
+    assert!(reads.load(Ordering::SeqCst) >= 3, "{reads:?}");
+    flush_disk(&engine, 1).unwrap();
+}
+
+/// After many hits, changes are not surveyed.
+#[test]
+fn other_disks_are_served_while_a_write_that_was_not_surveyed_reads_metadata() {
+    let disk = grown();
+    let engine = open(&disk).unwrap();
+    try_write(&engine, 2, 0, 1).unwrap();
+    engine.settle(&engine.head(2)).unwrap();
+    for (number, (block, _)) in leaves(&disk)[2..4].iter().enumerate() {
+        write(&engine, *block, 9);
+        {
+            let mut meta = engine.meta.lock();
+            while !meta.pages.is_warm() {
+                meta.entry(0).unwrap();
+            }
+        }
+        let reads = serve_during_reads(&disk, &engine);
+        match number {
+            0 => engine.settle(&engine.head(1)).unwrap(),
+            _ => engine.flush().unwrap(),
+        }
+        disk.set_pace(Arc::new(|_| {}));
+        assert!(reads.load(Ordering::SeqCst) >= 1, "{reads:?}");
+        assert_eq!(value(&engine, *block).unwrap(), 9);
+    }
+    is_whole(&engine);
+}
+
+#[test]
+fn a_write_is_kept_if_its_page_was_restored_after_the_read_of_it_failed() {
+    let (disk, engine) = damaged();
+    let ((block, leaf), head, mut fetch) = (leaves(&disk)[2], engine.head(1), metadata::Fetch::default());
+    write(&engine, block, 9);
+    let replaced = engine.meta.lock().pages.replaced();
+    let part = block..block + 1;
+    assert!(!engine.read_lost(&head, &part, false, false, &mut fetch).is_empty());
+    assert!(scrub_map(&engine)[0].repaired.is_some());
+    engine.checkpoint().unwrap();
+    // As if the page was evicted.
+    engine.meta.lock().pages.forget(PageKey::new(PageFile::Map, leaf));
+    let removal = engine.remove_lost(&head, part, false, None, replaced, &mut fetch);
+    assert!(matches!(removal, isolate::Removal::Changed));
+    flush_disk(&engine, 1).unwrap();
+    assert_eq!(value(&engine, block).unwrap(), 9);
+    is_whole(&engine);
 }

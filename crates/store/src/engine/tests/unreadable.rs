@@ -44,11 +44,11 @@ pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     found
 }
 
-fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
+pub(super) fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {
     engine.flush_head(&engine.head(disk), engine.acknowledged())
 }
 
-fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
+pub(super) fn try_write(engine: &Engine, disk: u64, logical: u64, byte: u8) -> Result<()> {
     engine.write_blocks(&engine.head(disk), logical, slice(byte, 1))
 }
 
@@ -139,13 +139,13 @@ fn a_read_that_fails_once_loses_no_write_while_another_page_is_unreadable() {
     let engine = open(&disk).unwrap();
     let _mend = lose_page(&disk, "map", first);
     let error = value(&engine, lost).unwrap_err();
-    assert!(engine.isolate(&error).is_some());
+    assert!(engine.isolate(&error, Instant::now(), 0, &mut metadata::Fetch::default()).is_some());
     // Reads of the first page have failed for longer than a second.
     std::thread::sleep(Duration::from_millis(1100));
     write(&engine, block, 9);
     engine.meta.lock().pages.drop_clean();
     let mend = lose_page(&disk, "map", second);
-    assert!(engine.isolate(&error).is_some());
+    assert!(engine.isolate(&error, Instant::now(), 0, &mut metadata::Fetch::default()).is_some());
     mend();
     flush_disk(&engine, 1).unwrap();
     assert_eq!(value(&engine, block).unwrap(), 9);

@@ -21,6 +21,7 @@ use super::metadata::Fetch;
 use super::{Engine, Head};
 use crate::buffer::{DirtyPiece, Held};
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::time::Instant;
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
@@ -63,7 +64,7 @@ pub struct WriteBack {
     copying: Mutex<()>,
     /// Shared by bulk writers while they have allocated blocks that are not in the map; exclusive for a repair.
     bulk: RwLock<()>,
-    /// The disk to which the last batch belonged; changed under the gate.
+    /// The disk to which the last batch belonged.
     served: AtomicU64,
     /// Number of flushes that wait for the gate. Write-back lets them lock the gate first.
     flushes_waiting: AtomicU64,
@@ -189,25 +190,40 @@ impl Engine {
     }
 
     fn write_back_next(&self) -> Result<bool> {
-        self.check_running()?;
-        self.pace()?;
-        let _fetch = self.bring_in_next();
-        let appends = self.admit_append()?;
-        let mut lane = self.writeback.lock();
-        for head in self.heads_in_turn() {
-            let batch = self.write_back(&mut lane, &head);
-            if matches!(batch, Ok(Batch::Empty)) {
-                continue;
-            }
-            // The disk is recorded after a failure too, so that the next attempt serves another one.
-            self.writeback.served.store(head.id, Ordering::Relaxed);
-            let batch = match batch {
-                Err(error) => {
-                    self.isolate_or_fail(error, (lane, appends))?;
-                    return Ok(true);
+        let mut fetch = Fetch::default();
+        loop {
+            let began = Instant::now();
+            self.check_running()?;
+            self.pace()?;
+            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_next() };
+            let appends = self.admit_append()?;
+            let mut lane = self.writeback.lock();
+            let mut served = None;
+            for head in self.heads_in_turn() {
+                match self.write_back(&mut lane, &head, &mut fetch) {
+                    Ok(Batch::Empty) => {}
+                    batch => {
+                        served = Some((head.id, batch));
+                        break;
+                    }
                 }
+            }
+            let Some((disk, batch)) = served else { return Ok(false) };
+            let batch = match batch {
+                Err(error) => match self.isolate_or_fail(error, began, fetch, (lane, appends)) {
+                    Ok(Some(again)) => {
+                        fetch = again;
+                        continue;
+                    }
+                    isolated => {
+                        // The disk is recorded after a failure too, so that the next attempt serves another one.
+                        self.writeback.served.store(disk, Ordering::Relaxed);
+                        return isolated.map(|_| true);
+                    }
+                },
                 Ok(batch) => batch,
             };
+            self.writeback.served.store(disk, Ordering::Relaxed);
             MutexGuard::unlock_fair(lane);
             drop(appends);
             if let Batch::Refused(cost) = batch {
@@ -215,7 +231,6 @@ impl Engine {
             }
             return Ok(true);
         }
-        Ok(false)
     }
 
     /// All disks with a buffer, beginning with the one that has waited longest.
@@ -229,21 +244,24 @@ impl Engine {
 
     /// Writes back everything that is buffered for a disk at the call.
     pub fn settle(&self, head: &Head) -> Result<()> {
+        let mut fetch = Fetch::default();
         loop {
+            let began = Instant::now();
             self.check_running()?;
             self.pace()?;
-            let _fetch = self.bring_in_batch(head);
+            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_batch(head) };
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let batch = match self.write_back(&mut lane, head) {
+            let batch = match self.write_back(&mut lane, head, &mut fetch) {
                 Err(error) => {
-                    self.isolate_or_fail(error, (lane, appends))?;
+                    fetch = self.isolate_or_fail(error, began, fetch, (lane, appends))?.unwrap_or_default();
                     continue;
                 }
                 Ok(batch) => batch,
             };
             MutexGuard::unlock_fair(lane);
             drop(appends);
+            fetch = Fetch::default();
             match batch {
                 Batch::Empty => return Ok(()),
                 Batch::Done => {}
@@ -291,8 +309,8 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk.
-    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<Batch> {
+    /// One batch of one disk. After an error, `fetch` may have the reason: see [`Fetch::require`].
+    fn write_back(&self, lane: &mut Lane, head: &Head, fetch: &mut Fetch) -> Result<Batch> {
         let _under_way = self.begin_batch();
         let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
@@ -302,8 +320,8 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut plan = Plan::default();
             let planned = self
-                .plan_batch(&mut meta, head, &pieces, waited, &mut plan)
-                .and_then(|()| meta.cost_of_homes(head.id, plan.homes()));
+                .plan_batch(&mut meta, head, &pieces, waited, &mut plan, fetch)
+                .and_then(|()| fetch.require(&mut meta, |meta| meta.cost_of_homes(head.id, plan.homes())));
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());
             }
@@ -322,7 +340,7 @@ impl Engine {
             if lacks && waited {
                 // An operation that holds the block became pending after the wait. As journalled payload, the data
                 // follows that operation in the journal, and needs no new block.
-                let refused = self.log_batch(head, &pieces)?;
+                let refused = self.log_batch(head, &pieces, fetch)?;
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
                 return Ok(refused.map_or(Batch::Done, Batch::Refused));
@@ -352,7 +370,7 @@ impl Engine {
         if let Some(error) = short {
             return Err(error);
         }
-        let refused = self.finish_others(head, others)?;
+        let refused = self.finish_others(head, others, fetch)?;
         let mut buffer = head.lock();
         buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
         let (layer, closed) = buffer.layers.oldest();

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::STEP_PAGES;
 use crate::engine::log::Cost;
-use crate::engine::metadata::Effects;
+use crate::engine::metadata::{Effects, Fetch};
 use crate::engine::placement::Holds;
 use crate::engine::{Buffer, Engine, Head, Meta};
 use crate::journal::Operation;
@@ -44,7 +44,12 @@ pub(crate) struct Step {
 impl Engine {
     /// Moves the discards and zeroes of a batch into the map. The part for which there is no room, or that exceeds the
     /// step limit, stays buffered. Returns the refused cost.
-    pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<DirtyPiece>) -> Result<Option<Cost>> {
+    pub(crate) fn finish_others(
+        &self,
+        head: &Head,
+        pieces: Vec<DirtyPiece>,
+        fetch: &mut Fetch,
+    ) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
             let end = piece.logical + piece.entry.blocks;
@@ -55,7 +60,8 @@ impl Engine {
                 }
                 steps += 1;
                 let part = piece.part(at..end);
-                let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
+                let survey = |meta: &mut Meta| meta.survey_pieces(head.id, std::slice::from_ref(&part));
+                let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.meta.bring_in(survey) };
                 let mut buffer = head.lock();
                 let (layer, _) = buffer.layers.oldest();
                 // Parts that were written since the plan are skipped, because such a write may rely on the blocks that
@@ -63,7 +69,7 @@ impl Engine {
                 let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
                 at = still.start;
                 let mut meta = self.meta.lock();
-                let step = self.apply_other(&mut meta, head.id, still, &piece.entry.content);
+                let step = self.apply_other(&mut meta, head.id, still, &piece.entry.content, fetch);
                 self.update_headroom(&meta);
                 drop(meta);
                 let step = step?;
@@ -81,13 +87,23 @@ impl Engine {
     }
 
     /// Moves the first part of a discarded or zeroed range into the map.
-    pub(crate) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
+    pub(crate) fn apply_other(
+        &self,
+        meta: &mut Meta,
+        disk: u64,
+        range: Range<u64>,
+        content: &Content,
+        fetch: &mut Fetch,
+    ) -> Result<Step> {
         if matches!(content, Content::Unmapped) {
-            return self.unmap_step(meta, disk, range);
+            return self.unmap_step(meta, disk, range, fetch);
         }
         let end = range.end.min(range.start + ZERO_STEP);
-        let (end, _) = meta.reach(disk, range.start..end, false, STEP_PAGES)?;
-        for (range, zeroed) in meta.zeroed(disk, range.start..end)? {
+        let (end, zeroed) = fetch.require(meta, |meta| {
+            let (end, _) = meta.reach(disk, range.start..end, false, STEP_PAGES)?;
+            Ok((end, meta.zeroed(disk, range.start..end)?))
+        })?;
+        for (range, zeroed) in zeroed {
             match zeroed {
                 Zeroed::Already => {}
                 Zeroed::Kept(physical) => {
@@ -116,12 +132,13 @@ impl Engine {
     }
 
     /// Unmaps the first part of a range: as much as one step may free.
-    pub(crate) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
-        let Some(first) = meta.first_mapped(disk, range.clone())? else {
-            return Ok(Step { end: range.end, refused: None });
-        };
-        let most = range.end.min(first + UNMAP_MAX);
-        let (end, _) = meta.reach(disk, first..most, true, STEP_PAGES)?;
+    pub(crate) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>, fetch: &mut Fetch) -> Result<Step> {
+        let mapped = fetch.require(meta, |meta| {
+            let Some(first) = meta.first_mapped(disk, range.clone())? else { return Ok(None) };
+            let most = range.end.min(first + UNMAP_MAX);
+            Ok(Some((first, meta.reach(disk, first..most, true, STEP_PAGES)?.0)))
+        })?;
+        let Some((first, end)) = mapped else { return Ok(Step { end: range.end, refused: None }) };
         let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
         match self.try_carry_out(meta, operation, 0)? {
             None => Ok(Step { end, refused: None }),
@@ -132,6 +149,7 @@ impl Engine {
     /// Unmaps a range step by step. Must not be called under a lock that a checkpoint takes.
     pub(crate) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
+        let mut fetch = Fetch::default();
         // Ranges without mappings are skipped, because they need no nodes.
         while let Some(first) = self.meta.look(|meta| meta.first_mapped(disk, at..range.end))? {
             self.check_running()?;
@@ -145,10 +163,15 @@ impl Engine {
                     self.make_spare(nodes, 0)?;
                     continue;
                 }
-                let step = self.unmap_step(&mut meta, disk, at..range.end)?;
+                let step = self.unmap_step(&mut meta, disk, at..range.end, &mut fetch);
                 self.update_headroom(&meta);
                 step
             };
+            if step.is_err() && self.meta.load_missing(&mut fetch)? {
+                continue;
+            }
+            let step = step?;
+            fetch = Fetch::default();
             at = step.end;
             if let Some(cost) = step.refused {
                 self.make_room(cost)?;

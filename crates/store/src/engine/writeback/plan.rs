@@ -4,7 +4,7 @@ use super::BATCH_STRIDE;
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
-use crate::engine::metadata::{Effects, Meta, Touched};
+use crate::engine::metadata::{Effects, Fetch, Meta, Touched};
 use crate::engine::placement::{BlockState, Placement, place};
 use crate::engine::reserve::Claim;
 use crate::engine::{Engine, Head};
@@ -72,6 +72,7 @@ impl Plan<'_> {
 impl Engine {
     /// Splits entries into runs and decides where each is written. `waited` is true if the pending changes were made
     /// durable before this call, which ends their holds. After an error the caller undoes the plan ([`Plan::undo`]).
+    /// `fetch` may have the reason of the error: see [`Fetch::require`].
     pub(crate) fn plan_batch<'a>(
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -79,6 +80,7 @@ impl Engine {
         pieces: &[DirtyPiece],
         waited: bool,
         plan: &mut Plan<'a>,
+        fetch: &mut Fetch,
     ) -> Result<()> {
         let mut root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
@@ -102,7 +104,7 @@ impl Engine {
                 root = meta.catalog.get(head.id)?.root;
             }
             let range = piece.logical..piece.logical + piece.entry.blocks;
-            meta.placements(root, range, &mut placements)?;
+            fetch.require(meta, |meta| meta.placements(root, range, &mut placements))?;
             let new = placements.iter().filter(|(_, placement, _)| *placement == Placement::New);
             let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();
             new_blocks += new;
@@ -128,6 +130,12 @@ impl Engine {
                 return Err(Error::new(ErrorKind::NoSpace, "all free blocks are reserved for other writes"));
             }
             plan.unclaimed = claim;
+        }
+        if new_blocks > 0 {
+            fetch.require(meta, |meta| {
+                meta.survey_allocation(new_blocks);
+                Ok(())
+            })?;
         }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), parts) in data.into_iter().zip(parts) {

@@ -18,7 +18,7 @@
 
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
-use crate::engine::metadata::Touched;
+use crate::engine::metadata::{Fetch, Touched};
 use crate::engine::{Engine, Head, Meta};
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::{Run, TABLE_ENTRIES};
@@ -71,7 +71,7 @@ impl Engine {
         self.pace()?;
         // The survey includes the blocks that will get permits.
         let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
-        let _fetch = self.meta.bring_in(|meta| {
+        let mut fetch = self.meta.bring_in(|meta| {
             let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
             meta.survey_disk(head.id, ahead.clone(), Aim::Read);
             if new > 0 && meta.pages.absent() == 0 {
@@ -79,8 +79,14 @@ impl Engine {
             }
         });
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
-        for _ in 0..3 {
-            match self.try_through(head, logical..logical + blocks, data, checksums)? {
+        let mut attempts = 3;
+        while attempts > 0 {
+            let outcome = self.try_through(head, logical..logical + blocks, data, checksums, &mut fetch);
+            if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
+                continue;
+            }
+            attempts -= 1;
+            match outcome? {
                 Outcome::Done => return Ok(true),
                 Outcome::Buffer => return Ok(false),
                 Outcome::Announce(runs) => self.announce_ahead(&runs)?,
@@ -95,12 +101,13 @@ impl Engine {
         range: Range<u64>,
         data: &SharedSlice,
         checksums: &Checksums,
+        fetch: &mut Fetch,
     ) -> Result<Outcome> {
         let _through = self.writeback.share_through();
         if !head.lock().enter_through(&range)? {
             return Ok(Outcome::Buffer);
         }
-        let outcome = self.through_entered(head, &range, data, checksums);
+        let outcome = self.through_entered(head, &range, data, checksums, fetch);
         head.lock().leave_through(&range);
         outcome
     }
@@ -111,13 +118,14 @@ impl Engine {
         range: &Range<u64>,
         data: &SharedSlice,
         checksums: &Checksums,
+        fetch: &mut Fetch,
     ) -> Result<Outcome> {
         let (parts, losses, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let losses = meta.data.losses();
             let root = meta.catalog.get(head.id)?.root;
-            let own = meta.places(root, range.clone())?;
+            let own = fetch.require(meta, |meta| meta.places(root, range.clone()))?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
             // The claim on the blocks lasts until they are allocated and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
@@ -127,12 +135,19 @@ impl Engine {
                 .iter()
                 .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
             if !self.log.permits(in_place) {
-                let ahead = meta.places(root, range.start..range.end.max(range.start + PERMIT_AHEAD))?;
+                let ahead = range.start..range.end.max(range.start + PERMIT_AHEAD);
+                let ahead = fetch.require(meta, |meta| meta.places(root, ahead))?;
                 let runs = ahead
                     .iter()
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
                 // At most as many runs as one announcement may permit are taken, however short the runs are.
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
+            }
+            if new > 0 {
+                fetch.require(meta, |meta| {
+                    meta.survey_allocation(new);
+                    Ok(())
+                })?;
             }
             let mut parts: Vec<Part> = Vec::new();
             for (range, place) in own {
@@ -156,7 +171,8 @@ impl Engine {
                     at += run.blocks;
                 }
             }
-            let grant = parts_cost(meta, head.id, &parts).map(|cost| self.log.admission.try_admit(cost));
+            let cost = fetch.require(meta, |meta| parts_cost(meta, head.id, &parts));
+            let grant = cost.map(|cost| self.log.admission.try_admit(cost));
             let Ok(Some(grant)) = grant else {
                 parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                 self.update_headroom(meta);
