@@ -64,13 +64,13 @@ pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
 
 /// Returns `Busy` if a new disk would have the name of a disk that an interrupted command about machines has left: the
 /// next command about machines deletes the disk with that name.
-pub fn refuse_left<'a>(datastore: &Location, names: impl IntoIterator<Item = &'a String>) -> Result<()> {
+pub fn refuse_left(datastore: &Location, names: &[&str]) -> Result<()> {
     let Some(folder) = datastore.local_path() else { return Ok(()) };
     let left = vm::machines::disks_left(&folder.join(vm::machines::FOLDER))?;
-    let Some(name) = names.into_iter().find(|name| left.contains(*name)) else { return Ok(()) };
+    let Some(name) = names.iter().find(|name| left.contains(**name)) else { return Ok(()) };
     let text = format!(
         "no disk can get the name '{name}' now: an interrupted command about machines left a disk with that name, \
-         which the next such command deletes; run 'lamina vm list' first"
+         which the next such command deletes; run 'lamina -D {datastore} vm list' first"
     );
     Err(Error::new(ErrorKind::Busy, text))
 }
