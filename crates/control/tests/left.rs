@@ -147,7 +147,13 @@ fn no_disk_migrates_to_a_datastore_where_its_name_was_left() {
 
     let migrate = || {
         let to = Some(there.as_path().into());
-        opened.ask(Request::Disk(DiskRequest::Migrate { name: "web".into(), target: NATIVE, to, rate: 0 }))
+        opened.ask(Request::Disk(DiskRequest::Migrate {
+            name: "web".into(),
+            target: NATIVE,
+            to,
+            force: false,
+            rate: 0,
+        }))
     };
     let error = migrate().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");

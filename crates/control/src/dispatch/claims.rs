@@ -110,6 +110,24 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     Err(Error::new(ErrorKind::Busy, text))
 }
 
+/// Returns `Busy` if a machine uses a disk that is to migrate to the datastore `to`. Clients are no reason: they continue
+/// to use the disk.
+pub fn refuse_to_leave(service: &Service, disk: &str, to: &Location, force: bool) -> Result<()> {
+    if force || to.resolved()? == service.location.resolved()? {
+        return Ok(());
+    }
+    let Some(machine) = machine_of(&service.location, disk)? else { return Ok(()) };
+    if !service.datastore.disks()?.iter().any(|one| one.name == disk) {
+        // The migration itself reports that.
+        return Ok(());
+    }
+    let text = format!(
+        "disk '{disk}' belongs to machine '{machine}', which does not find it in another datastore: 'lamina vm edit \
+         {machine} --remove-disk {disk}' removes it from the machine first; use --force to migrate the disk all the same"
+    );
+    Err(Error::new(ErrorKind::Busy, text))
+}
+
 /// Waits a limited time for the sessions of clients that have closed their connections: the server sees the end of a
 /// connection a moment after the client, and then finishes its requests.
 fn wait_left(clients: &Clients, disk: &str, deed: Deed<'_>) {

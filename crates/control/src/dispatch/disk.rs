@@ -66,7 +66,10 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::Wipe { name } => Reply::Reclaimed { reclaimed: datastore.wipe_disk(&name, progress)?, name },
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
-        DiskRequest::Migrate { name, target, to, rate } => {
+        DiskRequest::Migrate { name, target, to, force, rate } => {
+            if let Some(to) = &to {
+                claims::refuse_to_leave(service, &name, to, force)?;
+            }
             let progress = &Throttled { progress, rate };
             Reply::Disk(Box::new(match to {
                 Some(location) => datastore.migrate_away(&name, &target, location, progress)?,
