@@ -31,7 +31,7 @@ use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions};
 use uses::Uses;
@@ -71,6 +71,10 @@ pub struct OpenOptions {
 /// A function of the engine that opens a store: with or without repair.
 type OpenEngine = fn(Arc<dyn Directory>, EngineOptions, Option<&Arc<Owner>>) -> Result<Arc<Engine>>;
 
+/// A function that returns an error with the reason why no disk of the datastore at a location may get one of the
+/// names.
+pub type NameRefusal = fn(&Location, &[&str]) -> Result<()>;
+
 /// An open datastore. Methods may be called from any thread.
 pub struct Datastore {
     pub(crate) native: Arc<Native>,
@@ -87,6 +91,8 @@ pub struct Datastore {
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Names that are reserved for disks that are being created or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
+    /// Called before a disk gets a name. An error refuses the name.
+    pub(crate) name_refusal: OnceLock<NameRefusal>,
     /// Live imports: migrations that run in the background.
     pub(crate) imports: Imports,
     /// Snapshot groups that have ended, but whose record files could not be updated or removed yet.
@@ -263,6 +269,7 @@ impl Datastore {
             location: location.cloned(),
             peer_datastores: Arc::default(),
             reserved: Arc::default(),
+            name_refusal: OnceLock::new(),
             imports: Imports::default(),
             foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
             samples,
@@ -301,6 +308,12 @@ impl Datastore {
     /// replacement if a client of the disk may reconnect. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
+    }
+
+    /// Sets a function that is called before a disk gets a name, in this datastore and in every datastore to which a
+    /// disk of this one migrates. Only the first call has an effect.
+    pub fn refuse_names(&self, refuse: NameRefusal) {
+        let _ = self.name_refusal.set(refuse);
     }
 
     /// Sets a function that receives a notice when writes begin to wait for space, and when none waits any more. Only
@@ -445,9 +458,28 @@ impl Datastore {
         names
     }
 
-    /// Reserves a name for a new disk: `Exists` if a disk has the name, or another operation has reserved it.
+    /// Reserves a name for a new or renamed disk: `Exists` if a disk has the name, or another operation has reserved
+    /// it. Every operation that gives a disk a name reserves the name first.
     pub(crate) fn reserve(&self, name: &str) -> Result<Reservation> {
-        names::check("disk", name)?;
+        self.check_new_names(&[name])?;
+        self.reserve_checked(name)
+    }
+
+    /// As [`Datastore::reserve`], for several names: all are reserved or none.
+    pub(crate) fn reserve_all(&self, new: &[String]) -> Result<Vec<Reservation>> {
+        self.check_new_names(&new.iter().map(String::as_str).collect::<Vec<_>>())?;
+        new.iter().map(|name| self.reserve_checked(name)).collect()
+    }
+
+    fn check_new_names(&self, new: &[&str]) -> Result<()> {
+        new.iter().try_for_each(|name| names::check("disk", name))?;
+        match (&self.location, self.name_refusal.get()) {
+            (Some(location), Some(refuse)) => refuse(location, new),
+            _ => Ok(()),
+        }
+    }
+
+    fn reserve_checked(&self, name: &str) -> Result<Reservation> {
         let mut reserved = self.reserved.lock();
         if self.native.has(name) || self.foreign.find(name).is_some() || reserved.contains(name) {
             return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));

@@ -403,6 +403,45 @@ fn names_of_disks_snapshots_machines_and_jobs_are_completed() {
 }
 
 #[test]
+fn labels_backups_networks_and_addresses_of_cards_are_completed() {
+    let store = Store::new();
+    let completion = Completion::new();
+    let folder = tempfile::tempdir().unwrap();
+    let repository = folder.path().join("backups");
+    let repository = repository.display();
+    let _server = store.serve("");
+    let datastore = store.path();
+    let of = |line: &str| {
+        let mut words = completion.of(&format!("-D {} {line}", datastore.display()));
+        words.sort();
+        words
+    };
+    store.run("disk create web 1M --label tenant=a --label tier=gold").ok();
+    store.run("disk create data 1M --label tenant=a").ok();
+    assert_eq!(of("disk list --label te"), ["tenant", "tenant=a"]);
+    assert_eq!(of("label limit ti"), ["tier=gold"]);
+    assert_eq!(of("disk create new 1M --label ti"), ["tier=gold"]);
+    assert_eq!(of("disk edit web --remove-label te"), ["tenant"]);
+
+    store.run("snapshot create web@monday").ok();
+    let id = store.run(&format!("backup create web@monday {repository} --json")).json()["id"].clone();
+    let id = id.as_str().unwrap();
+    assert_eq!(of(&format!("backup delete {repository} we")), ["web", "web@monday"]);
+    assert_eq!(of(&format!("backup verify {repository} {}", &id[..8])), [id]);
+    assert_eq!(of(&format!("backup restore {repository} new --backup web@")), ["web@monday"]);
+    assert!(of("backup delete /nowhere we").is_empty());
+
+    store.run("vm create vm --memory 32M --network unplugged").ok();
+    let address = store.run("vm show vm --json").json()["networks"][0]["mac"].clone();
+    let address = address.as_str().unwrap();
+    assert_eq!(of(&format!("vm edit vm --remove-network {}", &address[..2])), [address]);
+    assert_eq!(of("vm edit vm --add-network user"), ["user", "user,forward="]);
+    assert_eq!(of("vm edit vm --add-network user,"), ["user,forward="]);
+    assert!(of("vm edit vm --add-network no").is_empty());
+    assert_eq!(of("vm create new --network no"), ["none"]);
+}
+
+#[test]
 fn errors_are_json_with_json_and_d_is_the_format() {
     for (arguments, code, kind, words) in [
         ("disk show vm1 --json -D /nowhere", 3, "not_found", "/nowhere"),

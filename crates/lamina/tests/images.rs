@@ -250,3 +250,26 @@ fn junk_has_one_exit_code_whatever_format_is_given_and_its_file_is_named_once() 
     run("image create x.ova 10M").fails(2, "or 'lamina convert'");
     run("image create child.vmdk 65T").fails(2, "up to 64 TiB, not 65 TiB");
 }
+
+#[test]
+fn snapshots_inside_a_qcow2_image_are_reported_because_they_are_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("web.qcow2").display().to_string();
+    let store = Store::new();
+    tool("qemu-img", &["create", "-f", "qcow2", &path, "1M"]);
+    for count in 0..2 {
+        let told = |done: Done| {
+            assert_eq!(done.code, 0, "{done:?}");
+            let text = format!("{}{}", done.stdout, done.stderr);
+            assert_eq!(text.contains("has internal snapshots (1), which are not read"), count == 1, "{text}");
+        };
+        told(store.run(&format!("disk import {path} copy-{count}")));
+        told(run_in(folder.path(), &format!("convert web.qcow2 raw-{count}.img -d raw")));
+        told(run_in(folder.path(), &format!("convert --skip-damaged web.qcow2 whole-{count}.img -d raw")));
+        assert_eq!(
+            run_in(folder.path(), "image show web.qcow2 --json").json()["levels"][0]["internal_snapshots"],
+            count
+        );
+        tool("qemu-img", &["snapshot", "-c", "before", &path]);
+    }
+}

@@ -188,18 +188,17 @@ fn a_broken_record_of_clients_does_not_prevent_serving() {
 #[test]
 fn a_disk_of_a_machine_is_in_use_by_the_machine() {
     for format in FORMATS {
-        let store = Store::new();
+        let (store, other) = (Store::new(), Store::new());
         store.run(&format!("disk create data 16M --format {format}")).ok();
         store.run("snapshot create data@a").ok();
         let mut server = store.serve("");
         store.run("vm create web --memory 32M --network none --disk data").ok();
         for served in [true, false] {
-            for verb in ["disk delete data", "disk rename data other", "snapshot revert data@a"] {
+            let migrate = format!("disk migrate data -d native --to {}", other.path().display());
+            for verb in ["disk delete data", "disk rename data other", "snapshot revert data@a", migrate.as_str()] {
                 let refused = store.run(verb);
-                assert!(
-                    refused.stderr.contains("belongs to machine 'web': 'lamina vm "),
-                    "{verb}, {served}: {refused:?}"
-                );
+                assert!(refused.stderr.contains("belongs to machine 'web'"), "{verb}, {served}: {refused:?}");
+                assert!(refused.stderr.contains(": 'lamina vm "), "{verb}, {served}: {refused:?}");
                 refused.fails(4, "--force");
             }
             assert_eq!(store.run("disk show data --json").json()["machine"], "web");
@@ -213,6 +212,13 @@ fn a_disk_of_a_machine_is_in_use_by_the_machine() {
         store.run("disk show data").fails(3, "data");
         store.run(&format!("disk create data 16M --format {format}")).ok();
         store.run("vm create web --memory 32M --network none --disk data").ok();
+        store
+            .run(&format!("disk migrate data -d native --provisioning zeroedthick --to {}", store.path().display()))
+            .ok();
+        store.run(&format!("disk migrate data -d native --force --to {}", other.path().display())).ok();
+        other.run("disk show data").ok();
+        store.run("disk show data").fails(3, "data");
+        store.run("disk create data 16M").ok();
         store.run("disk delete data --force").ok();
     }
 }

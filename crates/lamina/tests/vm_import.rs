@@ -14,7 +14,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::Random;
 use testkit::fleet::Fleet;
-use testkit::process::{Done, output, until};
+use testkit::process::{Done, output, tool, until};
 
 /// Number of imports that are killed.
 const KILLS: u64 = 10;
@@ -216,6 +216,7 @@ fn domains_of_libvirt() {
     let left = Left::new();
     let images = Left::new();
     left.qemu_disk("root.qcow2", "dom-root", "qcow2", "");
+    tool("qemu-img", &["snapshot", "-c", "before", left.path().join("root.qcow2").to_str().unwrap()]);
     images.qemu_disk("data", "dom-data", "raw", "");
     let xml = |machine: &str, root: &str| {
         format!(
@@ -252,6 +253,7 @@ fn domains_of_libvirt() {
     assert_eq!((&machine["disks"][1]["unit"], &machine["platform"]["chipset"]), (&json!(3), &json!("q35")));
     assert_eq!(machine["networks"][0]["mac"], "52:54:00:11:22:33");
     assert!(notes(machine).contains("hostdev") && notes(machine).contains("cdrom"), "{}", notes(machine));
+    assert!(notes(machine).contains("its image has internal snapshots (1)"), "{}", notes(machine));
 
     left.write("ide.xml", &xml("pc-i440fx-7.2", "hda' bus='ide"));
     let made = import(&fleet, &left.path().join("ide.xml"), &format!("--start --json --name ide {allow}")).json();

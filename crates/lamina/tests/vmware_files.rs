@@ -173,6 +173,7 @@ fn images_of_large_disks_keep_to_the_limits_of_their_formats() {
     let refused = run_in(path, "image create whole.vmdk 2T --format monolithicsparse");
     assert!(refused.code == 2 && refused.stderr.contains("choose 2gbsparse"), "{refused:?}");
     assert!(!refused.stderr.contains("lamina-new"), "it names a temporary file: {refused:?}");
+    assert_eq!(refused.stderr.matches("whole.vmdk").count(), 1, "{refused:?}");
     assert!(files(path).is_empty());
     run_in(path, "image create pieces.vmdk 8T --format 2gbsparse").ok();
     assert_eq!(run_in(path, "image show pieces.vmdk --json").json()["levels"][0]["capacity"], 8u64 << 40);

@@ -31,6 +31,15 @@ pub struct SnapshotFacts {
     pub clones: Vec<String>,
 }
 
+/// A disk in an image of another program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageFacts {
+    /// The disk's capacity in bytes.
+    pub capacity: u64,
+    /// Number of snapshots inside the image, which are not imported.
+    pub internal_snapshots: u32,
+}
+
 /// A datastore. Methods may be called from any thread.
 pub trait Disks: Send + Sync {
     /// The Unix socket of the datastore's NBD server.
@@ -45,10 +54,9 @@ pub trait Disks: Send + Sync {
     /// Creates an empty disk.
     fn create(&self, disk: &str, capacity: u64) -> Result<()>;
 
-    /// The capacity in bytes of another program's image, which is opened with its parents. `format` is the image format
-    /// that the machine's description names. The image and its parents must be in the image's folder or in one of
-    /// `permitted`.
-    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64>;
+    /// The disk in another program's image, which is opened with its parents. `format` is the image format that the
+    /// machine's description names. The image and its parents must be in the image's folder or in one of `permitted`.
+    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<ImageFacts>;
 
     /// The capacity in bytes of a disk in an archive, which is refused if the archive's description states another one.
     fn member(&self, archive: &Path, member: &str) -> Result<u64>;

@@ -97,7 +97,10 @@ pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) ->
             creating.run().map(|created| Reply::BackedUp(Box::new(created)))
         }
         BackupRequest::Restore(restore) => {
-            claims::refuse_left(&service.location, [&restore.name])?;
+            if restore.update {
+                // The disk may have the name already, and no name is reserved then.
+                claims::refuse_left(&service.location, &[restore.name.as_str()])?;
+            }
             restored(&service.datastore, &restore, watch)
         }
         request => alone(request, watch),

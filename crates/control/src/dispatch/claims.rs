@@ -64,13 +64,13 @@ pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
 
 /// Returns `Busy` if a new disk would have the name of a disk that an interrupted command about machines has left: the
 /// next command about machines deletes the disk with that name.
-pub fn refuse_left<'a>(datastore: &Location, names: impl IntoIterator<Item = &'a String>) -> Result<()> {
+pub fn refuse_left(datastore: &Location, names: &[&str]) -> Result<()> {
     let Some(folder) = datastore.local_path() else { return Ok(()) };
     let left = vm::machines::disks_left(&folder.join(vm::machines::FOLDER))?;
-    let Some(name) = names.into_iter().find(|name| left.contains(*name)) else { return Ok(()) };
+    let Some(name) = names.iter().find(|name| left.contains(**name)) else { return Ok(()) };
     let text = format!(
         "no disk can get the name '{name}' now: an interrupted command about machines left a disk with that name, \
-         which the next such command deletes; run 'lamina vm list' first"
+         which the next such command deletes; run 'lamina -D {datastore} vm list' first"
     );
     Err(Error::new(ErrorKind::Busy, text))
 }
@@ -107,6 +107,24 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     if !connected || deed == Deed::Rename {
         text.push_str(&format!("; use --force to {} all the same", deed.what()));
     }
+    Err(Error::new(ErrorKind::Busy, text))
+}
+
+/// Returns `Busy` if a machine uses a disk that is to migrate to the datastore `to`. Clients are no reason: they continue
+/// to use the disk.
+pub fn refuse_to_leave(service: &Service, disk: &str, to: &Location, force: bool) -> Result<()> {
+    if force || to.resolved()? == service.location.resolved()? {
+        return Ok(());
+    }
+    let Some(machine) = machine_of(&service.location, disk)? else { return Ok(()) };
+    if !service.datastore.disks()?.iter().any(|one| one.name == disk) {
+        // The migration itself reports that.
+        return Ok(());
+    }
+    let text = format!(
+        "disk '{disk}' belongs to machine '{machine}', which does not find it in another datastore: 'lamina vm edit \
+         {machine} --remove-disk {disk}' removes it from the machine first; use --force to migrate the disk all the same"
+    );
     Err(Error::new(ErrorKind::Busy, text))
 }
 

@@ -13,7 +13,6 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     let progress: &dyn Progress = watch;
     Ok(match request {
         DiskRequest::Create { name, new, settings } => {
-            claims::refuse_left(&service.location, [&name])?;
             Reply::Disk(Box::new(datastore.create_disk_with(&name, &new, &settings, progress)?))
         }
         DiskRequest::List => {
@@ -38,7 +37,6 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::Rename { name, to, force } => {
             claims::refuse(service, &name, Deed::Rename, force)?;
-            claims::refuse_left(&service.location, [&to])?;
             Reply::Disk(Box::new(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?))
         }
         DiskRequest::Delete { name, promote, force } => {
@@ -68,7 +66,10 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::Wipe { name } => Reply::Reclaimed { reclaimed: datastore.wipe_disk(&name, progress)?, name },
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
-        DiskRequest::Migrate { name, target, to, rate } => {
+        DiskRequest::Migrate { name, target, to, force, rate } => {
+            if let Some(to) = &to {
+                claims::refuse_to_leave(service, &name, to, force)?;
+            }
             let progress = &Throttled { progress, rate };
             Reply::Disk(Box::new(match to {
                 Some(location) => datastore.migrate_away(&name, &target, location, progress)?,
@@ -76,7 +77,6 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             }))
         }
         DiskRequest::Import { name, import } => {
-            claims::refuse_left(&service.location, [&name])?;
             let info = datastore.import(&name, &import, progress)?;
             if service.served.is_some() {
                 datastore.start_imports();

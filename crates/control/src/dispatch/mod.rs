@@ -22,7 +22,6 @@ use crate::events::changes;
 use crate::jobs::{Jobs, kind};
 use crate::message::{DiskRequest, ExportInfo, JobRequest, LabelRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
-use ::disk::convert::{Address, Conversion};
 use ::disk::pace::Background;
 use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress};
 use error::{Error, ErrorKind, Result};
@@ -142,14 +141,6 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
     }
 }
 
-/// The disk that a conversion makes, if its target is a disk.
-fn new_disk(conversion: &Conversion) -> Option<&String> {
-    match &conversion.to {
-        Address::Disk(name) => Some(name),
-        Address::Path(_) => None,
-    }
-}
-
 /// Carries out a request about labels.
 fn label(datastore: &Datastore, request: LabelRequest) -> Result<Reply> {
     if let LabelRequest::Limit { label, limits } = &request {
@@ -187,11 +178,8 @@ impl Service {
         let watch = &Paced { background: datastore.background(watch), watch };
         // Converts the trait object to its supertrait.
         let progress: &dyn Progress = watch;
-        match &request {
-            Request::Clone { names, .. } => claims::refuse_left(&self.location, names)?,
-            Request::Convert(conversion) => claims::refuse_left(&self.location, new_disk(conversion))?,
-            _ => {}
-        }
+        // Set here, because every front end sends its requests to this function.
+        datastore.refuse_names(claims::refuse_left);
         Ok(match request {
             Request::Status => {
                 Reply::Status { status: Box::new(datastore.status()?), serving: self.serving().cloned() }

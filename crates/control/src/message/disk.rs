@@ -149,6 +149,8 @@ pub enum DiskRequest {
         target: MigrateOptions,
         /// The datastore to which the disk is migrated; `None` if the disk stays in its datastore.
         to: Option<Location>,
+        /// Migrate the disk to another datastore although a machine uses it.
+        force: bool,
         /// Limit in bytes per second; 0 for none.
         rate: u64,
     },

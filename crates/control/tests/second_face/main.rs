@@ -405,7 +405,8 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Wipe { name: text("flat") });
     face.disk(DiskRequest::Shrink { name: text("flat") });
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });
-    face.disk(DiskRequest::Migrate { name: text("flat"), target: target(DiskFormat::Native), to: None, rate: 0 });
+    let native = target(DiskFormat::Native);
+    face.disk(DiskRequest::Migrate { name: text("flat"), target: native, to: None, force: false, rate: 0 });
 }
 
 /// Requests about files and servers outside the datastore.

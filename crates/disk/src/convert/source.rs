@@ -2,6 +2,7 @@
 
 use super::copy::{Source, SourceRun};
 use super::{ImageOptions, SourceFormat};
+use crate::images::{QCOW2, unread_snapshots};
 use crate::stride::Stride;
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
@@ -102,7 +103,11 @@ pub(super) fn open(
     if options.force_parent {
         warnings.push("parents may have changed since their children were made: the data read may be wrong".to_owned());
     }
-    let label = opened.images()[0].place().label();
+    let newest = &opened.images()[0];
+    if newest.layer().format() == QCOW2 {
+        warnings.extend(unread_snapshots(newest.place())?);
+    }
+    let label = newest.place().label();
     Ok(Box::new(ChainSource::new(Arc::new(whole_chain(&label, &opened)?))))
 }
 

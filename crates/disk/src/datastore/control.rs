@@ -402,10 +402,8 @@ impl Datastore {
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
         let _use = self.uses.share(disk)?;
-        let reserve = |name: &String| {
-            self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
-        };
-        let _names = names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
+        let reserved = self.reserve_all(names);
+        let _names = reserved.map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))?;
         let source = self.uuid_of(disk)?;
         let mut clones = match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_linked(&entry, at, names, progress),

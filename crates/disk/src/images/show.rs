@@ -1,15 +1,20 @@
 //! Describing an image together with its parents.
 
 use crate::convert::ImageOptions;
+use backend::{Access, IoMode};
 use error::Result;
 use layer::descriptor::Descriptor;
 use layer::image::{Image, ImageKind, Place, open_chain};
+use layer::qcow2;
 use layer::stream::Stream;
 use layer::{Layer, SECTOR};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
 use work::NoProgress;
+
+/// The format of images that can have internal snapshots.
+pub(crate) const QCOW2: &str = "qcow2";
 
 /// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +42,8 @@ pub struct ImageLevel {
     pub mapped: u64,
     /// Bytes in the level's files that nothing references.
     pub dead: u64,
+    /// Number of snapshots inside a qcow2 image, which are not read.
+    pub internal_snapshots: u32,
     /// Provisioning type of a flat disk.
     pub provisioning: Option<String>,
     /// Blocks of 1 MiB that a flat disk has (VMware's nb).
@@ -100,11 +107,35 @@ fn level(image: &Image) -> Result<ImageLevel> {
     shown.blocks_allocated = counters.map(|counters| counters.nb);
     shown.blocks_to_be_zeroed = counters.map(|counters| counters.tbz);
     shown.fragments = image.fragments()?;
+    if image.layer().format() == QCOW2 {
+        shown.internal_snapshots = internal_snapshots(image.place())?;
+    }
     shown.parent = image.parent().map(|parent| parent.hint.clone());
     if let Some(descriptor) = image.descriptor() {
         described(&mut shown, &descriptor);
     }
     Ok(shown)
+}
+
+/// The number of snapshots inside the qcow2 image at a place.
+fn internal_snapshots(place: &Place) -> Result<u32> {
+    let file = place.open(IoMode::Buffered, Access::Read)?;
+    let header = qcow2::Header::read(&*file).map_err(|error| error.context(format!("'{}'", place.label())))?;
+    Ok(header.internal_snapshots())
+}
+
+/// What the user has to know about the snapshots inside the qcow2 image at a place, because they are not read. `None`
+/// if there are none.
+pub(crate) fn unread_snapshots(place: &Place) -> Result<Option<String>> {
+    let count = internal_snapshots(place)?;
+    let text = || {
+        format!(
+            "'{}' has internal snapshots ({count}), which are not read: 'qemu-img snapshot -l' lists them, and \
+             'qemu-img convert -l NAME' writes one into a file of its own",
+            place.label()
+        )
+    };
+    Ok((count > 0).then(text))
 }
 
 fn of_layer(path: String, layer: &dyn Layer) -> Result<ImageLevel> {

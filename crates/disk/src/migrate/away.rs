@@ -49,6 +49,9 @@ impl Datastore {
                 },
             )?,
         };
+        if let Some(refuse) = self.name_refusal.get() {
+            datastore.refuse_names(*refuse);
+        }
         let peer = Peer { datastore, location, home };
         let outcome = self.migrate_to(name, options, Some(&peer), progress);
         let closed = self.leave(peer);

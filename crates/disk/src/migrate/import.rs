@@ -14,12 +14,13 @@ use super::tree::{Replica, TreeCopy};
 use crate::convert::{SourceFormat, is_archive};
 use crate::datastore::Datastore;
 use crate::foreign::{ForeignDisk, ForeignOriginal};
+use crate::images::unread_snapshots;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::Native;
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::Layer;
-use layer::image::Place;
+use layer::image::{Image, Place, Signature};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -157,6 +158,13 @@ impl Datastore {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         let adopted = self.foreign.adopt(name, &place, how, &opening)?;
+        // The images are open now, so a format that was not given is the one that the first bytes show.
+        if options.format.is_none_or(|format| format == SourceFormat::Qcow2)
+            && let Ok(Signature::Qcow2) = Image::probe(&place)
+            && let Ok(Some(text)) = unread_snapshots(&place)
+        {
+            tracing::warn!(disk = name, "{text}");
+        }
         let done = match options.way {
             ImportMode::Copy => {
                 let progress = Throttled { progress, rate: options.rate };

@@ -129,6 +129,7 @@ fn serve(
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
+    datastore.refuse_names(control::refuse_left);
     let jobs = Arc::new(Jobs::new()?);
     let of_waiting = Arc::clone(&jobs);
     datastore.notice_waiting(move |notice| of_waiting.events().publish(vec![notice.into()]));

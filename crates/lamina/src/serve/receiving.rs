@@ -42,11 +42,12 @@ impl Arriving {
 
 impl Attachments for Arriving {
     fn check_names(&self, disks: &[String]) -> Result<()> {
-        match control::refuse_left(&self.location, disks) {
+        let names: Vec<&str> = disks.iter().map(String::as_str).collect();
+        match control::refuse_left(&self.location, &names) {
             // The disks with these names are deleted now, so that the sender need not wait for the next command.
             Err(error) if error.kind() == ErrorKind::Busy => {
                 self.machines.recover()?;
-                control::refuse_left(&self.location, disks)
+                control::refuse_left(&self.location, &names)
             }
             outcome => outcome,
         }

@@ -399,7 +399,11 @@ fn begin_described(
         Ok(()) => Ok(unfinished),
         Err(error) => {
             unfinished.abandon();
-            Err(error.context(format!("'{}'", image.name)))
+            // An error about the only file of an image names the image already.
+            match is_single(descriptor.as_ref()) {
+                true => Err(error),
+                false => Err(error.context(format!("'{}'", image.name))),
+            }
         }
     }
 }
@@ -500,7 +504,7 @@ fn make_extent(
     }
     progress.update(0, length);
     if progress.cancelled() {
-        let text = format!("making '{}' was stopped; its files are removed", image.name);
+        let text = format!("making '{name}' was stopped; its files are removed");
         return Err(Error::new(ErrorKind::Interrupted, text));
     }
     match image.kind {

@@ -63,6 +63,7 @@ pub struct Header {
     compression: Compression,
     backing: Option<Backing>,
     data_file: Option<String>,
+    internal_snapshots: u32,
 }
 
 impl Header {
@@ -115,6 +116,7 @@ impl Header {
             compression,
             backing: None,
             data_file: extensions.data_file,
+            internal_snapshots: u32_at(&head, 60),
         };
         header.check_tables(u64::from(u32_at(&head, 36)), length)?;
         header.backing = read_backing(&first, u64_at(&head, 8), u32_at(&head, 16), extensions.backing_format)?;
@@ -171,6 +173,11 @@ impl Header {
     /// The name of the external data file, if the image states it.
     pub fn data_file(&self) -> Option<&str> {
         self.data_file.as_deref()
+    }
+
+    /// Number of snapshots inside the image, which this reader does not read.
+    pub fn internal_snapshots(&self) -> u32 {
+        self.internal_snapshots
     }
 
     /// Whether the image is marked as corrupt.

@@ -8,7 +8,7 @@
 //!    `SLICE_BYTES` each, and decompressed clusters are kept in two bounded caches.
 //! 3. A compressed cluster takes at most one cluster of memory decompressed, and two clusters compressed.
 //! 4. The caller opens the backing file and the data file by the names in the header, and refuses a cycle of backing
-//!    files. Internal snapshots are ignored.
+//!    files. Internal snapshots are not read; the caller reports their number.
 
 mod compressed;
 mod entry;

@@ -28,6 +28,31 @@ const LEFT_OUT: [(&str, &str); 12] = [
     ("crypto", "machines have no crypto device"),
 ];
 
+/// Properties of domains that machines do not have.
+const OF_DOMAINS: [(&str, &str); 4] = [
+    ("cputune", "the processors are neither pinned nor limited"),
+    ("numatune", "the memory is not bound to nodes of the host"),
+    ("memtune", "only 'lamina vm edit --qemu-memory' limits the memory of QEMU"),
+    ("blkiotune", "the I/O of the disks is not limited"),
+];
+
+/// Properties of disks that the disks of machines do not have.
+const OF_DISKS: [(&str, &str); 6] = [
+    ("iotune", "the I/O of the disk is not limited"),
+    ("readonly", "the guest can write to the disk"),
+    ("shareable", "only one machine can have the disk"),
+    ("transient", "writes to the disk stay"),
+    ("serial", "the disk has no serial number, by which the guest may find it in /dev/disk/by-id"),
+    ("wwn", "the disk has no world wide name, by which the guest may find it in /dev/disk/by-id"),
+];
+
+/// Properties of network cards that the cards of machines do not have.
+const OF_CARDS: [(&str, &str); 3] = [
+    ("vlan", "frames of the card get no VLAN tag: give the machine a bridge of that VLAN"),
+    ("filterref", "packets of the card are not filtered"),
+    ("bandwidth", "the bandwidth of the card is not limited"),
+];
+
 /// Parses the XML of a domain, and searches the permitted folders for its files.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
     let root = xml::parse(bytes, &path.display().to_string())?;
@@ -61,8 +86,7 @@ impl Reader<'_> {
         // The memory of machines is a multiple of 1 MiB, so the size is rounded up.
         let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(1 << 20));
         machine.memory = bytes.ok_or_else(|| self.source.wrong(memory, "the amount of memory cannot be read"))?;
-        let cores = domain.at(&["cpu", "topology"]).and_then(|it| it.attribute("cores")?.parse::<u32>().ok());
-        machine.platform.cores = cores.filter(|cores| *cores > 0 && machine.cpus.is_multiple_of(*cores));
+        topology(&mut machine, domain);
         processors(&mut machine, domain);
         self.firmware(&mut machine, domain)?;
         let devices = domain.child("devices").ok_or_else(|| self.source.wrong(domain, "it has no devices"))?;
@@ -77,6 +101,9 @@ impl Reader<'_> {
                 let kind = device.attribute("model").or(device.attribute("type")).unwrap_or_default();
                 machine.note(format!("{name} {kind}").trim(), Effect::LeftOut, reason);
             }
+        }
+        for (name, reason) in OF_DOMAINS.iter().filter(|(name, _)| domain.child(name).is_some()) {
+            machine.note(*name, Effect::LeftOut, *reason);
         }
         if domain.child("commandline").is_some() {
             let reason = "'lamina vm edit --qemu-arg' adds arguments of QEMU";
@@ -165,6 +192,7 @@ impl Reader<'_> {
                 }
             }
             let content = self.content(disk, &label)?;
+            properties(machine, &label, disk, &OF_DISKS);
             let block = disk.child("blockio").and_then(|it| it.attribute("logical_block_size"));
             if let Some(size) = block.filter(|size| *size != "512") {
                 let reason = format!(
@@ -289,6 +317,7 @@ impl Reader<'_> {
             let label = format!("card {}", index + 1);
             let model = interface.child("model").and_then(|it| it.attribute("type")).unwrap_or("rtl8139");
             let model = models::card(machine, &label, model);
+            properties(machine, &label, interface, &OF_CARDS);
             let mac = interface.child("mac").and_then(|it| it.attribute("address"));
             let mac = mac.map(|text| text.to_ascii_lowercase().parse()).transpose();
             let mac = mac.map_err(|error: Error| self.source.wrong(interface, error))?;
@@ -312,6 +341,27 @@ fn number_of(name: &str) -> u32 {
         number = number * 26 + u32::from(letter - b'a') + 1;
     }
     number.saturating_sub(1)
+}
+
+/// Adds a note for each property that a device has in the source only.
+fn properties(machine: &mut Foreign, label: &str, device: &Element, lost: &[(&str, &str)]) {
+    for (name, reason) in lost.iter().filter(|(name, _)| device.child(name).is_some()) {
+        machine.note(label, Effect::Changed, format!("it has <{name}> in the source; here {reason}"));
+    }
+}
+
+/// Reads the sockets of the processors. Threads, dies and clusters become cores, so that the guest has as many sockets
+/// as before: an operating system may use only some of them.
+fn topology(machine: &mut Foreign, domain: &Element) {
+    let Some(topology) = domain.at(&["cpu", "topology"]) else { return };
+    let count = |name: &str| topology.attribute(name).and_then(|text| text.parse::<u32>().ok()).unwrap_or(1);
+    let parts = ["cores", "threads", "dies", "clusters"].map(count);
+    let cores = parts.iter().try_fold(1u32, |product, part| product.checked_mul(*part)).unwrap_or(0);
+    models::cores(machine, "cpu topology", cores);
+    if machine.platform.cores.is_some_and(|cores| cores != parts[0]) {
+        let reason = format!("a socket has {cores} cores, without threads, dies and clusters");
+        machine.note("cpu topology", Effect::Changed, reason);
+    }
 }
 
 /// Adds notes on properties of the CPUs that the machine does not have.

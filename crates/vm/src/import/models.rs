@@ -19,6 +19,16 @@ pub fn removable(machine: &mut Foreign, label: &str, kind: &str, image: Option<&
     machine.note(label, Effect::LeftOut, reason);
 }
 
+/// Sets the number of cores in a socket. If the number does not divide that of the processors, which must be known, it
+/// is not kept.
+pub fn cores(machine: &mut Foreign, item: &str, cores: u32) {
+    machine.platform.cores = (cores > 0 && machine.cpus.is_multiple_of(cores)).then_some(cores);
+    if machine.platform.cores.is_none() {
+        let reason = format!("{cores} cores in a socket do not divide the {} processors", machine.cpus);
+        machine.note(item, Effect::Changed, reason);
+    }
+}
+
 /// LSI Logic's parallel SCSI controller, 53C1030.
 pub fn lsi_logic(machine: &mut Foreign, label: &str) -> Bus {
     let reason =

@@ -158,8 +158,9 @@ impl Reader<'_> {
         match item.text_of("ResourceType").unwrap_or_default() {
             resource::PROCESSOR => {
                 machine.cpus = u32::try_from(quantity()?).map_err(|_| self.wrong(item, "too many processors"))?;
-                let cores = item.text_of("CoresPerSocket").and_then(|text| text.parse().ok());
-                machine.platform.cores = cores.filter(|cores: &u32| *cores > 0 && machine.cpus.is_multiple_of(*cores));
+                if let Some(cores) = item.text_of("CoresPerSocket") {
+                    models::cores(machine, &label, cores.parse().unwrap_or(0));
+                }
             }
             resource::MEMORY => {
                 machine.memory =

@@ -38,7 +38,12 @@ impl Permitted {
         let path = beside.join(name);
         let real = path.canonicalize().map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => {
-                let text = format!("there is no file '{}'", path.display());
+                let remedy = match Path::new(name).is_absolute() {
+                    // The path is that of another host, such as /vmfs/volumes of ESXi.
+                    true => "change the path in the description to the place of the file on this host",
+                    false => "copy it there, with all files of the machine",
+                };
+                let text = format!("there is no file '{}': {remedy}", path.display());
                 Error::new(ErrorKind::NotFound, text)
             }
             _ => Error::io(format!("looking for '{}'", path.display()), e),
@@ -77,7 +82,10 @@ mod tests {
         assert_eq!(own.find("disk").unwrap(), root.join("vm/disk"));
         assert_eq!(own.find("inner/../disk").unwrap(), root.join("vm/disk"));
         assert_eq!(own.find(root.join("vm/inner/disk").to_str().unwrap()).unwrap(), root.join("vm/inner/disk"));
-        assert_eq!(own.find("nothing").unwrap_err().kind(), ErrorKind::NotFound);
+        for (name, remedy) in [("nothing", "copy it there"), ("/vmfs/volumes/ds/web.vmdk", "change the path")] {
+            let error = own.find(name).unwrap_err();
+            assert!(error.kind() == ErrorKind::NotFound && error.to_string().contains(remedy), "{error}");
+        }
         for name in ["../other/disk", "link", "/etc/passwd", root.join("other/disk").to_str().unwrap()] {
             let error = own.find(name).unwrap_err();
             assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("--allow-folder"), "{error}");

@@ -7,7 +7,9 @@
 //!    exist on this host.
 
 use super::{Content, Effect, Foreign, ForeignSnapshot, Format, Note, Options};
-use crate::definition::{Bus, Chipset, DISK_SLOTS, Definition, Disk, Firmware, IDE_SLOT, Link, NAME_MAX, disk_name};
+use crate::definition::{
+    Bus, Chipset, DISK_SLOTS, Definition, Disk, Firmware, IDE_SLOT, Link, NAME_MAX, Network, disk_name,
+};
 use crate::identity::Mac;
 use crate::snapshots;
 use error::{Error, ErrorKind, Result};
@@ -63,6 +65,14 @@ pub struct Plan {
     pub notes: Vec<Note>,
     /// Addresses of cards that were made for this plan. Another plan of the same machine has others.
     pub new_addresses: Vec<Mac>,
+}
+
+impl Plan {
+    /// The address of a card for the report of an import. `None` in a dry run for an address that was made for this
+    /// plan: the import itself makes another one.
+    pub fn reported_address(&self, card: &Network, dry_run: bool) -> Option<Mac> {
+        Some(card.mac).filter(|mac| !dry_run || !self.new_addresses.contains(mac))
+    }
 }
 
 /// Decides which machine is created from a description.

@@ -5,8 +5,8 @@
 //!    machine remains: the next command about machines removes the imported disks ([`crate::machines`]).
 //! 3. In a live import the disks exist at once, and the server copies their blocks afterwards.
 
-use super::Content;
 use super::plan::{Plan, PlannedDisk, PlannedSnapshot};
+use super::{Content, Effect, Note};
 use crate::clone::Sum;
 use crate::definition::Definition;
 use crate::disks::SnapshotFacts;
@@ -40,7 +40,8 @@ fn of_disk(error: Error, source: &Path, label: &str) -> Error {
     }
 }
 
-/// Checks that a plan can be carried out, and determines the capacities of its disks. The digests of an archive are not
+/// Checks that a plan can be carried out, and determines the capacities of its disks. Notes snapshots inside
+/// images, which the description does not name. The digests of an archive are not
 /// verified, because that takes as long as reading the whole archive: the import itself verifies them.
 pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     let context = |error: Error, label: &str| of_disk(error, &plan.source, label);
@@ -57,14 +58,24 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
             return Err(exists(&format!("disk '{}'", disk.name)));
         }
     }
+    let mut notes = Vec::new();
     for disk in &mut plan.disks {
         disk.capacity = match &disk.content {
             Content::Image { path, format } => {
-                let found = host.disks().image(path, format.as_deref(), &how.permitted).and_then(|capacity| {
+                let found = host.disks().image(path, format.as_deref(), &how.permitted).and_then(|image| {
                     // The import reads the image, so a wrong description would go unnoticed.
-                    disk.stated.map_or(Ok(()), |stated| stated.check(capacity)).map(|()| capacity)
+                    disk.stated.map_or(Ok(()), |stated| stated.check(image.capacity)).map(|()| image)
                 });
-                Some(found.map_err(|error| context(error, &disk.label))?)
+                let image = found.map_err(|error| context(error, &disk.label))?;
+                if image.internal_snapshots > 0 {
+                    let reason = format!(
+                        "its image has internal snapshots ({}): 'qemu-img convert -l NAME' writes one into a file of \
+                         its own",
+                        image.internal_snapshots
+                    );
+                    notes.push(Note { item: disk.label.clone(), effect: Effect::LeftOut, reason });
+                }
+                Some(image.capacity)
             }
             Content::Empty { capacity } => Some(*capacity),
             Content::Member { .. } if how.live => {
@@ -78,6 +89,7 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
             }
         };
     }
+    plan.notes.extend(notes);
     Ok(())
 }
 

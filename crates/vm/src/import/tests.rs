@@ -40,7 +40,8 @@ fn what_vmware_writes() {
          guestOS = \"windows9Server64Guest\"\nuuid.bios = \"56 4d 11 22 33 44 55 66-77 88 99 aa bb cc dd ee\"\n\
          scsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\nscsi1.present = \"TRUE\"\n\
          scsi1.virtualDev = \"LSISAS1068\"\nscsi2.present = \"FALSE\"\nbios.hddOrder = \"scsi1:2,scsi0:0\"\n\
-         scsi1:2.mode = \"independent-nonpersistent\"\nscsi0:9.present = \"FALSE\"\nscsi0:9.fileName = \"gone.vmdk\"\n\
+         scsi1:2.mode = \"independent-nonpersistent\"\nscsi1.sharedBus = \"virtual\"\nscsi0.sharedBus = \"none\"\n\
+         scsi0:15.sharing = \"multi-writer\"\nscsi0:9.present = \"FALSE\"\nscsi0:9.fileName = \"gone.vmdk\"\n\
          ethernet1.present = \"TRUE\"\nethernet1.addressType = \"static\"\nethernet1.address = \"00:50:56:AA:BB:CC\"\n\
          ethernet1.startConnected = \"FALSE\"\nfloppy0.present = \"TRUE\"\nvtpm.present = \"TRUE\"\n",
         &["scsi0:0", "scsi0:15", "scsi1:2", "scsi2:0", "ide1:0"],
@@ -59,9 +60,10 @@ fn what_vmware_writes() {
         (card.mac.to_string().as_str(), &card.link, card.model),
         ("00:50:56:aa:bb:cc", &Link::None, Card::Pcnet)
     );
-    for words in ["floppy0", "vtpm", "BitLocker", "scsi1:2: VMware discards the writes"] {
+    for words in ["floppy0", "vtpm", "BitLocker", "scsi1:2: VMware discards the writes", "scsi1:2: several machines"] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
     }
+    assert!(notes(&plan).contains("scsi0:15: several machines") && !notes(&plan).contains("scsi0:0: several machines"));
 }
 
 #[test]
@@ -184,6 +186,33 @@ fn what_libvirt_writes() {
     ] {
         assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
     }
+}
+
+#[test]
+fn sockets_of_libvirt_are_kept_and_lost_properties_are_noted() {
+    let devices = "<disk><source file='/x'/><iotune/><serial>S1</serial><target dev='vda' bus='virtio'/></disk>\
+                   <interface><source bridge='br0'/><vlan><tag id='7'/></vlan><filterref filter='clean'/></interface>";
+    let with = |cpus: u32, topology: &str| {
+        let more = format!("<vcpu>{cpus}</vcpu><cputune/><cpu><topology {topology}/></cpu><devices>");
+        planned(Format::Libvirt, &domain(devices).replace("<devices>", &more), &options())
+    };
+    let plan = with(8, "sockets='1' dies='1' cores='4' threads='2'");
+    assert_eq!((plan.definition.cpus, plan.definition.platform.cores), (8, Some(8)), "one socket, as before");
+    for words in [
+        "cpu topology: a socket has 8 cores, without threads",
+        "cputune: the processors are neither pinned",
+        "vda: it has <iotune> in the source; here the I/O of the disk is not limited",
+        "vda: it has <serial> in the source; here the disk has no serial number",
+        "card 1: it has <vlan> in the source; here frames of the card get no VLAN tag",
+        "card 1: it has <filterref> in the source; here packets of the card are not filtered",
+    ] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
+    let plan = with(8, "sockets='2' cores='4' threads='1'");
+    assert!(plan.definition.platform.cores == Some(4) && !notes(&plan).contains("topology"), "{}", notes(&plan));
+    let plan = with(6, "sockets='2' cores='4' threads='1'");
+    assert_eq!(plan.definition.platform.cores, None);
+    assert!(notes(&plan).contains("4 cores in a socket do not divide the 6 processors"), "{}", notes(&plan));
 }
 
 #[test]

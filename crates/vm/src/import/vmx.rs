@@ -98,10 +98,7 @@ fn platform(machine: &mut Foreign, file: &Dictionary, windows: bool) -> Result<(
     machine.platform.clock = if windows { Clock::Local } else { Clock::Utc };
     machine.platform.display = Display::Vga;
     let cores = number(file, "cpuid.coresPerSocket", 1)?;
-    machine.platform.cores = (cores > 0 && machine.cpus.is_multiple_of(cores)).then_some(cores);
-    if machine.platform.cores.is_none() {
-        machine.note("cpuid.coresPerSocket", Effect::Changed, "it does not divide the number of processors");
-    }
+    models::cores(machine, "cpuid.coresPerSocket", cores);
     if let Some(nvram) = file.get("nvram").map(str::to_owned) {
         let then = if uefi {
             "the machine gets new ones, and starts \\EFI\\BOOT\\BOOTX64.EFI of its first disk"
@@ -204,6 +201,13 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
             machine.note(device, Effect::Changed, "VMware's snapshots do not include the disk; lamina's do");
         }
         _ => {}
+    }
+    let controller = device.split(':').next().unwrap_or(device);
+    let is = |key: String, shared: &str| file.get(&key).is_some_and(|value| value.eq_ignore_ascii_case(shared));
+    let shared_bus = ["virtual", "physical"].into_iter().any(|how| is(format!("{controller}.sharedBus"), how));
+    if shared_bus || is(format!("{device}.sharing"), "multi-writer") {
+        let reason = "several machines of VMware can use the disk at the same time; in lamina only one machine can";
+        machine.note(device, Effect::Changed, reason);
     }
     let path = permitted
         .find(name)

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 use super::*;
-use crate::disks::{Facts, SnapshotFacts};
+use crate::disks::{Facts, ImageFacts, SnapshotFacts};
 use crate::host::Places;
 use crate::import::Content;
 use crate::import::run::How;
@@ -39,8 +39,8 @@ impl Disks for Taken {
     fn create(&self, _: &str, _: u64) -> Result<()> {
         Ok(())
     }
-    fn image(&self, _: &Path, _: Option<&str>, _: &[PathBuf]) -> Result<u64> {
-        Ok(1 << 20)
+    fn image(&self, _: &Path, _: Option<&str>, _: &[PathBuf]) -> Result<ImageFacts> {
+        Ok(ImageFacts { capacity: 1 << 20, internal_snapshots: 0 })
     }
     fn member(&self, _: &Path, _: &str) -> Result<u64> {
         Ok(1 << 20)

@@ -9,7 +9,7 @@ use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use vm::disks::{Disks, Facts, SnapshotFacts};
+use vm::disks::{Disks, Facts, ImageFacts, SnapshotFacts};
 use vm::import::Content;
 use vm::import::run::How;
 
@@ -104,14 +104,16 @@ impl Disks for Bound {
         self.ask(Request::Disk(DiskRequest::Create { name, new, settings })).map(drop)
     }
 
-    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64> {
+    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<ImageFacts> {
         let format = format.map(str::parse).transpose()?;
         let options = ImageOptions { format, permitted: permitted.to_vec(), ..ImageOptions::default() };
         let request = Request::Image(ImageRequest::Show { path: path.to_owned(), options });
         match dispatch(&Target::Files, request, &NoProgress)? {
             Reply::Image(info) => match (info.problem, info.levels.first()) {
                 (Some(problem), _) => Err(Error::new(ErrorKind::Corrupt, problem)),
-                (None, Some(level)) => Ok(level.capacity),
+                (None, Some(level)) => {
+                    Ok(ImageFacts { capacity: level.capacity, internal_snapshots: level.internal_snapshots })
+                }
                 (None, None) => Err(Error::new(ErrorKind::Corrupt, format!("'{}' has no content", path.display()))),
             },
             other => Err(unexpected(&other)),

@@ -196,6 +196,9 @@ pub struct DiskMigrate {
     /// Folder of another datastore to migrate the disk to.
     #[arg(long, value_name = "DATASTORE", value_parser = location())]
     pub to: Option<Location>,
+    /// Migrate the disk to another datastore even if a machine uses it. The machine does not start without the disk.
+    #[arg(long, requires = "to")]
+    pub force: bool,
     /// Limit of copied bytes per second, such as 100M. 0 is no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
@@ -471,6 +474,7 @@ impl DiskCommand {
                     delta: migrate.delta,
                 },
                 to: migrate.to.as_ref().map(Location::absolute).transpose().map_err(|error| error.to_string())?,
+                force: migrate.force,
                 rate: migrate.rate,
             },
             Self::Import(import) => import.request()?,

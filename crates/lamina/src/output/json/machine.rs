@@ -114,10 +114,7 @@ fn imported(machine: &ImportedMachine, dry_run: bool) -> Value {
     let ImportedMachine { plan, snapshots, started } = machine;
     let mut value = definition(&plan.definition);
     for (index, network) in plan.definition.networks.iter().enumerate() {
-        // The import itself makes another address than the dry run.
-        if dry_run && plan.new_addresses.contains(&network.mac) {
-            value["networks"][index]["mac"] = Value::Null;
-        }
+        value["networks"][index]["mac"] = json!(plan.reported_address(network, dry_run));
     }
     value["source"] = json!(plan.source);
     value["format"] = json!(plan.format);
@@ -173,4 +170,40 @@ fn clones(cloned: &Cloned) -> Value {
         "way": cloned.kind.name(), "consistency": cloned.consistency, "remark": cloned.quiet,
         "stun_ms": cloned.stun_ms,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use vm::definition::Link;
+    use vm::identity::Mac;
+    use vm::import::Format;
+    use vm::import::plan::Plan;
+
+    #[test]
+    fn a_dry_run_reports_no_address_that_the_import_makes_again() {
+        let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
+        let (kept, made): (Mac, Mac) = ("52:54:00:00:00:01".parse().unwrap(), "52:54:00:00:00:02".parse().unwrap());
+        for mac in [kept, made] {
+            definition.add_network(mac, Link::None).unwrap();
+        }
+        let plan = Plan {
+            source: "/vms/web.vmx".into(),
+            format: Format::Vmx,
+            definition,
+            disks: Vec::new(),
+            nvram: None,
+            snapshots: Vec::new(),
+            notes: Vec::new(),
+            new_addresses: vec![made],
+        };
+        let machine = ImportedMachine { plan, snapshots: Vec::new(), started: false };
+        let addresses = |dry_run| {
+            let value = imported(&machine, dry_run);
+            json!([value["networks"][0]["mac"], value["networks"][1]["mac"]])
+        };
+        assert_eq!(addresses(true), json!(["52:54:00:00:00:01", null]));
+        assert_eq!(addresses(false), json!(["52:54:00:00:00:01", "52:54:00:00:00:02"]));
+    }
 }

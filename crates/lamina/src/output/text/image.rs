@@ -38,6 +38,9 @@ fn facts(level: &ImageLevel) -> Vec<(&'static str, String)> {
     if level.dead > 0 {
         facts.push(("dead", format!("{} (shrinking returns it)", size(level.dead))));
     }
+    if level.internal_snapshots > 0 {
+        facts.push(("internal snapshots", format!("{} (not read)", level.internal_snapshots)));
+    }
     facts.extend(level.provisioning.clone().map(|name| ("provisioning", name)));
     facts.extend(level.blocks_allocated.map(|n| ("blocks allocated", blocks(n))));
     facts.extend(level.blocks_to_be_zeroed.map(|n| ("blocks to be zeroed", blocks(n))));

@@ -139,6 +139,19 @@ fn an_external_data_file() {
 }
 
 #[test]
+fn internal_snapshots_are_counted_and_not_read() {
+    let folder = Folder::new();
+    folder.run("qemu-img", &["create", "-f", "qcow2", "disk.qcow2", "1M"]);
+    for (count, byte) in [(0, 1), (1, 2), (2, 3)] {
+        folder.run("qemu-io", &["-f", "qcow2", "-c", &format!("write -P {byte} 0 64k"), "disk.qcow2"]);
+        let layer = Qcow2::open(folder.file("disk.qcow2"), None, "disk.qcow2").unwrap();
+        assert_eq!(layer.header().internal_snapshots(), count);
+        assert_eq!(read(&layer, 0..65_536, None).unwrap(), vec![byte; 65_536]);
+        folder.run("qemu-img", &["snapshot", "-c", &format!("s{count}"), "disk.qcow2"]);
+    }
+}
+
+#[test]
 fn large_capacities_open_quickly() {
     let folder = Folder::new();
     folder.run("qemu-img", &["create", "-f", "qcow2", "disk.qcow2", "60T"]);

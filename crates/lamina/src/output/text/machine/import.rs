@@ -33,11 +33,7 @@ fn print_one(out: &mut dyn Write, machine: &ImportedMachine, dry_run: bool) -> i
         fact("disk", format!("{}: {place}{size}, {}", disk.name, origin(planned)))?;
     }
     for network in &defined.networks {
-        // The import itself makes another address than the dry run.
-        let mac = match dry_run && plan.new_addresses.contains(&network.mac) {
-            true => "a new address".to_owned(),
-            false => network.mac.to_string(),
-        };
+        let mac = plan.reported_address(network, dry_run).map_or("a new address".to_owned(), |mac| mac.to_string());
         fact("network", format!("{mac} {} on {}", network.model.name(), words::link(&network.link)))?;
     }
     for snapshot in snapshots {
