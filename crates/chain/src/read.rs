@@ -6,6 +6,8 @@
 //! 2. A plan covers the request, widened to sectors, or to blocks if a file is open for direct I/O or the data cache is
 //!    on, but not past the end of the disk.
 //! 3. A failed prefetch fails no read: ranges around the request that cannot be looked up are left out.
+//! 4. After a failed flush, a file may return old content also to a read that was planned before. So whether a flush has
+//!    failed is checked again after the bytes were fetched ([`Chain::check_fetched`]).
 
 use crate::chain::Chain;
 use crate::changes::Token;
@@ -320,6 +322,7 @@ impl Chain {
                 part.read(0, &mut bytes).map_err(|error| error.context(&self.name))?;
                 read.push(bytes);
             }
+            self.check_fetched(&plan)?;
             self.keep(&plan, |index| &read[index]);
             let all = read.concat();
             let skip = (offset - plan.start) as usize;
@@ -331,7 +334,14 @@ impl Chain {
             read_overlap(at, part, offset, out).map_err(|error| error.context(&self.name))?;
             at += part.length as u64;
         }
-        Ok(())
+        self.check_fetched(&plan)
+    }
+
+    /// Called after the bytes of a plan were fetched: fails if they may be older than acknowledged writes, because a
+    /// flush has failed since the plan was made.
+    pub fn check_fetched(&self, plan: &Plan) -> Result<()> {
+        let length: u64 = plan.parts.iter().map(|part| part.length as u64).sum();
+        self.check_flushed(&(plan.start..plan.start + length))
     }
 
     /// Offers the content of a planned read to the data cache. `contents` returns the bytes of the part with an index;

@@ -68,6 +68,34 @@ pub fn changes_of_one_byte(difference: u32, length: usize) -> Vec<(usize, u8)> {
     found
 }
 
+/// The contents that differ from `bytes` in one byte, and that consist of a body and a first line for the checksum of
+/// the body, as `line` makes it. This line ends with the eight hexadecimal digits of the checksum and a line feed. The
+/// time grows with the length: 0.1 s for 64 KiB.
+pub fn contents_of_one_changed_byte(bytes: &[u8], line: impl Fn(u32) -> Vec<u8>) -> Vec<Vec<u8>> {
+    let length = line(0).len();
+    if bytes.len() <= length {
+        return Vec::new();
+    }
+    let (first, body) = bytes.split_at(length);
+    let own = checksum(body);
+    let mut contents = Vec::new();
+    let right = line(own);
+    if right.iter().zip(first).filter(|(right, found)| right != found).count() == 1 {
+        contents.push([&right[..], body].concat());
+    }
+    let digits = std::str::from_utf8(&first[length - 9..length - 1]).ok();
+    if let Some(sum) = digits.and_then(|digits| u32::from_str_radix(digits, 16).ok())
+        && line(sum) == first
+    {
+        for (at, change) in changes_of_one_byte(sum ^ own, body.len()) {
+            let mut changed = bytes.to_vec();
+            changed[length + at] ^= change;
+            contents.push(changed);
+        }
+    }
+    contents
+}
+
 /// The checksums of the blocks of some data.
 #[derive(Clone, Debug)]
 pub enum Checksums {
@@ -140,5 +168,21 @@ mod tests {
             assert_eq!(found, [(at, change)]);
         }
         assert_eq!(changes_of_one_byte(0, bytes.len()), []);
+    }
+
+    #[test]
+    fn one_changed_byte_of_a_line_or_its_body_is_found() {
+        let line = |sum: u32| format!("record {sum:08x}\n").into_bytes();
+        let body = testkit::Random(3).bytes(500);
+        let content = [&line(checksum(&body))[..], &body].concat();
+        for (at, change) in [(0, 1), (6, 0x20), (8, 1), (15, 0x40), (16, 1), (300, 0xff), (515, 8)] {
+            let mut changed = content.clone();
+            changed[at] ^= change;
+            assert_eq!(contents_of_one_changed_byte(&changed, line), [content.clone()], "byte {at}");
+            changed[100] ^= 1;
+            assert!(!contents_of_one_changed_byte(&changed, line).contains(&content), "two bytes, one of them {at}");
+        }
+        assert!(contents_of_one_changed_byte(b"record", line).is_empty());
+        assert!(contents_of_one_changed_byte(&content, line).is_empty(), "no byte is wrong");
     }
 }

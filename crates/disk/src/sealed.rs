@@ -13,7 +13,7 @@
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, File, IoMode, replace};
-use checksums::{changes_of_one_byte, checksum};
+use checksums::{checksum, contents_of_one_changed_byte};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -75,27 +75,11 @@ impl Kind {
     }
 
     fn mend<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Option<T> {
-        let length = self.first_line(0).len();
-        if bytes.len() <= length || bytes.len() > MENDED_MAX {
+        if bytes.len() > MENDED_MAX {
             return None;
         }
-        let (first, body) = bytes.split_at(length);
-        let own = checksum(body);
-        let mut whole = Vec::new();
-        let right = self.first_line(own);
-        if right.iter().zip(first).filter(|(right, found)| right != found).count() == 1 {
-            whole.extend(decode(&[&right, body].concat()));
-        }
-        let digits = std::str::from_utf8(&first[length - 9..length - 1]).ok();
-        if let Some(sum) = digits.and_then(|digits| u32::from_str_radix(digits, 16).ok())
-            && self.first_line(sum) == first
-        {
-            for (at, change) in changes_of_one_byte(sum ^ own, body.len()) {
-                let mut mended = bytes.to_vec();
-                mended[length + at] ^= change;
-                whole.extend(decode(&mended));
-            }
-        }
+        let contents = contents_of_one_changed_byte(bytes, |sum| self.first_line(sum));
+        let mut whole: Vec<T> = contents.iter().filter_map(|bytes| decode(bytes).ok()).collect();
         if whole.len() == 1 { whole.pop() } else { None }
     }
 

@@ -435,17 +435,9 @@ impl Settings {
     /// Writes the record durably. On a full file system, the space that the datastore reserves for its owner is used.
     fn write(&self, record: &SettingsRecord) -> Result<()> {
         let bytes = KIND.encode(record)?;
-        let put =
-            || sealed::put(&*self.directory, FILE, &bytes).during(|| "recording the settings of disks".to_owned());
-        let spare = Spare::of(Arc::clone(&self.directory));
-        match put() {
-            Err(error) if error.kind() == ErrorKind::NoSpace && spare.give_up() => {
-                let again = put();
-                spare.keep();
-                again
-            }
-            outcome => outcome,
-        }
+        Spare::of(Arc::clone(&self.directory)).lend(|| {
+            sealed::put(&*self.directory, FILE, &bytes).during(|| "recording the settings of disks".to_owned())
+        })
     }
 
     /// Reports a record that cannot be read; with `repair`, renames the file, so that settings can be changed again.

@@ -4,6 +4,7 @@
 
 use backend::local::HeldSpace;
 use backend::{Directory, File, IoMode};
+use error::{ErrorKind, Result};
 use std::io;
 use std::sync::Arc;
 
@@ -37,6 +38,19 @@ impl Spare {
             tracing::warn!("the file system is full: reserved space is used");
         }
         given
+    }
+
+    /// Runs work that needs little space. If there is none, releases the reserved space, repeats the work, and reserves
+    /// space again.
+    pub(crate) fn lend<T>(&self, work: impl Fn() -> Result<T>) -> Result<T> {
+        match work() {
+            Err(error) if error.kind() == ErrorKind::NoSpace && self.give_up() => {
+                let again = work();
+                self.keep();
+                again
+            }
+            outcome => outcome,
+        }
     }
 
     /// If the file system or its quota has less available space than the reservation, releases it. Then removes files

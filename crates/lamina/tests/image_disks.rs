@@ -173,6 +173,7 @@ fn files_that_belong_to_no_disk_are_reported_and_kept() {
     let mut bytes = std::fs::read(&record).unwrap();
     let last = bytes.len() - 3;
     bytes[last] ^= 1;
+    bytes[last - 20] ^= 1;
     std::fs::write(&record, &bytes).unwrap();
     let found = store.run("check --json");
     assert_eq!(found.code, 6, "{found:?}");

@@ -242,7 +242,7 @@ fn a_missing_image_of_a_chain_loses_what_the_images_above_lack() {
     std::fs::rename(made.file("aside-2"), made.file("vm1-000001.vmdk")).unwrap();
     std::fs::rename(&aside, &path).unwrap();
     let record = std::fs::read(made.file("lamina.disk")).unwrap();
-    put(&made.file("lamina.disk"), 40, &[0]);
+    put(&made.file("lamina.disk"), 40, &[0; 8]);
     let (nothing, report) = made.salvaged("");
     assert!(nothing.is_empty() && report["proven"] == false, "{report}");
     assert!(report["notes"].to_string().contains("the record of disk 'vm1' is lost"), "{report}");

@@ -212,6 +212,39 @@ fn writes_wait(folder: &Path, format: &str) {
     assert_eq!(store.run("disk show web --json").json()["settings"]["on_full"], "wait");
 }
 
+/// A migration to another datastore is a way to get space, so refused writes do not end it.
+#[test]
+fn a_waiting_write_is_carried_out_where_its_disk_is_migrated_to() {
+    on_ext4("a_waiting_write_is_carried_out_where_its_disk_is_migrated_to", |folder| {
+        let (store, other) = (Store::at(folder, "4M"), Store::new());
+        store.run("disk create web 256M").ok();
+        let mut server = store.serve("");
+        let mut client = Client::connect(&store.socket(), "web").unwrap();
+        let own = pattern::bytes(1, (OWN * BLOCK) as usize);
+        client.write(0, &own).unwrap();
+        let mut end = OWN;
+        fill(&store, folder, &mut client, &mut end);
+        store.run("disk edit web --on-full wait").ok();
+        let large = pattern::bytes(2, LARGE);
+        let held = client.submit(Command::Write { offset: BEHIND, data: &large, fua: true }).unwrap();
+        until_waiting(&store, 1);
+        store.run(&format!("disk migrate web --format native --to {}", other.path().display())).ok();
+        let (cookie, outcome) = client.complete().unwrap();
+        assert_eq!((cookie, outcome), (held, Ok(Vec::new())));
+        assert_eq!(client.read(BEHIND, LARGE as u32).unwrap(), large);
+        drop(client);
+        assert_eq!(server.stop("TERM"), Some(0));
+        let mut server = other.serve("");
+        let mut client = Client::connect(&other.socket(), "web").unwrap();
+        assert_eq!(client.read(0, own.len() as u32).unwrap(), own);
+        assert_eq!(client.read(BEHIND, LARGE as u32).unwrap(), large);
+        drop(client);
+        assert_eq!(server.stop("TERM"), Some(0));
+        make_room(folder, "filler");
+        store.is_clean();
+    });
+}
+
 #[test]
 fn clones_have_the_policy_of_their_source_and_a_deleted_disk_has_none() {
     let store = Store::new();

@@ -5,7 +5,7 @@
 //!    taken the tables before the caller's change.
 //! 3. A failed commit serves no caller: the next caller makes a commit of its own.
 //! 4. After an I/O failure the image is stopped, and no further commit begins: it is unknown which writes of the failed
-//!    commit are durable.
+//!    commit are durable. The error is never `NoSpace`: this says that the image keeps the changes for the next commit.
 //!
 //! Each format defines the order of writes within a commit. In all of them payload is durable before the tables that
 //! name it, and tables are durable before the header that relies on them. A commit takes the tables after
@@ -67,6 +67,19 @@ impl<T> GroupCommit<T> {
     /// Stops the image after an I/O failure: no further change or commit begins.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
+    }
+
+    /// Stops the image after a commit has failed, and returns the error for the caller.
+    pub(crate) fn stop_after(&self, error: Error) -> Error {
+        self.stop();
+        match error.kind() {
+            ErrorKind::NoSpace => {
+                let what = "the file system has refused a write to space that was reserved: free space in it, and open \
+                            the image again";
+                Error::new(ErrorKind::Stopped, format!("{error}; {what}"))
+            }
+            _ => error,
+        }
     }
 
     /// Whether the image was stopped after a failure of the device.

@@ -76,8 +76,8 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// Runs a test on a btrfs with free space, in a subvolume whose quota is exhausted. Quotas of ext4 and XFS do not apply
-/// to root, and a kernel for tests may lack them.
+/// Runs a test on a btrfs with free space, in a subvolume whose quota is exhausted. A kernel for tests may lack quotas
+/// of ext4 and XFS, and those of ext4 do not apply to root.
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),

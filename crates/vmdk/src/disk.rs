@@ -90,6 +90,8 @@ pub(crate) struct DiskState {
     pub unrecorded: bool,
     /// Whether the last replacement of the record failed in its last step, so that either record may be durable.
     pub failed: bool,
+    /// Whether the opening has corrected a damaged byte of the record, and no check has reported that yet.
+    pub mended: bool,
 }
 
 /// A disk made of images in VMware's formats.
@@ -118,19 +120,24 @@ impl Disk {
             // Makes the file name of the record durable: the last process may have been killed before its flush.
             medium::sync_folder(&home, RECORD_NAME)?;
         }
-        let loaded = stored::load(directory);
+        let loaded = stored::load_mending(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
             // If a creation was interrupted before its record was durable, the temporary file of the record is the only
             // file that it left.
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
-        let disk = Self::assemble(home, loaded?, options, owner);
+        let (record, mended) = loaded?;
+        let disk = Self::assemble(home, record, options, owner);
+        disk.state.lock().mended = mended;
         if !was_closed {
             disk.show_found();
         }
         if disk.state.lock().stopped.is_none() {
             disk.noting(|| disk.recover())?;
+            if mended && let Err(error) = disk.noting(|| disk.commit(disk.record())) {
+                tracing::warn!(%error, disk = disk.name(), "the corrected record is written with its next change only");
+            }
         }
         Ok(Arc::new(disk))
     }
@@ -148,6 +155,7 @@ impl Disk {
             unsettled: false,
             unrecorded: false,
             failed: false,
+            mended: false,
         };
         Self {
             home,

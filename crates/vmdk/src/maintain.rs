@@ -27,6 +27,8 @@ pub struct Checked {
     pub dead: u64,
     /// Number of repaired problems.
     pub repaired: u64,
+    /// Whether the opening of the disk has corrected a damaged byte of its record since the last check.
+    pub record_mended: bool,
 }
 
 /// The result of wiping, shrinking or punching, in bytes.
@@ -110,6 +112,7 @@ impl Disk {
                     None => look(&self.open_image(&record, node.id, false)?, false)?,
                 }
             }
+            sum.record_mended = std::mem::take(&mut self.state.lock().mended);
             Ok(sum)
         })
     }

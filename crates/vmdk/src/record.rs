@@ -6,7 +6,7 @@
 //! ```
 //!
 //! 1. The checksum covers everything after the first line. A text with a wrong checksum, or with contradictions, is
-//!    refused.
+//!    refused, unless one changed byte makes it right ([`crate::stored`]).
 //! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
 //! 3. Names of files are plain names without a path; the path of their folder is in `folder`.
 
@@ -499,7 +499,7 @@ impl Record {
         if text.len() as u64 > RECORD_MAX - 64 {
             return Err(Error::new(ErrorKind::NoSpace, format!("the record of '{}' would be too long", self.name)));
         }
-        let mut bytes = format!("{MAGIC}{:08X}\n", checksum(&text)).into_bytes();
+        let mut bytes = first_line(checksum(&text));
         bytes.append(&mut text);
         Ok(bytes)
     }
@@ -588,6 +588,11 @@ impl Record {
             None => Ok(()),
         }
     }
+}
+
+/// The first line of the record's file, for the checksum of the rest.
+pub(crate) fn first_line(sum: u32) -> Vec<u8> {
+    format!("{MAGIC}{sum:08X}\n").into_bytes()
 }
 
 /// Whether a name can only refer to a file in its folder.

@@ -4,8 +4,8 @@
 //! 1. Each segment of a read plan is one part of the chain's plan. The caller fetches the parts that are in files, in
 //!    whole blocks if the file requires that. This module decodes encoded parts.
 //! 2. The chain's plan is the guard of the read, and is dropped when the read is finished.
-//! 3. Layers have no checksums, so every finished read is valid. A range that is written during the read may return old
-//!    or new data, as on any disk.
+//! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may have
+//!    returned old data. A range that is written during the read may return old or new data, as on any disk.
 
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
@@ -90,6 +90,7 @@ impl Device for ChainedDevice {
         if let Some(guard) = plan.guard.take()
             && let Ok(planned) = guard.downcast::<Plan>()
         {
+            self.chain.check_fetched(&planned)?;
             self.chain.keep(&planned, |index| plan.segments.get(index).map_or(&[], Segment::delivered));
         }
         Ok(Verdict::Good)
@@ -169,5 +170,43 @@ impl Device for ChainedDevice {
             }
         }
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use backend::File;
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+    use chain::Options;
+    use layer::Layer;
+    use layer::flat::{Flat, FlatOptions};
+
+    const FAR: u64 = 2 << 20;
+
+    #[test]
+    fn reads_that_were_planned_before_a_failed_flush_return_no_old_data() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let file: Arc<dyn File> = disk.directory().create("base", IoMode::Buffered).unwrap();
+        file.set_len(2 * FAR).unwrap();
+        let options = FlatOptions { offset: 0, capacity: None, writable: true, thin: true };
+        let base: Arc<dyn Layer> = Flat::open(file, "base", options).unwrap();
+        let chain = Arc::new(Chain::open("vm", vec![base], Options::default()).unwrap());
+        let device = ChainedDevice::new("vm", Arc::clone(&chain));
+        let write = |at: u64, byte: u8| device.write(at, SharedSlice::copy_of(&[byte; BLOCK_SIZE]), false).unwrap();
+        write(0, 1);
+        write(FAR, 1);
+        device.flush().unwrap();
+        write(0, 2);
+        let mut unflushed = device.plan_read(0, BLOCK_SIZE).unwrap();
+        let mut flushed = device.plan_read(FAR, BLOCK_SIZE).unwrap();
+        disk.fail_syncs(1);
+        device.flush().unwrap_err();
+        unflushed.fetch().unwrap();
+        assert_eq!(device.finish_read(&mut unflushed).unwrap_err().kind(), ErrorKind::Io);
+        flushed.fetch().unwrap();
+        assert!(device.finish_read(&mut flushed).unwrap() == Verdict::Good);
+        assert_eq!(flushed.slices().concat(), [1; BLOCK_SIZE]);
     }
 }

@@ -81,6 +81,11 @@ impl Foreign {
             };
             report.images += found.images as u64;
             report.dead += found.dead;
+            if found.record_mended {
+                let problem = format!("disk '{name}': one byte of its record was damaged");
+                let repaired = Some("the byte was corrected when the disk was opened".to_owned());
+                report.findings.push(Finding { problem, repaired });
+            }
             for problem in found.mended {
                 let repaired = Some("repaired in the image".to_owned());
                 report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired });

@@ -19,6 +19,7 @@
 
 use crate::location::{Location, holds_datastore};
 use crate::sealed::{self, Kind, TEMPORARY};
+use crate::spare::Spare;
 use backend::local::LocalQueues;
 use backend::{Access, Directory, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -141,11 +142,14 @@ impl Intents {
         Self { directory }
     }
 
-    /// Writes a record durably, replacing an earlier one with the same identity.
+    /// Writes a record durably, replacing an earlier one with the same identity. On a full file system, the space that
+    /// the datastore reserves for its owner is used, because a migration to another datastore frees space.
     pub fn put(&self, intent: &Intent) -> Result<()> {
-        let name = file_name(&intent.id)?;
-        sealed::put(&*self.directory, &name, &KIND.encode(intent)?)
-            .during(|| format!("recording the migration of disk '{}'", intent.disk))
+        let (name, bytes) = (file_name(&intent.id)?, KIND.encode(intent)?);
+        Spare::of(Arc::clone(&self.directory)).lend(|| {
+            sealed::put(&*self.directory, &name, &bytes)
+                .during(|| format!("recording the migration of disk '{}'", intent.disk))
+        })
     }
 
     /// Removes a record durably.

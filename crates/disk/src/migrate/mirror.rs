@@ -26,6 +26,8 @@
 //!    outcome.
 //! 5. One step of the copier copies at most [`STEP_MAX`] bytes with its range locked, fewer if steps are slow. No
 //!    request waits for longer than one step.
+//! 6. **A lack of space on the source** fails the request and does not end the migration, which may be the way to get
+//!    space. The request may be carried out in part, so its range is copied again before it is unlocked.
 
 mod passing;
 
@@ -365,6 +367,29 @@ impl MirrorDevice {
         Ok(())
     }
 
+    /// Handles a failed change of a locked range on the source, of which the first `part` bytes are mirrored.
+    fn change_failed(&self, range: &Range<u64>, part: u64, error: Error) -> Error {
+        if error.kind() == ErrorKind::NoSpace && self.copy_again(range.start..range.start + part).is_ok() {
+            return error;
+        }
+        self.source_failed(error)
+    }
+
+    /// Makes the target equal to the source in a locked range, whatever content the target has there.
+    fn copy_again(&self, range: Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min(at + STEP_MAX);
+            let wanted = self.source.read(at, (end - at) as usize)?;
+            match is_zero(&wanted) {
+                true => self.target.write_zeroes(at, end - at, false, false)?,
+                false => self.target.write(at, SharedSlice::copy_of(&wanted), false)?,
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
     /// Handles a failed change of the source: the change may be made in part, so the target may differ from the source.
     fn source_failed(&self, error: Error) -> Error {
         let mut state = self.state.lock();
@@ -390,7 +415,7 @@ impl MirrorDevice {
     fn change(&self, range: Range<u64>, apply: impl Fn(&dyn Device, u64) -> Result<()>) -> Result<()> {
         let _held = self.ranges.lock(range.clone());
         let part = self.mirrored(&range);
-        apply(&*self.source, range.end - range.start).map_err(|error| self.source_failed(error))?;
+        apply(&*self.source, range.end - range.start).map_err(|error| self.change_failed(&range, part, error))?;
         if part > 0
             && let Err(error) = apply(&*self.target, part)
         {
@@ -492,7 +517,7 @@ impl Device for MirrorDevice {
             let _held = self.ranges.lock(range.clone());
             let part = self.mirrored(&range);
             let mirrored = (part > 0).then(|| data.slice(0..part as usize));
-            self.source.write(offset, data, false).map_err(|error| self.source_failed(error))?;
+            self.source.write(offset, data, false).map_err(|error| self.change_failed(&range, part, error))?;
             if let Some(mirrored) = mirrored
                 && let Err(error) = self.target.write(offset, mirrored, false)
             {
@@ -506,8 +531,7 @@ impl Device for MirrorDevice {
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.check_writable(offset, length)?;
         // Both copies must have the same content afterwards. A discard does not ensure this on a full file system, so
-        // the range is zeroed. If there is no space for zeros, the migration is ended, and the discarded range may keep
-        // its content.
+        // the range is zeroed. Without space for zeros, the discarded range may keep its content, in both copies.
         match self.change_long(offset, length, |device, at, part| device.write_zeroes(at, part, false, false)) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             done => done?,

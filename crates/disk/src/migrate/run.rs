@@ -295,6 +295,10 @@ impl Migration<'_> {
             let Err(error) = intents.put(&Intent { stage: Stage::Committed, ..self.intent.clone() }) else {
                 return Ok(Turned::Committed);
             };
+            if error.kind() == ErrorKind::NoSpace {
+                // Only the steps before the replacement of the earlier record need space.
+                return Err(error);
+            }
             match intents.put(&self.intent) {
                 Ok(()) => Err(error),
                 Err(second) => Ok(Turned::Unknown(Error::new(

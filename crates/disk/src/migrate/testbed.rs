@@ -42,6 +42,8 @@ pub(super) struct MemoryDevice {
     pub delay: Duration,
     /// Whether all further changes fail.
     pub failing: AtomicBool,
+    /// Whether the first half of a change is made before it fails.
+    pub partly: AtomicBool,
     /// Number of changes after which further changes fail.
     pub fail_after: AtomicU64,
     pub changes: AtomicU64,
@@ -63,6 +65,7 @@ impl MemoryDevice {
             content: Mutex::new(content),
             delay,
             failing: AtomicBool::new(false),
+            partly: AtomicBool::new(false),
             fail_after: AtomicU64::new(u64::MAX),
             changes: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
@@ -84,9 +87,19 @@ impl MemoryDevice {
             std::thread::sleep(self.delay);
         }
         let number = self.changes.fetch_add(1, Ordering::SeqCst);
-        if self.failing.load(Ordering::SeqCst) || number >= self.fail_after.load(Ordering::SeqCst) {
+        let fails = self.failing.load(Ordering::SeqCst) || number >= self.fail_after.load(Ordering::SeqCst);
+        if fails && self.partly.load(Ordering::SeqCst) {
+            let half = length / 2;
+            self.carry_out(offset, half, data.map(|data| &data[..half as usize]));
+        }
+        if fails {
             return Err(Error::new(ErrorKind::NoSpace, "memory is full"));
         }
+        self.carry_out(offset, length, data);
+        Ok(())
+    }
+
+    fn carry_out(&self, offset: u64, length: u64, data: Option<&[u8]>) {
         let mut content = self.content.lock();
         let range = offset as usize..(offset + length) as usize;
         match data {
@@ -100,7 +113,6 @@ impl MemoryDevice {
                 content.allocated[block] = data.is_some();
             }
         }
-        Ok(())
     }
 }
 

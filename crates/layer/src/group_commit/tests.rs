@@ -38,7 +38,7 @@ fn a_failed_commit_serves_no_call() {
     assert!(commit(&commits, call, |_| Ok(())).unwrap(), "the call makes a commit of its own");
     assert!(!commit(&commits, call, |_| Ok(())).unwrap());
     let last = commits.call();
-    commits.stop();
+    assert_eq!(commits.stop_after(full()).kind(), ErrorKind::Stopped, "the changes are not kept");
     assert_eq!(commit(&commits, last, |_| Ok(())).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(commits.check_changeable("image", false).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(GroupCommit::new(()).check_changeable("image", false).unwrap_err().kind(), ErrorKind::ReadOnly);

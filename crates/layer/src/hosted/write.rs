@@ -421,7 +421,7 @@ impl Hosted {
         let turn = writer.commits.turn_for(writer.commits.call());
         self.check_open(writer, true)?;
         let Some(mut turn) = turn else { return Ok(()) };
-        self.commit_alone(writer, &mut turn).inspect_err(|_| writer.commits.stop())
+        self.commit_alone(writer, &mut turn).map_err(|error| writer.commits.stop_after(error))
     }
 
     fn commit_alone(&self, writer: &Writer, turn: &mut Turn<'_, ()>) -> Result<()> {

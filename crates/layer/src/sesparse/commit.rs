@@ -160,7 +160,7 @@ impl SeSparse {
 
     /// Stops all changes after a failed commit: it is unknown which of its writes are durable.
     fn stop(&self, error: Error) -> Error {
-        self.commits.stop();
+        let error = self.commits.stop_after(error);
         tracing::error!(image = %self.name, %error, "writes stopped: the state of the storage device is unknown");
         error
     }

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A commit captures the tables when it begins. Entries set later belong to the next commit, so no entry becomes
-//! durable before its payload.
+//! durable before its payload. If a commit fails for lack of space after its first flush, the directory in the file may
+//! name some of the new tables. So the next commit writes these tables as old ones, after the flush of the payload.
 
 use super::VmfsSparse;
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SECTORS};
@@ -21,7 +22,7 @@ use crate::group_commit::{GroupCommit, Turn};
 use crate::runs::cache::Captured;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use parking_lot::{Mutex, RwLock};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 
 /// The most changed tables before a write makes a commit. A table usually needs a few hundred bytes of memory, but 32
@@ -36,9 +37,11 @@ const SURVEYED_TABLES_MAX: u64 = 4096;
 pub(super) struct Writer {
     /// True while the extent is open.
     pub(super) gate: RwLock<bool>,
-    pub(super) commits: GroupCommit<()>,
+    /// Guards the tables in `unnamed` that are durable at their present location, because a commit has flushed them and
+    /// has then failed for lack of space.
+    pub(super) commits: GroupCommit<FxHashSet<u32>>,
     pub(super) space: Mutex<Space>,
-    /// Tables that are not in the file at their present location yet, with their old directory entries in the file.
+    /// Tables that the directory in the file does not certainly name at their present location, with their old entries.
     pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
     /// The tables and the parts of the directory that have space in the file system.
     pub(super) backing: Backing,
@@ -80,7 +83,7 @@ impl VmfsSparse {
         self.file.write_at(&[mark], place, true).during(|| context("mark it as open"))?;
         self.writer = Some(Writer {
             gate: RwLock::new(true),
-            commits: GroupCommit::new(()),
+            commits: GroupCommit::new(FxHashSet::default()),
             space: Mutex::new(Space::new(free, self.file.is_direct())),
             unnamed: Mutex::new(FxHashMap::default()),
             backing: Backing::default(),
@@ -123,11 +126,11 @@ impl VmfsSparse {
         }
     }
 
-    fn commit_alone(&self, writer: &Writer, turn: &mut Turn<'_, ()>) -> Result<()> {
+    fn commit_alone(&self, writer: &Writer, turn: &mut Turn<'_, FxHashSet<u32>>) -> Result<()> {
         self.check_open(writer, true)?;
         turn.begin();
         let mut captured = self.tables.cache.capture();
-        let result = self.write_tables(writer, &mut captured);
+        let result = self.write_tables(writer, &mut captured, turn);
         match &result {
             Ok(()) => {
                 self.tables.cache.release(&captured);
@@ -140,8 +143,14 @@ impl VmfsSparse {
         result.map_err(|(error, _)| error)
     }
 
-    /// Writes captured tables. The flag in the error tells whether a flush failed.
-    fn write_tables(&self, writer: &Writer, captured: &mut [Captured]) -> std::result::Result<(), (Error, bool)> {
+    /// Writes captured tables; `durable` are those that an earlier commit has flushed, and maybe named. The flag in the
+    /// error tells whether a flush failed.
+    fn write_tables(
+        &self,
+        writer: &Writer,
+        captured: &mut [Captured],
+        durable: &mut FxHashSet<u32>,
+    ) -> std::result::Result<(), (Error, bool)> {
         let flush = || {
             let context = || format!("{}: cannot flush", self.image);
             self.file.file().sync().during(context).map_err(|error| (error, true))
@@ -150,16 +159,20 @@ impl VmfsSparse {
             let context = || format!("{}: cannot write grain tables", self.image);
             self.file.write_at(&[bytes], sector * SECTOR, false).during(context).map_err(|error| (error, false))
         };
-        let (new, old): (Vec<&Captured>, Vec<&Captured>) = {
+        let (new, old, mut named): (Vec<&Captured>, Vec<&Captured>, Vec<u32>) = {
             let unnamed = writer.unnamed.lock();
             // A captured table gets its location under this lock. A sort during that change may panic.
             captured.sort_unstable_by_key(|table| self.tables.place(table.index));
-            captured.iter().partition(|table| unnamed.contains_key(&table.index))
+            let named = captured.iter().map(|table| table.index).filter(|index| unnamed.contains_key(index)).collect();
+            let is_new = |index: &u32| unnamed.contains_key(index) && !durable.contains(index);
+            let (new, old) = captured.iter().partition(|table| is_new(&table.index));
+            (new, old, named)
         };
         for table in &new {
             write(&self.tables.encode(&table.list, 0..TABLE_SECTORS as u32), self.tables.place(table.index))?;
         }
         flush()?;
+        durable.extend(new.iter().map(|table| table.index));
         if captured.is_empty() {
             return Ok(());
         }
@@ -169,10 +182,9 @@ impl VmfsSparse {
                 write(&self.tables.encode(&table.list, parts.clone()), place + u64::from(parts.start))?;
             }
         }
-        let mut sectors: Vec<u64> = new.iter().map(|table| self.tables.directory_sector(table.index)).collect();
+        let mut sectors: Vec<u64> = named.iter().map(|index| self.tables.directory_sector(*index)).collect();
         sectors.sort_unstable();
         sectors.dedup();
-        let mut named: Vec<u32> = new.iter().map(|table| table.index).collect();
         named.sort_unstable();
         // The sectors are encoded under the lock, because a table that is added meanwhile is not in the file yet.
         let directory: Vec<(u64, Vec<u8>)> = {
@@ -188,6 +200,7 @@ impl VmfsSparse {
         flush()?;
         let mut unnamed = writer.unnamed.lock();
         unnamed.retain(|index, _| named.binary_search(index).is_err());
+        durable.clear();
         Ok(())
     }
 

@@ -23,6 +23,7 @@ use super::tables::{DATA, PARTS_ALL, parts_of};
 use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use rustc_hash::FxHashSet;
 use std::time::{Duration, Instant};
 use work::{Progress, Throttle};
 
@@ -195,8 +196,8 @@ impl VmfsSparse {
         // While the gate is held exclusively there are no writes and no commits; reads continue.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
-        let _between_commits = round.writer.commits.turn();
-        if table_beyond && self.move_table(round, index)? {
+        let mut between_commits = round.writer.commits.turn();
+        if table_beyond && self.move_table(round, index, &mut between_commits)? {
             round.moved += TABLE_SECTORS;
             return Ok(true);
         }
@@ -238,8 +239,9 @@ impl VmfsSparse {
         Ok(round.moved > before)
     }
 
-    /// Moves a table into a hole, if there is one that fits.
-    fn move_table(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
+    /// Moves a table into a hole, if there is one that fits. `durable` are the tables that the next commit writes after
+    /// the payload.
+    fn move_table(&self, round: &mut Round<'_>, index: u32, durable: &mut FxHashSet<u32>) -> Result<bool> {
         let mut unnamed = round.writer.unnamed.lock();
         let old = self.tables.place(index);
         let Some(place) = round.writer.space.lock().take_hole(TABLE_SECTORS, 0) else {
@@ -254,6 +256,7 @@ impl VmfsSparse {
         let load = || self.tables.load(&self.file, index);
         self.tables.cache.change(index, load, |_| ((), PARTS_ALL))?;
         unnamed.entry(index).or_insert(old as u32);
+        durable.remove(&index);
         self.tables.set_place(index, place);
         Ok(true)
     }

@@ -257,7 +257,7 @@ impl VsanSparse {
             });
             drop(order);
             let done = self.commit_captured(writer, turn, &records, job);
-            return done.inspect_err(|_| writer.commits.stop());
+            return done.map_err(|error| writer.commits.stop_after(error));
         }
     }
 

@@ -1,4 +1,5 @@
-//! A flush that a full file system refuses, so that the data stays in memory: the snapshot before it is complete.
+//! Flushes for which a full file system refuses writes. A VMFSsparse image keeps the data in memory, and the snapshot
+//! before the flush is complete. Other images stop, and their disk is opened again.
 
 use crate::world::{options, read};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -105,4 +106,41 @@ fn a_snapshot_whose_flush_lacks_space_is_complete() {
     drop((chain, disk));
     let disk = Disk::open(Folder::plain(machine.crash().directory()), &options(2)).unwrap();
     assert!(read(&disk.chain().unwrap()) == content);
+}
+
+/// The file system refuses writes to reserved space, as btrfs does for files that it copies on write.
+#[test]
+fn a_disk_whose_tables_are_refused_stops_and_is_opened_again() {
+    let cases = [
+        (ImageKind::MonolithicSparse, None, "vm.vmdk"),
+        (ImageKind::Thin, Some(DeltaFormat::SeSparse), "vm-000001-sesparse.vmdk"),
+        (ImageKind::Thin, Some(DeltaFormat::VsanSparse), "vm-000001-vsan.vmdk"),
+    ];
+    for (kind, delta, name) in cases {
+        let machine = SimulatedDisk::new(1, SimulatedOptions::default());
+        let refuses = Arc::new(AtomicBool::new(false));
+        let folder = Refusing { inner: machine.directory(), name, refuses: Arc::clone(&refuses) };
+        let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
+        let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
+        if delta.is_some() {
+            disk.snapshot(&NewSnapshot::named("one")).unwrap();
+        }
+        let chain = disk.chain().unwrap();
+        chain.write(0, &[1; 8192]).unwrap();
+        chain.flush().unwrap();
+        chain.write(128 << 10, &[2; 8192]).unwrap();
+        refuses.store(true, Ordering::SeqCst);
+        assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped, "{name}");
+        let why = disk.stopped().unwrap();
+        assert!(why.contains("free space"), "{name}: {why}");
+        refuses.store(false, Ordering::SeqCst);
+        drop(chain);
+        assert!(disk.reopen().unwrap(), "{name}: the write before the flush may be lost");
+        let chain = disk.chain().unwrap();
+        chain.write(128 << 10, &[3; 8192]).unwrap();
+        chain.flush().unwrap();
+        let content = read(&chain);
+        assert!(content[..8192] == [1; 8192] && content[128 << 10..][..8192] == [3; 8192], "{name}");
+        disk.close().unwrap();
+    }
 }

@@ -173,6 +173,32 @@ fn a_failing_target_ends_the_migration_and_fails_no_request() {
 }
 
 #[test]
+fn a_full_source_is_copied_although_requests_are_refused() {
+    let before = content(6, 60);
+    let (source, target) = (MemoryDevice::new(before), MemoryDevice::new(vec![0; CAPACITY]));
+    let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
+    source.failing.store(true, Ordering::SeqCst);
+    source.partly.store(true, Ordering::SeqCst);
+    let refused = |at: u64| {
+        assert_eq!(mirror.write(at, placed(at, &[9; 300 << 10]), false).unwrap_err().kind(), ErrorKind::NoSpace);
+        let zeroed = mirror.write_zeroes(at + (1 << 20), 8192, false, false);
+        assert_eq!(zeroed.unwrap_err().kind(), ErrorKind::NoSpace);
+        mirror.discard(at + (2 << 20), 1 << 20, false).unwrap();
+    };
+    // Before the copy, and after it.
+    refused(512);
+    mirror.mark_data(&NoProgress).unwrap();
+    mirror.copy(&NoProgress).unwrap();
+    assert!(target.bytes() == source.bytes());
+    refused(8192);
+    refused(3 << 20);
+    source.failing.store(false, Ordering::SeqCst);
+    mirror.settle().unwrap();
+    mirror.commit(|| Ok(())).unwrap();
+    assert!(target.bytes() == source.bytes());
+}
+
+#[test]
 fn a_failing_target_fails_requests_after_the_commit() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();

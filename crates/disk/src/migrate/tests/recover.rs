@@ -6,11 +6,12 @@ use super::super::intent::{Copy, Intent, Intents, Stage};
 use super::super::testbed::{placed, range};
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Datastore, DiskFormat, ImageKind, InitOptions, LimitsChange, NewDisk, NoProgress, Provisioning,
-    QueueChoice, SettingsChange, SnapshotOptions,
+    CheckOptions, Datastore, DiskFormat, ImageKind, InitOptions, LimitsChange, NewDisk, NoProgress, Progress,
+    Provisioning, QueueChoice, SettingsChange, SnapshotOptions,
 };
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use error::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
@@ -131,6 +132,44 @@ fn a_power_cut_anywhere_leaves_one_complete_copy() {
         }
     }
     assert!(before > 10 && after > 3, "{before} before, {after} after");
+}
+
+/// Fills the medium once everything is copied, also in place of what the datastore reserves.
+struct FullAtTheEnd(SimulatedDisk);
+
+impl Progress for FullAtTheEnd {
+    fn update(&self, done: u64, total: u64) {
+        if total > 0 && done == total {
+            let _ = self.0.directory().remove("spare");
+            self.0.set_capacity(0);
+        }
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn a_migration_without_space_for_its_record_leaves_the_disk_as_it_was() {
+    let medium = SimulatedDisk::new(2, SimulatedOptions::default());
+    Datastore::init_in(medium.directory(), InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&medium).unwrap();
+    datastore.create_disk("a", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
+    let device = datastore.device("a", false).unwrap();
+    device.write(0, placed(0, &[7; 8192]), true).unwrap();
+    let refused = datastore.migrate("a", &to_thick(), &FullAtTheEnd(medium.clone())).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
+    device.write(0, placed(0, &[8; 4096]), true).unwrap();
+    medium.set_capacity(1 << 40);
+    device.write(64 << 10, placed(0, &[9; 4096]), true).unwrap();
+    drop(device);
+    let disks = datastore.disks().unwrap();
+    assert_eq!(disks.iter().map(|disk| disk.provisioning).collect::<Vec<_>>(), [Provisioning::Thin]);
+    assert!(Intents::new(medium.directory()).all().unwrap().0.is_empty());
+    datastore.migrate("a", &to_thick(), &NoProgress).unwrap();
+    let moved = datastore.device("a", false).unwrap().read(0, 8192).unwrap();
+    assert!(moved[..4096] == [8; 4096] && moved[4096..] == [7; 4096]);
+    datastore.close().unwrap();
 }
 
 #[test]

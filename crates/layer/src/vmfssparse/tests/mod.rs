@@ -187,6 +187,54 @@ fn large_writes_are_aligned_to_large_boundaries_without_waste() {
     );
 }
 
+/// A commit lacks space after it has written the directory entry of one of two new tables. If the next commit wrote
+/// that table before the payload is durable, a power cut could leave entries for payload that was never written.
+#[test]
+fn a_table_that_a_refused_commit_has_named_is_written_after_its_payload() {
+    const SPAN: u64 = 4096 * SECTOR;
+    for killed_at_the_flush in [true, false] {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+        create(Arc::clone(&file), "image", &CreateOptions { capacity: 400 * SPAN, grain_sectors: 1 }).unwrap();
+        disk.directory().sync().unwrap();
+        let (left, killed) = (Arc::new(AtomicU32::new(u32::MAX)), Arc::new(AtomicBool::new(false)));
+        let (permitted, is_killed) = (Arc::clone(&left), Arc::clone(&killed));
+        let gate = move |request: Request| -> std::io::Result<()> {
+            let take = |left: u32| left.checked_sub(1);
+            match request {
+                Request::Write if permitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_err() => {
+                    Err(std::io::ErrorKind::StorageFull.into())
+                }
+                Request::Sync if is_killed.load(Ordering::SeqCst) => {
+                    Err(std::io::Error::other("the process is killed"))
+                }
+                _ => Ok(()),
+            }
+        };
+        let layer = VmfsSparse::open(Arc::new(Gated { inner: file, gate }), &OpenOptions::writing("image")).unwrap();
+        layer.write(0, &[&[1; SECTOR as usize]]).unwrap();
+        layer.write(256 * SPAN, &[&[1; SECTOR as usize]]).unwrap();
+        // Both tables, and the sector of the directory for the first one.
+        left.store(3, Ordering::SeqCst);
+        assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::NoSpace);
+        left.store(u32::MAX, Ordering::SeqCst);
+        layer.write(4096, &[&[2; SECTOR as usize]]).unwrap();
+        killed.store(killed_at_the_flush, Ordering::SeqCst);
+        assert_eq!(layer.flush().is_err(), killed_at_the_flush);
+        for _ in 0..200 {
+            let file = disk.crash().directory().open("image", IoMode::Buffered).unwrap();
+            let layer = VmfsSparse::open(file, &OpenOptions::reading("image")).unwrap();
+            let read = |at: u64| read(&layer, at..at + SECTOR, Some(&[9; 8192])).unwrap();
+            if !killed_at_the_flush {
+                assert_eq!((read(0), read(256 * SPAN)), (vec![1; SECTOR as usize], vec![1; SECTOR as usize]));
+            }
+            let found = read(4096);
+            let is_old = killed_at_the_flush && found == [9; SECTOR as usize];
+            assert!(is_old || found == [2; SECTOR as usize], "content that was never written");
+        }
+    }
+}
+
 #[test]
 fn a_close_that_lacks_space_can_be_repeated() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());

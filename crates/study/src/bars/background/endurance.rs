@@ -4,9 +4,9 @@
 //! peak loads between them: many connections that write and read at once and then close. Afterwards, the server's
 //! memory must not exceed the configured limits plus the amount that the manual states in addition.
 
-use super::{BUSY, DISK, IMAGES, SPARSE, Stage, WORK};
+use super::{BUSY, DISK, Stage, WORK};
 use crate::bars::load::{Load, at_once, mixed};
-use crate::bars::{BLOCK, Setting, fill, say};
+use crate::bars::{BLOCK, Setting, say};
 use crate::error::Result;
 use crate::nbd::Client;
 use crate::process;
@@ -82,18 +82,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut Random) -> Result<()> {
     let size = setting.plan.disk_size;
     match name {
-        "full-clone" => stage.datastore.delete("copy"),
-        "send" => stage.there.delete("copy"),
-        "reclaim" => {
-            fill(&stage.datastore.endpoint(SPARSE), size)?;
-            stage.discard_half(size, random)
-        }
+        // The level for the next round is added after the migration.
+        "consolidate" => Ok(()),
         "migrate" => {
-            stage.datastore.verb(&["disk", "migrate", IMAGES, "--format", "thin", "--delta", "sesparse"])?;
+            stage.prepare_again(size, name, random)?;
             stage.add_level(size, &format!("round-{round}"), random)
         }
         super::DETACH => super::delete_clones(&stage.datastore),
-        _ => Ok(()),
+        _ => stage.prepare_again(size, name, random),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The effect of background work on a client with a steady load: 2,000 random 4 KiB writes per second to one disk,
-//! alone and during each kind of work. lamina slows the work down depending on the client's latency.
+//! alone and during each kind of work. lamina slows the work down depending on the client's latency. So the time of the
+//! work is measured without the client, too.
 
 pub mod endurance;
 
@@ -13,7 +14,7 @@ use crate::peers::Server;
 use crate::process;
 use crate::random::Random;
 use crate::report::{Finding, Outcome};
-use crate::statistics::percentile;
+use crate::statistics::{percentile, ratio};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -110,6 +111,26 @@ impl Stage {
         }
     }
 
+    /// Restores the state from before this kind of work, so that the work can be done again.
+    fn prepare_again(&self, disk_size: u64, name: &str, random: &mut Random) -> Result<()> {
+        match name {
+            "full-clone" => self.datastore.delete("copy"),
+            SEND => self.there.delete("copy"),
+            "reclaim" => {
+                fill(&self.datastore.endpoint(SPARSE), disk_size)?;
+                self.discard_half(disk_size, random)
+            }
+            "consolidate" => {
+                (0..LEVELS).try_for_each(|level| self.add_level(disk_size, &format!("again-{level}"), random))
+            }
+            "migrate" => {
+                let back = ["disk", "migrate", IMAGES, "--format", "thin", "--delta", "sesparse"];
+                self.datastore.verb(&back).map(|_| ())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Takes a snapshot of the disk with images, and writes an eighth of the disk again after it.
     fn add_level(&self, disk_size: u64, snapshot: &str, random: &mut Random) -> Result<()> {
         self.datastore.snapshot(IMAGES, snapshot)?;
@@ -138,24 +159,36 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     if work.is_empty() {
         return Err(no_cell(plan, &WORK.map(|(name, _)| name)));
     }
-    let stage = Stage::make(setting, "background", &mut Random::new(plan.seed))?;
+    let mut random = Random::new(plan.seed);
+    let stage = Stage::make(setting, "background", &mut random)?;
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
     for (name, verbs) in work {
         setting.scratch.rest(stage.datastore.path())?;
+        let mut idle = None;
+        // Snapshots and detached clones are made at a fixed rate, so their time is always the same.
+        if !matches!(name, SNAPSHOTS | DETACH) {
+            say(&format!("{name} without other load"));
+            let begun = Instant::now();
+            stage.work(name, verbs)?;
+            idle = Some(begun.elapsed().as_secs_f64());
+            stage.prepare_again(plan.disk_size, name, &mut random)?;
+            setting.scratch.rest(stage.datastore.path())?;
+        }
         let mut doing = || stage.work(name, verbs);
-        raw.push(beside(setting, &stage.datastore, name, &mut doing, &mut outcome)?);
+        raw.push(beside(setting, &stage.datastore, name, idle, &mut doing, &mut outcome)?);
     }
     stage.stop()?;
     outcome.raw = Value::Array(raw);
     Ok(outcome)
 }
 
-/// Measures one kind of work.
+/// Measures one kind of work, which took `idle` seconds without the load.
 fn beside(
     setting: &Setting,
     datastore: &Datastore,
     name: &str,
+    idle: Option<f64>,
     work: &mut dyn FnMut() -> Result<()>,
     outcome: &mut Outcome,
 ) -> Result<Value> {
@@ -181,9 +214,15 @@ fn beside(
         Finding::new(PROPERTY, what("longest request meanwhile"), longest, "ms").at_most(LONGEST_MAX_MS),
         Finding::new(PROPERTY, what("time"), seconds, "s"),
     ]);
+    if let Some(idle) = idle {
+        outcome.findings.extend([
+            Finding::new(PROPERTY, what("time without the load"), idle, "s"),
+            Finding::new(PROPERTY, what("multiple of the time without the load"), ratio(seconds, idle), ""),
+        ]);
+    }
     Ok(json!({
         "work": name, "p99_alone_ms": alone, "p99_beside_ms": beside, "longest_ms": longest, "seconds": seconds,
-        "requests": timings.len(),
+        "idle_seconds": idle, "requests": timings.len(),
     }))
 }
 
