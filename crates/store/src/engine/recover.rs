@@ -439,9 +439,15 @@ impl Engine {
         let disks: Vec<(u64, u64)> =
             self.with_catalog(|catalog| catalog.disks().map(|disk| (disk.id, disk.size_in_blocks())).collect());
         for (disk, end) in disks {
-            // If the file system is too full to unmap the blocks, they stay mapped. Clients cannot read them, and they
-            // are unmapped before the disk grows.
-            unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
+            // If the file system is too full to unmap the blocks, or the disk's map cannot be read, they stay mapped.
+            // Clients cannot read them, and they are unmapped before the disk grows.
+            match unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT)) {
+                Err(error) if is_lost(&error) => {
+                    self.check_running()?;
+                    tracing::error!(%error, disk, "blocks past the end of a disk cannot be unmapped");
+                }
+                other => other?,
+            }
         }
         Ok(())
     }
