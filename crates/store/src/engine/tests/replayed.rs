@@ -42,3 +42,22 @@ fn a_lost_root_does_not_prevent_the_opening_after_a_kill() {
         is_whole(&engine);
     }
 }
+
+#[test]
+fn an_unreadable_block_that_was_being_overwritten_gets_its_journalled_content() {
+    let (disk, engine) = made();
+    // Reserves enough space first, so that the steps below reserve none.
+    drop(engine.claim_blocks(1024).unwrap());
+    // Puts payload of the block into the journal.
+    write(&engine, 0, 1);
+    engine.flush().unwrap();
+    // Overwrites the block in place, after an announcement.
+    write(&engine, 0, 2);
+    engine.settle(&engine.head(1)).unwrap();
+    let (_, offset) = engine.files.locate(own_block(&engine, 1, 0)).unwrap();
+    drop(engine);
+    disk.fail_reads("data.0000", offset..offset + BLOCK_SIZE as u64).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    is_whole(&engine);
+}
