@@ -1,9 +1,10 @@
 //! Operations of the journal that replay leaves out, because the metadata that they change is damaged.
 //!
 //! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
-//! the datastore, because its checkpoint would release the journal. A repair first restores all pages that it can, and
-//! then leaves out operations on objects with records on lost pages of the catalog. A salvage leaves out every
-//! operation that fails, and reports the ranges.
+//! the datastore, because its checkpoint would release the journal. Drops of deleted trees are an exception, because
+//! they change no content (`replay/drops.rs`). A repair first restores all pages that it can, and then leaves out
+//! operations on objects with records on lost pages of the catalog. A salvage leaves out every operation that fails,
+//! and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -95,7 +96,8 @@ impl LeftOut {
         if self.tolerance != Tolerance::Everything {
             return Ok(false);
         }
-        if !range.is_empty() && !is_readable(meta, id, range.clone()) {
+        let drops = matches!(operation, Operation::Drop { .. });
+        if !drops && !range.is_empty() && !is_readable(meta, id, range.clone()) {
             self.lose(id, range);
             return Ok(true);
         }

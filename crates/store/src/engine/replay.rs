@@ -6,6 +6,9 @@
 //! the block is marked as suspect. A suspect block was being overwritten by a write that was not acknowledged as
 //! durable: any content that is found in it is valid.
 
+mod drops;
+
+use self::drops::Drops;
 use super::left_out::LeftOut;
 use super::metadata::Effects;
 use super::placement::Doubts;
@@ -23,7 +26,7 @@ impl Engine {
     /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
         self.find_reserved_nodes()?;
-        let mut doubts = Doubts::default();
+        let (mut doubts, mut drops) = (Doubts::default(), Drops::default());
         let mut count = 0;
         let mut place = from;
         while place != end {
@@ -41,7 +44,8 @@ impl Engine {
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
-                    self.replay_one(&mut doubts, left_out, &operation, place.position).map_err(|error| {
+                    let replayed = self.replay_one(&mut doubts, &mut drops, left_out, &operation, place.position);
+                    replayed.map_err(|error| {
                         error.context(format!("replaying the journal at {} failed", place.position))
                     })?;
                     count += 1;
@@ -56,16 +60,22 @@ impl Engine {
     fn replay_one(
         &self,
         doubts: &mut Doubts,
+        drops: &mut Drops,
         left_out: &mut LeftOut,
         operation: &Operation,
         position: u64,
     ) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
+        let ready = self.drop_before(meta, doubts, drops, operation);
         if left_out.leaves_out(meta, operation)? {
             return Ok(());
         }
-        match self.carry_out_again(meta, doubts, operation, position) {
+        let replayed = ready.and_then(|()| match operation {
+            Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
+            _ => self.carry_out_again(meta, doubts, operation, position),
+        });
+        match replayed {
             Err(error) if left_out.tolerates(operation, &error) => Ok(()),
             other => other,
         }

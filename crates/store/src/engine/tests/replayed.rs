@@ -1,8 +1,9 @@
 //! Openings after a kill, with a page or a block that the medium has lost: each loses no more than its own content.
 
 use super::between::lose_page;
-use super::unreadable::grown;
+use super::unreadable::{grown, leaves};
 use super::*;
+use crate::sync::atomic::Ordering;
 
 fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
     let head = engine.head(disk);
@@ -60,4 +61,115 @@ fn an_unreadable_block_that_was_being_overwritten_gets_its_journalled_content() 
     let engine = open(&disk).unwrap();
     assert_eq!(value(&engine, 0).unwrap(), 1);
     is_whole(&engine);
+}
+
+fn checkpoints(engine: &Engine) -> u64 {
+    engine.counters.checkpoints.load(Ordering::Relaxed)
+}
+
+/// Deletes disk 1, drops its whole tree, and writes a new disk until the disk has got the first block of disk 1. Then
+/// drops the engine without closing, as by a kill. Returns the new disk and the number of its blocks.
+fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
+    let before = checkpoints(&engine);
+    let first = own_block(&engine, 1, 0).start;
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+    {
+        let mut meta = engine.meta.lock();
+        meta.release_freed();
+        engine.update_headroom(&meta);
+    }
+    let new = add_disk(&engine, "new", 1 << 20, Provisioning::Thin);
+    let head = engine.head(new);
+    let mut blocks = 0;
+    while engine.meta.lock().entry(first).unwrap().references == 0 {
+        assert!(blocks < 1 << 16, "the block is not allocated again");
+        for block in blocks..blocks + 64 {
+            engine.write_blocks(&head, block, slice(3, 1)).unwrap();
+        }
+        engine.settle(&head).unwrap();
+        blocks += 64;
+    }
+    engine.flush().unwrap();
+    assert_eq!(checkpoints(&engine), before, "replay does not begin before the deletion");
+    (new, blocks)
+}
+
+fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
+    for block in 0..blocks {
+        assert_eq!(get(engine, disk, block).unwrap(), 3);
+        let place = own_block(engine, disk, block).start;
+        assert_eq!(engine.meta.lock().entry(place).unwrap().references, 1);
+    }
+}
+
+/// Two leaves that were not merged at run time, because one of them could not be read, are merged by replay, and split
+/// at another place later. At run time one of them then becomes empty, but none of those that replay sees.
+#[test]
+fn a_deletion_is_replayed_although_the_tree_has_more_leaves_than_at_run_time() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let engine = open(&disk).unwrap();
+    let vm = engine.head(1);
+    let discard = |blocks: std::ops::Range<u64>| {
+        engine.discard_blocks(&vm, blocks).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+    };
+    // Leaves about ten extents of a leaf.
+    let shrink = |leaf: usize| discard(leaves[leaf].0 + 20..leaves[leaf + 1].0 - 1);
+    shrink(2);
+    engine.checkpoint().unwrap();
+    let before = checkpoints(&engine);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", leaves[2].1);
+    shrink(1);
+    mend();
+    assert!(leaves[2].0 - leaves[1].0 > 500, "{leaves:?}");
+    // With 240 further extents, the first leaf is nearly full, and the merged one would be more than full.
+    for i in 0..240 {
+        write(&engine, leaves[1].0 + 20 + 2 * i, 2);
+        if i % 60 == 59 {
+            engine.settle(&vm).unwrap();
+        }
+    }
+    discard(leaves[2].0..leaves[2].0 + 20);
+    assert_eq!(checkpoints(&engine), before);
+    drop(vm);
+    let (new, blocks) = delete_and_reuse(engine);
+    let engine = open(&disk).unwrap();
+    is_reused(&engine, new, blocks);
+    while engine.drop_all_trash().unwrap() {}
+    assert_eq!(engine.counts().data.used, blocks);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_lost_leaf_of_a_deleted_disk_does_not_prevent_the_opening_after_a_kill() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let leaves = leaves(&disk);
+        let (new, blocks) = delete_and_reuse(open(&disk).unwrap());
+        let mend = spoil(&disk, "map", leaves[2].1, corrupt);
+        let salvage = Salvage::open(disk.directory()).unwrap();
+        let content = salvage.contents(new, 0..blocks).unwrap();
+        assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 3)), "corrupt: {corrupt}");
+        drop(salvage);
+        let engine = open(&disk).unwrap();
+        is_reused(&engine, new, blocks);
+        // The leaf can be read again. It must not free blocks of the new disk.
+        mend();
+        engine.load_unreadable();
+        while engine.drop_all_trash().unwrap() {}
+        is_reused(&engine, new, blocks);
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        assert_eq!(engine.counts().data.used, blocks);
+        is_whole(&engine);
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        is_reused(&engine, new, blocks);
+        is_whole(&engine);
+    }
 }
