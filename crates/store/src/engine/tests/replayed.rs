@@ -173,3 +173,56 @@ fn a_lost_leaf_of_a_deleted_disk_does_not_prevent_the_opening_after_a_kill() {
         is_whole(&engine);
     }
 }
+
+#[test]
+fn a_closed_store_opens_although_its_journal_cannot_be_read() {
+    let (disk, mut engine) = with_a_block(256);
+    for byte in 2..5 {
+        write(&engine, 0, byte);
+        engine.close().unwrap();
+        drop(engine);
+        disk.fail_reads(JOURNAL_FILE, 0..RING).unwrap();
+        engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), byte);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn an_unreadable_block_behind_the_end_of_the_journal_does_not_prevent_an_opening() {
+    let (disk, engine) = with_a_block(256);
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    let behind = engine.log.head() + 16 * BLOCK_SIZE as u64;
+    drop(engine);
+    assert!(behind + BLOCK_SIZE as u64 <= RING);
+    disk.fail_reads(JOURNAL_FILE, behind..behind + BLOCK_SIZE as u64).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_journal_ends_before_an_unreadable_batch_only_in_a_repair_or_a_salvage() {
+    let (disk, engine) = with_a_block(256);
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    let end = engine.log.head();
+    drop(engine);
+    assert!(end + BLOCK_SIZE as u64 <= RING);
+    disk.fail_reads(JOURNAL_FILE, end..end + BLOCK_SIZE as u64).unwrap();
+    let refused = open(&disk).err().expect("a batch that was acknowledged may be lost");
+    assert!(refused.kind() == ErrorKind::Io && refused.to_string().contains("lamina check --repair"), "{refused}");
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    assert!(salvage.is_behind());
+    assert_eq!(salvage.contents(1, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(2));
+    drop(salvage);
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    let report = engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+    let [finding] = &report.findings[..] else { panic!("{report:?}") };
+    assert!(finding.problem.contains("the journal cannot be read") && finding.repaired.is_some(), "{finding:?}");
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+    engine.close().unwrap();
+    drop(engine);
+    is_whole(&open(&disk).unwrap());
+}
