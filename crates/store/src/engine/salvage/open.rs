@@ -188,7 +188,7 @@ fn take_images_home(
             images.take_home(&head, files)?;
             head
         }
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
+        Err(error) if is_lost(&error) => {
             let Some((head, lost)) = images.take_whole_home(files)? else { return Err(error) };
             if head.number != superblock.checkpoint {
                 return Err(error);

@@ -226,3 +226,52 @@ fn a_journal_ends_before_an_unreadable_batch_only_in_a_repair_or_a_salvage() {
     drop(engine);
     is_whole(&open(&disk).unwrap());
 }
+
+#[test]
+fn images_that_no_superblock_names_need_not_be_readable() {
+    for closed in [false, true] {
+        let (disk, engine) = with_a_block(256);
+        write(&engine, 0, 2);
+        engine.flush().unwrap();
+        if closed {
+            engine.close().unwrap();
+        }
+        drop(engine);
+        disk.fail_reads(IMAGES_FILE, 0..BLOCK_SIZE as u64).unwrap();
+        let engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), 2);
+        is_whole(&engine);
+        engine.close().unwrap();
+        drop(engine);
+        assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
+    }
+}
+
+/// A store that has failed while it wrote the images of a checkpoint to their places.
+fn with_named_images() -> SimulatedDisk {
+    let named = (0..60).find_map(|number| {
+        let (disk, engine) = with_a_block(256);
+        (1..100).for_each(|block| write(&engine, block, 2));
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        disk.fail_operation(disk.operations() + number);
+        let _ = engine.checkpoint();
+        drop(engine);
+        disk.mend();
+        let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+        Superblock::read(&*file).unwrap().0.images.map(|_| disk)
+    });
+    named.unwrap()
+}
+
+#[test]
+fn a_salvage_reads_the_other_images_if_one_is_unreadable() {
+    let disk = with_named_images();
+    // The head of the file and the keys of the images take a block each.
+    let first = 2 * BLOCK_SIZE as u64;
+    disk.fail_reads(IMAGES_FILE, first..first + BLOCK_SIZE as u64).unwrap();
+    assert_eq!(open(&disk).err().unwrap().kind(), ErrorKind::Io);
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    let notes = salvage.notes();
+    assert!(notes.iter().any(|note| note.starts_with("1 pages of the last checkpoint are lost")), "{notes:?}");
+}
