@@ -3,8 +3,8 @@
 //! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
 //! the datastore, because its checkpoint would release the journal. Drops of deleted trees are an exception, because
 //! they change no content (`replay/drops.rs`). A repair first restores all pages that it can, and then leaves out
-//! operations on objects with records on lost pages of the catalog. A salvage leaves out every operation that fails,
-//! and reports the ranges.
+//! operations on objects with records on lost pages of the catalog, and the parts of operations below lost nodes of the
+//! map (`replay/parts.rs`). A salvage leaves out every operation that fails, and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -20,7 +20,7 @@ use std::ops::Range;
 pub enum Tolerance {
     /// No operation.
     Nothing,
-    /// Operations on objects with lost records.
+    /// Operations on objects with lost records, and the parts of operations below lost nodes of the map.
     LostObjects,
     /// Every operation that fails.
     Everything,
@@ -66,6 +66,11 @@ impl LeftOut {
     /// No operation is left out yet.
     pub fn new(tolerance: Tolerance, next_id: u64) -> Self {
         Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
+    }
+
+    /// Whether the parts of operations below lost nodes are left out.
+    pub fn leaves_out_parts(&self) -> bool {
+        self.tolerance == Tolerance::LostObjects
     }
 
     fn is_missing(&self, meta: &Meta, id: u64) -> bool {

@@ -7,6 +7,7 @@
 //! durable: any content that is found in it is valid.
 
 mod drops;
+mod parts;
 
 use self::drops::Drops;
 use super::left_out::LeftOut;
@@ -73,6 +74,7 @@ impl Engine {
         }
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
+            _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
             _ => self.carry_out_again(meta, doubts, operation, position),
         });
         match replayed {

@@ -12,13 +12,15 @@
 //!    are dropped earlier than the journal says. This changes no content, because nothing is read from these trees.
 //! 3. References that no drop can remove, because a leaf is lost, are removed only after the object was removed from
 //!    the catalog: otherwise, a later drop of the leaf would take references from the new owner of the blocks. The
-//!    other blocks of the tree stay allocated until a repair counts all references.
+//!    other blocks of the tree stay allocated until a repair counts all references. The same is done with references
+//!    that a node has of which a repair has made the page invalid (`parts`).
 
 use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::patiently;
 use crate::space::Run;
+use crate::tree::NodeId;
 use crate::{Result, is_lost};
 use std::collections::BTreeSet;
 
@@ -29,8 +31,18 @@ pub(super) struct Drops {
     begun: BTreeSet<u64>,
     /// The objects among them whose next part cannot be dropped.
     lost: BTreeSet<u64>,
-    /// Whether an object was removed although a part of its tree was left.
-    removed: bool,
+    /// Nodes of which the pages were made invalid.
+    nodes: BTreeSet<NodeId>,
+    /// Whether lost nodes may have references on blocks that other trees get, and can never be read again.
+    abandoned: bool,
+}
+
+impl Drops {
+    /// Called before the page of a lost node is made invalid. True if this was not done before.
+    pub(super) fn note_lost_node(&mut self, id: NodeId) -> bool {
+        self.abandoned = true;
+        self.nodes.insert(id)
+    }
 }
 
 impl Engine {
@@ -86,7 +98,7 @@ impl Engine {
             | Operation::Unwritten { run, fresh: true, .. } => *run,
             _ => return Ok(()),
         };
-        while !drops.begun.is_empty() && meta.is_referenced(run)? {
+        while (drops.abandoned || !drops.begun.is_empty()) && meta.is_referenced(run)? {
             let mut dropped = false;
             // The trees take turns, because a single leaf of one of them may have the references.
             for object in drops.begun.clone() {
@@ -122,9 +134,10 @@ impl Meta {
         for object in std::mem::take(&mut drops.lost) {
             tracing::error!(object, "a deleted disk or snapshot is damaged: 'lamina check --repair' frees its space");
             self.catalog.remove(object);
-            drops.removed = true;
+            drops.abandoned = true;
         }
-        if !drops.removed {
+        // The trees of objects with lost records may have the references too. A record may be readable again later.
+        if !drops.abandoned || !self.catalog.lost().is_empty() {
             return Ok(());
         }
         for block in self.described(run) {

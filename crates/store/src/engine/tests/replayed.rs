@@ -67,23 +67,17 @@ fn checkpoints(engine: &Engine) -> u64 {
     engine.counters.checkpoints.load(Ordering::Relaxed)
 }
 
-/// Deletes disk 1, drops its whole tree, and writes a new disk until the disk has got the first block of disk 1. Then
-/// drops the engine without closing, as by a kill. Returns the new disk and the number of its blocks.
-fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
-    let before = checkpoints(&engine);
-    let first = own_block(&engine, 1, 0).start;
-    engine.delete_disk(1, &[]).unwrap();
-    while engine.drop_all_trash().unwrap() {}
-    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+/// Writes a new disk until the disk has got a block that was freed. Returns the new disk and the number of its blocks.
+fn reuse(engine: &Engine, freed: u64) -> (u64, u64) {
     {
         let mut meta = engine.meta.lock();
         meta.release_freed();
         engine.update_headroom(&meta);
     }
-    let new = add_disk(&engine, "new", 1 << 20, Provisioning::Thin);
+    let new = add_disk(engine, "new", 1 << 20, Provisioning::Thin);
     let head = engine.head(new);
     let mut blocks = 0;
-    while engine.meta.lock().entry(first).unwrap().references == 0 {
+    while engine.meta.lock().entry(freed).unwrap().references == 0 {
         assert!(blocks < 1 << 16, "the block is not allocated again");
         for block in blocks..blocks + 64 {
             engine.write_blocks(&head, block, slice(3, 1)).unwrap();
@@ -92,8 +86,20 @@ fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
         blocks += 64;
     }
     engine.flush().unwrap();
-    assert_eq!(checkpoints(&engine), before, "replay does not begin before the deletion");
     (new, blocks)
+}
+
+/// Deletes disk 1, drops its whole tree, and gives its first block to a new disk. Then drops the engine without
+/// closing, as by a kill. Returns the new disk and the number of its blocks.
+fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
+    let before = checkpoints(&engine);
+    let first = own_block(&engine, 1, 0).start;
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+    let reused = reuse(&engine, first);
+    assert_eq!(checkpoints(&engine), before, "replay does not begin before the deletion");
+    reused
 }
 
 fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
@@ -274,4 +280,60 @@ fn a_salvage_reads_the_other_images_if_one_is_unreadable() {
     let salvage = Salvage::open(disk.directory()).unwrap();
     let notes = salvage.notes();
     assert!(notes.iter().any(|note| note.starts_with("1 pages of the last checkpoint are lost")), "{notes:?}");
+}
+
+#[test]
+fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let leaves = leaves(&disk);
+        let (middle, leaf) = leaves[2];
+        let engine = open(&disk).unwrap();
+        let before = checkpoints(&engine);
+        let vm = engine.head(1);
+        let freed = own_block(&engine, 1, middle).start;
+        // The range ends in one leaf and begins in the one before.
+        engine.discard_blocks(&vm, middle - 20..middle + 20).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.commit_changes().unwrap();
+        let (new, blocks) = reuse(&engine, freed);
+        engine.write_blocks(&vm, middle - 20, slice(9, 40)).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+        assert_eq!(checkpoints(&engine), before);
+        // The engine is dropped without closing, as by a kill.
+        drop((vm, engine));
+        let at = leaf * BLOCK_SIZE as u64;
+        // More than a repair can correct.
+        let break_block = |name: &str, at: u64| {
+            (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
+        };
+        break_block(IMAGES_FILE, 0);
+        if corrupt {
+            break_block("map", at);
+        } else {
+            disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        }
+        let refused = open(&disk).err().unwrap();
+        assert!(refused.to_string().contains("lamina check --repair"), "{refused}");
+        let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        for _ in 0..2 {
+            is_reused(&engine, new, blocks);
+            // The first leaf ends before this block, and the lost one contains the rest of the write.
+            assert!((middle - 20..middle - 1).all(|block| value(&engine, block).unwrap() == 9));
+            for lost in [middle, middle + 19, middle + 100] {
+                assert_eq!(value(&engine, lost).unwrap_err().kind(), ErrorKind::Corrupt);
+            }
+            assert_eq!([0, leaves[3].0].map(|block| value(&engine, block).unwrap()), [1, 1]);
+            engine.close().unwrap();
+            drop(engine);
+            // The lost leaf is never read again, although the medium may be able to read its old content later.
+            let map = disk.directory().open("map", IoMode::Buffered).unwrap();
+            let mut page = Buffer::zeroed(1);
+            map.read_at(&mut page, at).unwrap();
+            assert!(page.iter().all(|byte| *byte == 0xff));
+            engine = open(&disk).unwrap();
+        }
+    }
 }
