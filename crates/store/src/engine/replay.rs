@@ -70,6 +70,7 @@ impl Engine {
         let meta = &mut *guard;
         let ready = self.drop_before(meta, doubts, drops, operation);
         if left_out.leaves_out(meta, operation)? {
+            drops.note_left_out();
             return Ok(());
         }
         let replayed = ready.and_then(|()| match operation {
@@ -103,6 +104,10 @@ impl Engine {
             }
             Operation::Synced { position: settled } => meta.settle(doubts, *settled)?,
             _ => {}
+        }
+        if let Operation::Map { run, .. } = operation {
+            // If the operation that freed the blocks was left out, payload from before it may be kept.
+            meta.forget_logged(*run);
         }
         let mut effects = Effects::default();
         meta.apply(operation, &mut effects)?;

@@ -33,7 +33,8 @@ pub(super) struct Drops {
     lost: BTreeSet<u64>,
     /// Nodes of which the pages were made invalid.
     nodes: BTreeSet<NodeId>,
-    /// Whether lost nodes may have references on blocks that other trees get, and can never be read again.
+    /// Whether nodes that are never read again, or are read by a salvage only, may have references on blocks that other
+    /// trees get.
     abandoned: bool,
 }
 
@@ -42,6 +43,11 @@ impl Drops {
     pub(super) fn note_lost_node(&mut self, id: NodeId) -> bool {
         self.abandoned = true;
         self.nodes.insert(id)
+    }
+
+    /// Called after an operation was left out. References that it drops remain.
+    pub(super) fn note_left_out(&mut self) {
+        self.abandoned = true;
     }
 }
 
@@ -131,13 +137,16 @@ impl Meta {
     /// Removes the objects with lost trees from the catalog, and all references on a run: none of them belongs to
     /// another tree, because the run was free when the operation was carried out at run time.
     fn take_from_lost(&mut self, doubts: &mut Doubts, drops: &mut Drops, run: Run) -> Result<()> {
+        // The trees of objects with lost records may have the references, and such a record may be readable later.
+        if !self.catalog.lost().is_empty() {
+            return Ok(());
+        }
         for object in std::mem::take(&mut drops.lost) {
             tracing::error!(object, "a deleted disk or snapshot is damaged: 'lamina check --repair' frees its space");
             self.catalog.remove(object);
             drops.abandoned = true;
         }
-        // The trees of objects with lost records may have the references too. A record may be readable again later.
-        if !drops.abandoned || !self.catalog.lost().is_empty() {
+        if !drops.abandoned {
             return Ok(());
         }
         for block in self.described(run) {

@@ -63,7 +63,8 @@ impl Engine {
         let mut parts = Vec::new();
         for (id, part, error) in found {
             match patiently(|| meta.nodes(&mut effects).node(id).map(drop)) {
-                Err(lost) if is_lost(&lost) => {
+                // A page counts as lost only if the medium can be read elsewhere.
+                Err(lost) if is_lost(&lost) && self.log.is_medium_readable() => {
                     if drops.note_lost_node(id) {
                         tracing::error!(error = %lost, disk, "changes in the journal are lost with a node of the map");
                         self.invalidate(id)?;
@@ -80,13 +81,6 @@ impl Engine {
 
     /// Overwrites the page of a lost node.
     fn invalidate(&self, id: NodeId) -> Result<()> {
-        // A page counts as lost only if the medium can be read elsewhere.
-        let catalog = self.meta.file(PageFile::Catalog);
-        let mut first = [0u8; BLOCK_SIZE];
-        catalog
-            .forget_cached()
-            .and_then(|()| catalog.read_at(&mut first, 0))
-            .during(|| "reading the catalog again".into())?;
         let (key, invalid) = (PageKey::new(PageFile::Map, id.0), [0xffu8; BLOCK_SIZE]);
         let written = self.meta.file(PageFile::Map).write_at(&[&invalid], key.offset(), true);
         written.during(|| format!("overwriting {key}"))

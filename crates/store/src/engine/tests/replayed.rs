@@ -67,8 +67,8 @@ fn checkpoints(engine: &Engine) -> u64 {
     engine.counters.checkpoints.load(Ordering::Relaxed)
 }
 
-/// Writes a new disk until the disk has got a block that was freed. Returns the new disk and the number of its blocks.
-fn reuse(engine: &Engine, freed: u64) -> (u64, u64) {
+/// Writes a new disk until the disk has got blocks that were freed. Returns the new disk and the number of its blocks.
+fn reuse(engine: &Engine, freed: &[u64]) -> (u64, u64) {
     {
         let mut meta = engine.meta.lock();
         meta.release_freed();
@@ -77,8 +77,8 @@ fn reuse(engine: &Engine, freed: u64) -> (u64, u64) {
     let new = add_disk(engine, "new", 1 << 20, Provisioning::Thin);
     let head = engine.head(new);
     let mut blocks = 0;
-    while engine.meta.lock().entry(freed).unwrap().references == 0 {
-        assert!(blocks < 1 << 16, "the block is not allocated again");
+    while freed.iter().any(|block| engine.meta.lock().entry(*block).unwrap().references == 0) {
+        assert!(blocks < 1 << 16, "the blocks are not allocated again");
         for block in blocks..blocks + 64 {
             engine.write_blocks(&head, block, slice(3, 1)).unwrap();
         }
@@ -97,9 +97,15 @@ fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
     engine.delete_disk(1, &[]).unwrap();
     while engine.drop_all_trash().unwrap() {}
     assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
-    let reused = reuse(&engine, first);
+    let reused = reuse(&engine, &[first]);
     assert_eq!(checkpoints(&engine), before, "replay does not begin before the deletion");
     reused
+}
+
+fn is_salvaged(disk: &SimulatedDisk, new: u64, blocks: u64) {
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    let content = salvage.contents(new, 0..blocks).unwrap();
+    assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 3)));
 }
 
 fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
@@ -158,10 +164,7 @@ fn a_lost_leaf_of_a_deleted_disk_does_not_prevent_the_opening_after_a_kill() {
         let leaves = leaves(&disk);
         let (new, blocks) = delete_and_reuse(open(&disk).unwrap());
         let mend = spoil(&disk, "map", leaves[2].1, corrupt);
-        let salvage = Salvage::open(disk.directory()).unwrap();
-        let content = salvage.contents(new, 0..blocks).unwrap();
-        assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 3)), "corrupt: {corrupt}");
-        drop(salvage);
+        is_salvaged(&disk, new, blocks);
         let engine = open(&disk).unwrap();
         is_reused(&engine, new, blocks);
         // The leaf can be read again. It must not free blocks of the new disk.
@@ -291,12 +294,17 @@ fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
         let engine = open(&disk).unwrap();
         let before = checkpoints(&engine);
         let vm = engine.head(1);
-        let freed = own_block(&engine, 1, middle).start;
+        write(&engine, middle + 1, 5);
+        engine.settle(&vm).unwrap();
+        // Puts payload of the new block into the journal.
+        write(&engine, middle + 1, 6);
+        engine.flush().unwrap();
+        let freed = [middle, middle + 1].map(|block| own_block(&engine, 1, block).start);
         // The range ends in one leaf and begins in the one before.
         engine.discard_blocks(&vm, middle - 20..middle + 20).unwrap();
         engine.settle(&vm).unwrap();
         engine.commit_changes().unwrap();
-        let (new, blocks) = reuse(&engine, freed);
+        let (new, blocks) = reuse(&engine, &freed);
         engine.write_blocks(&vm, middle - 20, slice(9, 40)).unwrap();
         engine.settle(&vm).unwrap();
         engine.flush().unwrap();
@@ -316,6 +324,7 @@ fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
         }
         let refused = open(&disk).err().unwrap();
         assert!(refused.to_string().contains("lamina check --repair"), "{refused}");
+        is_salvaged(&disk, new, blocks);
         let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
         engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
         for _ in 0..2 {
