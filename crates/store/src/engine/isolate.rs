@@ -144,7 +144,7 @@ impl Meta {
     fn unreadable(&mut self, disk: u64, range: Range<u64>, unmap: bool) -> Vec<(Range<u64>, Error)> {
         let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return Vec::new() };
         let (mut effects, mut mappings, mut out) = (Effects::default(), Vec::new(), Vec::new());
-        let mut lost = |range: Range<u64>, error: Error| {
+        let mut lost = |_: tree::NodeId, range: Range<u64>, error: Error| {
             if is_lost(&error) {
                 out.push((range, error));
             }

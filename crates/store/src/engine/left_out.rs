@@ -1,9 +1,10 @@
 //! Operations of the journal that replay leaves out, because the metadata that they change is damaged.
 //!
 //! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
-//! the datastore, because its checkpoint would release the journal. A repair first restores all pages that it can, and
-//! then leaves out operations on objects with records on lost pages of the catalog. A salvage leaves out every
-//! operation that fails, and reports the ranges.
+//! the datastore, because its checkpoint would release the journal. Drops of deleted trees are an exception, because
+//! they change no content (`replay/drops.rs`). A repair first restores all pages that it can, and then leaves out
+//! operations on objects with records on lost pages of the catalog, and the parts of operations below lost nodes of the
+//! map (`replay/parts.rs`). A salvage leaves out every operation that fails, and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -19,7 +20,7 @@ use std::ops::Range;
 pub enum Tolerance {
     /// No operation.
     Nothing,
-    /// Operations on objects with lost records.
+    /// Operations on objects with lost records, and the parts of operations below lost nodes of the map.
     LostObjects,
     /// Every operation that fails.
     Everything,
@@ -67,6 +68,11 @@ impl LeftOut {
         Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
     }
 
+    /// Whether the parts of operations below lost nodes are left out.
+    pub fn leaves_out_parts(&self) -> bool {
+        self.tolerance == Tolerance::LostObjects
+    }
+
     fn is_missing(&self, meta: &Meta, id: u64) -> bool {
         self.objects.contains(&id) || meta.catalog.may_have_lost(id, self.next_id)
     }
@@ -95,7 +101,8 @@ impl LeftOut {
         if self.tolerance != Tolerance::Everything {
             return Ok(false);
         }
-        if !range.is_empty() && !is_readable(meta, id, range.clone()) {
+        let drops = matches!(operation, Operation::Drop { .. });
+        if !drops && !range.is_empty() && !is_readable(meta, id, range.clone()) {
             self.lose(id, range);
             return Ok(true);
         }

@@ -271,7 +271,23 @@ impl Engine {
         if opening == Opening::Repair {
             journal.mend();
         }
-        let found = survey(&journal, superblock.incarnation)?;
+        // Nothing was appended after the tail of a store that was closed. If a copy of the superblock is lost, the
+        // store may have been opened since.
+        let closed = superblock.clean && !other_copy_lost;
+        if opening == Opening::Repair || closed {
+            journal.pass_over_unreadable();
+        }
+        let found = survey(&journal, superblock.incarnation).map_err(|error| opening.unrecovered(error))?;
+        if opening == Opening::Repair
+            && !closed
+            && let Some(error) = journal.unreadable(found.end, found.incarnation)
+        {
+            let at = found.end.position;
+            let problem = format!(
+                "the journal cannot be read at position {at}; changes that only this part has are lost: {error}"
+            );
+            found_first.add(problem, Some("the journal ends before this part".to_owned()));
+        }
         found.check_whole(opening)?;
         let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
@@ -439,9 +455,15 @@ impl Engine {
         let disks: Vec<(u64, u64)> =
             self.with_catalog(|catalog| catalog.disks().map(|disk| (disk.id, disk.size_in_blocks())).collect());
         for (disk, end) in disks {
-            // If the file system is too full to unmap the blocks, they stay mapped. Clients cannot read them, and they
-            // are unmapped before the disk grows.
-            unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
+            // If the file system is too full to unmap the blocks, or the disk's map cannot be read, they stay mapped.
+            // Clients cannot read them, and they are unmapped before the disk grows.
+            match unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT)) {
+                Err(error) if is_lost(&error) => {
+                    self.check_running()?;
+                    tracing::error!(%error, disk, "blocks past the end of a disk cannot be unmapped");
+                }
+                other => other?,
+            }
         }
         Ok(())
     }

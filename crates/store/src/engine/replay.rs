@@ -6,6 +6,10 @@
 //! the block is marked as suspect. A suspect block was being overwritten by a write that was not acknowledged as
 //! durable: any content that is found in it is valid.
 
+mod drops;
+mod parts;
+
+use self::drops::Drops;
 use super::left_out::LeftOut;
 use super::metadata::Effects;
 use super::placement::Doubts;
@@ -23,7 +27,7 @@ impl Engine {
     /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
         self.find_reserved_nodes()?;
-        let mut doubts = Doubts::default();
+        let (mut doubts, mut drops) = (Doubts::default(), Drops::default());
         let mut count = 0;
         let mut place = from;
         while place != end {
@@ -41,7 +45,8 @@ impl Engine {
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
-                    self.replay_one(&mut doubts, left_out, &operation, place.position).map_err(|error| {
+                    let replayed = self.replay_one(&mut doubts, &mut drops, left_out, &operation, place.position);
+                    replayed.map_err(|error| {
                         error.context(format!("replaying the journal at {} failed", place.position))
                     })?;
                     count += 1;
@@ -56,16 +61,24 @@ impl Engine {
     fn replay_one(
         &self,
         doubts: &mut Doubts,
+        drops: &mut Drops,
         left_out: &mut LeftOut,
         operation: &Operation,
         position: u64,
     ) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
+        let ready = self.drop_before(meta, doubts, drops, operation);
         if left_out.leaves_out(meta, operation)? {
+            drops.note_left_out();
             return Ok(());
         }
-        match self.carry_out_again(meta, doubts, operation, position) {
+        let replayed = ready.and_then(|()| match operation {
+            Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
+            _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
+            _ => self.carry_out_again(meta, doubts, operation, position),
+        });
+        match replayed {
             Err(error) if left_out.tolerates(operation, &error) => Ok(()),
             other => other,
         }
@@ -91,6 +104,10 @@ impl Engine {
             }
             Operation::Synced { position: settled } => meta.settle(doubts, *settled)?,
             _ => {}
+        }
+        if let Operation::Map { run, .. } = operation {
+            // If the operation that freed the blocks was left out, payload from before it may be kept.
+            meta.forget_logged(*run);
         }
         let mut effects = Effects::default();
         meta.apply(operation, &mut effects)?;
@@ -126,8 +143,10 @@ impl Engine {
             let (file, offset) = self.files.locate(run)?;
             if let Some(announced) = doubts.awaited(block) {
                 let mut found = Buffer::zeroed(1);
-                file.read_at(&mut found, offset).during(|| format!("reading block {block}"))?;
-                if checksum(&found) == announced {
+                if let Err(error) = file.read_at(&mut found, offset) {
+                    // The block does not have the complete content. Writing it makes it readable again.
+                    tracing::warn!(%error, block, "a block that was being overwritten cannot be read");
+                } else if checksum(&found) == announced {
                     continue;
                 }
             }

@@ -298,6 +298,7 @@ mod media;
 mod nodes;
 mod ownership;
 mod reads;
+mod replayed;
 mod room;
 mod served;
 mod unreadable;

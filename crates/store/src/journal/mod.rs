@@ -21,6 +21,7 @@ mod record;
 
 pub use record::{Operation, RUN_MAX, Reader, Writer};
 
+use crate::pages::patiently;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer, File};
 use std::sync::Arc;
@@ -106,6 +107,8 @@ pub struct Journal {
     staging: Buffer,
     /// Whether batches with one inverted bit are corrected when they are read.
     mending: bool,
+    /// Whether batches that the medium cannot read count as invalid.
+    passing: bool,
 }
 
 impl Journal {
@@ -122,6 +125,7 @@ impl Journal {
             trailed: None,
             staging: Buffer::default(),
             mending: false,
+            passing: false,
         }
     }
 
@@ -131,7 +135,19 @@ impl Journal {
         self.mending = true;
     }
 
-    /// Reads the batch at `place`. `None` at the end of the journal. A read error is returned as an error.
+    /// Makes batches that the medium cannot read count as invalid, so that the journal ends before them: for repair and
+    /// salvage, and for a store that was closed, which needs no batch.
+    pub fn pass_over_unreadable(&mut self) {
+        self.passing = true;
+    }
+
+    /// Why the medium cannot read the batch at `place`; `None` if it can.
+    pub fn unreadable(&self, place: Place, incarnation: u64) -> Option<Error> {
+        self.read_patiently(place, incarnation).err()
+    }
+
+    /// Reads the batch at `place`. `None` at the end of the journal. A read error is returned as an error, except after
+    /// [`Journal::pass_over_unreadable`].
     pub fn read(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         let found = self.read_any(place, incarnation)?;
         Ok(found.filter(|batch| batch.kind != BatchKind::Trailer))
@@ -139,6 +155,20 @@ impl Journal {
 
     /// Like [`Journal::read`], but returns trailers too.
     fn read_any(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
+        match self.read_patiently(place, incarnation) {
+            Err(error) if self.passing && error.kind() == ErrorKind::Io => {
+                tracing::error!(%error, position = place.position, "a part of the journal cannot be read");
+                Ok(None)
+            }
+            other => other,
+        }
+    }
+
+    fn read_patiently(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
+        patiently(|| self.read_once(place, incarnation))
+    }
+
+    fn read_once(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         if place.position > POSITION_MAX || place.sequence > POSITION_MAX {
             return Ok(None);
         }
@@ -192,8 +222,8 @@ impl Journal {
     /// Searches past the end of the journal for a batch that can only be its continuation: undamaged, later, and not of
     /// an earlier incarnation. A crash leaves no such batch, because only the last batch can be torn. So if one is
     /// found, either the batches in between were damaged later, or the superblock that named the tail is outdated. A
-    /// trailer counts as a batch too, except a trailer exactly at the end, which proves that nothing is missing.
-    /// Returns the place of the batch found.
+    /// trailer counts as a batch too, except a trailer exactly at the end, which proves that nothing is missing. Blocks
+    /// that the medium cannot read prove nothing. Returns the place of the batch found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
         if end.position > POSITION_MAX {
             return Ok(None);
@@ -202,7 +232,7 @@ impl Journal {
         let mut piece = Buffer::zeroed(PIECE_BLOCKS);
         let mut ahead = 0;
         while ahead < reach {
-            self.read_ring(&mut piece, end.position + ahead)?;
+            self.read_piece(&mut piece, end.position + ahead);
             for (i, block) in piece.chunks_exact(BLOCK_SIZE).enumerate() {
                 let offset = (end.position + ahead + (i * BLOCK_SIZE) as u64) % self.size;
                 if let Some(head) = Head::decode(block)
@@ -222,6 +252,23 @@ impl Journal {
             ahead += piece.len() as u64;
         }
         Ok(None)
+    }
+
+    /// Reads a piece of the ring. Blocks that the medium cannot read become zeros.
+    fn read_piece(&self, piece: &mut Buffer, position: u64) {
+        if self.read_ring(piece, position).is_ok() {
+            return;
+        }
+        let mut block = Buffer::zeroed(1);
+        for (i, out) in piece.chunks_exact_mut(BLOCK_SIZE).enumerate() {
+            match self.read_ring(&mut block, position + (i * BLOCK_SIZE) as u64) {
+                Ok(()) => out.copy_from_slice(&block),
+                Err(error) => {
+                    tracing::warn!(%error, "a block behind the end of the journal cannot be read");
+                    out.fill(0);
+                }
+            }
+        }
     }
 
     fn read_ring(&self, buffer: &mut Buffer, position: u64) -> Result<()> {

@@ -24,7 +24,7 @@
 //! 7. **Determinism.** The same calls on the same tree make the same allocations in the same order and the same pages,
 //!    because replay executes them again. Nothing depends on hashing order, a clock or random numbers. There is one
 //!    exception: two nodes are not merged, and a root is not replaced by its only child, while a page cannot be read.
-//!    So a tree may have fewer nodes after replay, and [`drop_step`] may need fewer steps.
+//!    So a tree may be divided into other leaves after replay, and [`drop_step`] may need fewer or more steps.
 //!
 //! Changes are not atomic in memory. When the store returns an error inside [`replace()`] or [`drop_step`], pages may
 //! be partly changed, and the owner must return to its last checkpoint and replay the journal. [`reach()`] and

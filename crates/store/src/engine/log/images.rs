@@ -29,7 +29,7 @@
 use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock, Unreported};
 use crate::engine::files;
 use crate::journal::Place;
-use crate::pages::{ImageIndex, PageFile, PageKey, restore_bit, restore_bit_of, sealed, verify, write_home};
+use crate::pages::{ImageIndex, PageFile, PageKey, patiently, restore_bit, restore_bit_of, sealed, verify, write_home};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
@@ -336,7 +336,7 @@ impl Images {
     /// The images that have to be written to their places before any metadata is read: those that the superblock names.
     /// If the other copy of the superblock cannot be read, that copy may have been newer. Then undamaged images of the
     /// next checkpoint are returned, whether or not that copy named them: everything that the images refer to was
-    /// durable before they were written.
+    /// durable before they were written. A file that is not needed need not be readable.
     pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
         if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
             return match superblock.images {
@@ -344,7 +344,13 @@ impl Images {
                 None => Ok(None),
             };
         }
-        let found = self.read_head()?;
+        let found = match patiently(|| self.read_head()) {
+            Err(error) if error.kind() == ErrorKind::Io && superblock.images.is_none() && !other_copy_lost => {
+                tracing::warn!(%error, "the images of the last checkpoint cannot be read, and are not needed");
+                return Ok(None);
+            }
+            found => found?,
+        };
         if let Some(named) = superblock.images {
             let Some((head, sum)) = found else { return Err(damaged("its head is damaged")) };
             if head.number != superblock.checkpoint || head.count != named.count || sum != named.checksum {

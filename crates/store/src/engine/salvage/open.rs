@@ -57,7 +57,9 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     }
     let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
     journal.mend();
+    journal.pass_over_unreadable();
     let found = survey(&journal, superblock.incarnation)?;
+    let ends_unread = !superblock.clean && journal.unreadable(found.end, found.incarnation).is_some();
     if let Some(checkpoint) = &found.checkpoint {
         // Version 1 kept the images in the ring.
         let mut pages = Vec::new();
@@ -66,7 +68,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
         checkpoint.record().update(&mut superblock);
     }
     // A truncated journal has lost appends, because all of them lie after the tail.
-    let behind = found.beyond.is_some() || length < superblock.journal_size && !superblock.clean;
+    let behind = found.beyond.is_some() || ends_unread || length < superblock.journal_size && !superblock.clean;
 
     let mut pages = Pages::new(files.clone(), METADATA_CACHE);
     pages.set_mender(Some(Arc::new(Mender::new(images.index(superblock.checkpoint)))));
@@ -186,7 +188,7 @@ fn take_images_home(
             images.take_home(&head, files)?;
             head
         }
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
+        Err(error) if is_lost(&error) => {
             let Some((head, lost)) = images.take_whole_home(files)? else { return Err(error) };
             if head.number != superblock.checkpoint {
                 return Err(error);

@@ -1,0 +1,133 @@
+//! Replay of operations below lost nodes of the map, in an opening for a repair.
+//!
+//! What must hold:
+//!
+//! 1. Only the part of an operation that lies below a lost node is left out. Reads of this part fail from then on.
+//! 2. A node below which a part was left out stays lost: its page is overwritten with an invalid one. The medium may
+//!    be able to read the page later, and the node would then map older content, or blocks of other disks.
+
+use super::drops::Drops;
+use crate::engine::left_out::target;
+use crate::engine::metadata::Effects;
+use crate::engine::placement::Doubts;
+use crate::engine::{Engine, Meta};
+use crate::journal::Operation;
+use crate::pages::{PageFile, PageKey, patiently};
+use crate::space::Run;
+use crate::tree::{self, NodeId, NodeStore};
+use crate::{IoContext, Result, is_lost};
+use backend::{BLOCK_SIZE, SharedSlice};
+use std::ops::Range;
+
+impl Engine {
+    /// Replays an operation without the parts below lost nodes.
+    pub(super) fn carry_out_parts(
+        &self,
+        meta: &mut Meta,
+        doubts: &mut Doubts,
+        drops: &mut Drops,
+        operation: &Operation,
+        position: u64,
+    ) -> Result<()> {
+        let Some((disk, range)) = target(operation).filter(|(_, range)| !range.is_empty()) else {
+            return self.carry_out_again(meta, doubts, operation, position);
+        };
+        let lost = self.lose_parts(meta, drops, disk, &range)?;
+        if lost.is_empty() {
+            return self.carry_out_again(meta, doubts, operation, position);
+        }
+        let mut at = range.start;
+        for part in lost {
+            if at < part.start {
+                self.carry_out_again(meta, doubts, &part_of(operation, &(at..part.start)), position)?;
+            }
+            at = part.end;
+        }
+        if at < range.end {
+            self.carry_out_again(meta, doubts, &part_of(operation, &(at..range.end)), position)?;
+        }
+        Ok(())
+    }
+
+    /// The parts of a range of a disk that lie below lost nodes, in ascending order. Makes these nodes invalid.
+    fn lose_parts(&self, meta: &mut Meta, drops: &mut Drops, disk: u64, range: &Range<u64>) -> Result<Vec<Range<u64>>> {
+        let Some(root) = meta.catalog.find(disk).and_then(|object| object.root) else { return Ok(Vec::new()) };
+        let (mut effects, mut mappings, mut found) = (Effects::default(), Vec::new(), Vec::new());
+        tree::find_unreadable(
+            &mut meta.nodes(&mut effects),
+            root,
+            range.clone(),
+            &mut mappings,
+            &mut |id, part, error| found.push((id, part, error)),
+        );
+        let mut parts = Vec::new();
+        for (id, part, error) in found {
+            match patiently(|| meta.nodes(&mut effects).node(id).map(drop)) {
+                // A page counts as lost only if the medium can be read elsewhere.
+                Err(lost) if is_lost(&lost) && self.log.is_medium_readable() => {
+                    if drops.note_lost_node(id) {
+                        tracing::error!(error = %lost, disk, "changes in the journal are lost with a node of the map");
+                        self.invalidate(id)?;
+                    }
+                }
+                // The number of references on the node is lost, and not the node.
+                Ok(()) => return Err(error),
+                Err(other) => return Err(other),
+            }
+            parts.push(part.start..part.end.min(range.end));
+        }
+        Ok(parts)
+    }
+
+    /// Overwrites the page of a lost node.
+    fn invalidate(&self, id: NodeId) -> Result<()> {
+        let (key, invalid) = (PageKey::new(PageFile::Map, id.0), [0xffu8; BLOCK_SIZE]);
+        let written = self.meta.file(PageFile::Map).write_at(&[&invalid], key.offset(), true);
+        written.during(|| format!("overwriting {key}"))
+    }
+}
+
+/// The part of an operation that changes the logical blocks `part`.
+fn part_of(operation: &Operation, part: &Range<u64>) -> Operation {
+    let blocks = part.end - part.start;
+    let run_of = |logical: u64, run: &Run| Run { start: run.start + (part.start - logical), blocks };
+    let sums_of = |logical: u64, sums: &[u32]| sums[(part.start - logical) as usize..][..blocks as usize].to_vec();
+    match operation {
+        Operation::Map { disk, logical, run, checksums } => Operation::Map {
+            disk: *disk,
+            logical: part.start,
+            run: run_of(*logical, run),
+            checksums: sums_of(*logical, checksums),
+        },
+        Operation::MapData { disk, logical, run, data } => {
+            let from = (part.start - logical) as usize * BLOCK_SIZE;
+            let data = data_of(data, from..from + blocks as usize * BLOCK_SIZE);
+            Operation::MapData { disk: *disk, logical: part.start, run: run_of(*logical, run), data }
+        }
+        Operation::Unwritten { disk, logical, run, fresh } => {
+            let run = run_of(*logical, run);
+            Operation::Unwritten { disk: *disk, logical: part.start, run, fresh: *fresh }
+        }
+        Operation::Written { disk, logical, run, checksums } => Operation::Written {
+            disk: *disk,
+            logical: part.start,
+            run: run_of(*logical, run),
+            checksums: sums_of(*logical, checksums),
+        },
+        Operation::Unmap { disk, .. } => Operation::Unmap { disk: *disk, logical: part.start, blocks },
+        other => other.clone(),
+    }
+}
+
+/// The bytes `range` of consecutive slices.
+fn data_of(data: &[SharedSlice], range: Range<usize>) -> Vec<SharedSlice> {
+    let (mut out, mut at) = (Vec::new(), 0);
+    for slice in data {
+        let (from, to) = (range.start.max(at), range.end.min(at + slice.len()));
+        if from < to {
+            out.push(slice.slice(from - at..to - at));
+        }
+        at += slice.len();
+    }
+    out
+}

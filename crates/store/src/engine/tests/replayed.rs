@@ -1,0 +1,348 @@
+//! Openings after a kill, with a page or a block that the medium has lost: each loses no more than its own content.
+
+use super::between::lose_page;
+use super::unreadable::{grown, leaves};
+use super::*;
+use crate::sync::atomic::Ordering;
+
+fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
+    let head = engine.head(disk);
+    let block = engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
+    Ok(block[0])
+}
+
+/// Makes a page of a file unreadable, or gives it a wrong checksum. The returned function undoes that.
+fn spoil(disk: &SimulatedDisk, name: &'static str, page: u64, corrupt: bool) -> Box<dyn Fn()> {
+    if !corrupt {
+        return Box::new(lose_page(disk, name, page));
+    }
+    let disk = disk.clone();
+    let flip = move || disk.flip_bit(name, page * BLOCK_SIZE as u64 + 100, 1).unwrap();
+    flip();
+    Box::new(flip)
+}
+
+#[test]
+fn a_lost_root_does_not_prevent_the_opening_after_a_kill() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let engine = open(&disk).unwrap();
+        let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
+        engine.write_blocks(&engine.head(2), 5, slice(7, 1)).unwrap();
+        engine.flush().unwrap();
+        // The engine is dropped without closing, as by a kill.
+        drop(engine);
+        let mend = spoil(&disk, "map", root.0, corrupt);
+        // The opening looks for blocks past the ends of all disks.
+        let engine = open(&disk).unwrap();
+        assert_eq!(get(&engine, 2, 5).unwrap(), 7);
+        let expected = if corrupt { ErrorKind::Corrupt } else { ErrorKind::Io };
+        assert_eq!(get(&engine, 1, 0).unwrap_err().kind(), expected);
+        mend();
+        assert_eq!(get(&engine, 1, 0).unwrap(), 1);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn an_unreadable_block_that_was_being_overwritten_gets_its_journalled_content() {
+    let (disk, engine) = made();
+    // Reserves enough space first, so that the steps below reserve none.
+    drop(engine.claim_blocks(1024).unwrap());
+    // Puts payload of the block into the journal.
+    write(&engine, 0, 1);
+    engine.flush().unwrap();
+    // Overwrites the block in place, after an announcement.
+    write(&engine, 0, 2);
+    engine.settle(&engine.head(1)).unwrap();
+    let (_, offset) = engine.files.locate(own_block(&engine, 1, 0)).unwrap();
+    drop(engine);
+    disk.fail_reads("data.0000", offset..offset + BLOCK_SIZE as u64).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 1);
+    is_whole(&engine);
+}
+
+fn checkpoints(engine: &Engine) -> u64 {
+    engine.counters.checkpoints.load(Ordering::Relaxed)
+}
+
+/// Writes a new disk until the disk has got blocks that were freed. Returns the new disk and the number of its blocks.
+fn reuse(engine: &Engine, freed: &[u64]) -> (u64, u64) {
+    {
+        let mut meta = engine.meta.lock();
+        meta.release_freed();
+        engine.update_headroom(&meta);
+    }
+    let new = add_disk(engine, "new", 1 << 20, Provisioning::Thin);
+    let head = engine.head(new);
+    let mut blocks = 0;
+    while freed.iter().any(|block| engine.meta.lock().entry(*block).unwrap().references == 0) {
+        assert!(blocks < 1 << 16, "the blocks are not allocated again");
+        for block in blocks..blocks + 64 {
+            engine.write_blocks(&head, block, slice(3, 1)).unwrap();
+        }
+        engine.settle(&head).unwrap();
+        blocks += 64;
+    }
+    engine.flush().unwrap();
+    (new, blocks)
+}
+
+/// Deletes disk 1, drops its whole tree, and gives its first block to a new disk. Then drops the engine without
+/// closing, as by a kill. Returns the new disk and the number of its blocks.
+fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
+    let before = checkpoints(&engine);
+    let first = own_block(&engine, 1, 0).start;
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    assert!(engine.with_catalog(|catalog| catalog.find(1).is_none()));
+    let reused = reuse(&engine, &[first]);
+    assert_eq!(checkpoints(&engine), before, "replay does not begin before the deletion");
+    reused
+}
+
+fn is_salvaged(disk: &SimulatedDisk, new: u64, blocks: u64) {
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    let content = salvage.contents(new, 0..blocks).unwrap();
+    assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 3)));
+}
+
+fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
+    for block in 0..blocks {
+        assert_eq!(get(engine, disk, block).unwrap(), 3);
+        let place = own_block(engine, disk, block).start;
+        assert_eq!(engine.meta.lock().entry(place).unwrap().references, 1);
+    }
+}
+
+/// Two leaves that were not merged at run time, because one of them could not be read, are merged by replay, and split
+/// at another place later. At run time one of them then becomes empty, but none of those that replay sees.
+#[test]
+fn a_deletion_is_replayed_although_the_tree_has_more_leaves_than_at_run_time() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    let engine = open(&disk).unwrap();
+    let vm = engine.head(1);
+    let discard = |blocks: std::ops::Range<u64>| {
+        engine.discard_blocks(&vm, blocks).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+    };
+    // Leaves about ten extents of a leaf.
+    let shrink = |leaf: usize| discard(leaves[leaf].0 + 20..leaves[leaf + 1].0 - 1);
+    shrink(2);
+    engine.checkpoint().unwrap();
+    let before = checkpoints(&engine);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", leaves[2].1);
+    shrink(1);
+    mend();
+    assert!(leaves[2].0 - leaves[1].0 > 500, "{leaves:?}");
+    // With 240 further extents, the first leaf is nearly full, and the merged one would be more than full.
+    for i in 0..240 {
+        write(&engine, leaves[1].0 + 20 + 2 * i, 2);
+        if i % 60 == 59 {
+            engine.settle(&vm).unwrap();
+        }
+    }
+    discard(leaves[2].0..leaves[2].0 + 20);
+    assert_eq!(checkpoints(&engine), before);
+    drop(vm);
+    let (new, blocks) = delete_and_reuse(engine);
+    let engine = open(&disk).unwrap();
+    is_reused(&engine, new, blocks);
+    while engine.drop_all_trash().unwrap() {}
+    assert_eq!(engine.counts().data.used, blocks);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_lost_leaf_of_a_deleted_disk_does_not_prevent_the_opening_after_a_kill() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let leaves = leaves(&disk);
+        let (new, blocks) = delete_and_reuse(open(&disk).unwrap());
+        let mend = spoil(&disk, "map", leaves[2].1, corrupt);
+        is_salvaged(&disk, new, blocks);
+        let engine = open(&disk).unwrap();
+        is_reused(&engine, new, blocks);
+        // The leaf can be read again. It must not free blocks of the new disk.
+        mend();
+        engine.load_unreadable();
+        while engine.drop_all_trash().unwrap() {}
+        is_reused(&engine, new, blocks);
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        assert_eq!(engine.counts().data.used, blocks);
+        is_whole(&engine);
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        is_reused(&engine, new, blocks);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn a_closed_store_opens_although_its_journal_cannot_be_read() {
+    let (disk, mut engine) = with_a_block(256);
+    for byte in 2..5 {
+        write(&engine, 0, byte);
+        engine.close().unwrap();
+        drop(engine);
+        disk.fail_reads(JOURNAL_FILE, 0..RING).unwrap();
+        engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), byte);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn an_unreadable_block_behind_the_end_of_the_journal_does_not_prevent_an_opening() {
+    let (disk, engine) = with_a_block(256);
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    let behind = engine.log.head() + 16 * BLOCK_SIZE as u64;
+    drop(engine);
+    assert!(behind + BLOCK_SIZE as u64 <= RING);
+    disk.fail_reads(JOURNAL_FILE, behind..behind + BLOCK_SIZE as u64).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_journal_ends_before_an_unreadable_batch_only_in_a_repair_or_a_salvage() {
+    let (disk, engine) = with_a_block(256);
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    let end = engine.log.head();
+    drop(engine);
+    assert!(end + BLOCK_SIZE as u64 <= RING);
+    disk.fail_reads(JOURNAL_FILE, end..end + BLOCK_SIZE as u64).unwrap();
+    let refused = open(&disk).err().expect("a batch that was acknowledged may be lost");
+    assert!(refused.kind() == ErrorKind::Io && refused.to_string().contains("lamina check --repair"), "{refused}");
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    assert!(salvage.is_behind());
+    assert_eq!(salvage.contents(1, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(2));
+    drop(salvage);
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    let report = engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+    let [finding] = &report.findings[..] else { panic!("{report:?}") };
+    assert!(finding.problem.contains("the journal cannot be read") && finding.repaired.is_some(), "{finding:?}");
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+    engine.close().unwrap();
+    drop(engine);
+    is_whole(&open(&disk).unwrap());
+}
+
+#[test]
+fn images_that_no_superblock_names_need_not_be_readable() {
+    for closed in [false, true] {
+        let (disk, engine) = with_a_block(256);
+        write(&engine, 0, 2);
+        engine.flush().unwrap();
+        if closed {
+            engine.close().unwrap();
+        }
+        drop(engine);
+        disk.fail_reads(IMAGES_FILE, 0..BLOCK_SIZE as u64).unwrap();
+        let engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), 2);
+        is_whole(&engine);
+        engine.close().unwrap();
+        drop(engine);
+        assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
+    }
+}
+
+/// A store that has failed while it wrote the images of a checkpoint to their places.
+fn with_named_images() -> SimulatedDisk {
+    let named = (0..60).find_map(|number| {
+        let (disk, engine) = with_a_block(256);
+        (1..100).for_each(|block| write(&engine, block, 2));
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        disk.fail_operation(disk.operations() + number);
+        let _ = engine.checkpoint();
+        drop(engine);
+        disk.mend();
+        let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+        Superblock::read(&*file).unwrap().0.images.map(|_| disk)
+    });
+    named.unwrap()
+}
+
+#[test]
+fn a_salvage_reads_the_other_images_if_one_is_unreadable() {
+    let disk = with_named_images();
+    // The head of the file and the keys of the images take a block each.
+    let first = 2 * BLOCK_SIZE as u64;
+    disk.fail_reads(IMAGES_FILE, first..first + BLOCK_SIZE as u64).unwrap();
+    assert_eq!(open(&disk).err().unwrap().kind(), ErrorKind::Io);
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    let notes = salvage.notes();
+    assert!(notes.iter().any(|note| note.starts_with("1 pages of the last checkpoint are lost")), "{notes:?}");
+}
+
+#[test]
+fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
+    for corrupt in [false, true] {
+        let disk = grown();
+        let leaves = leaves(&disk);
+        let (middle, leaf) = leaves[2];
+        let engine = open(&disk).unwrap();
+        let before = checkpoints(&engine);
+        let vm = engine.head(1);
+        write(&engine, middle + 1, 5);
+        engine.settle(&vm).unwrap();
+        // Puts payload of the new block into the journal.
+        write(&engine, middle + 1, 6);
+        engine.flush().unwrap();
+        let freed = [middle, middle + 1].map(|block| own_block(&engine, 1, block).start);
+        // The range ends in one leaf and begins in the one before.
+        engine.discard_blocks(&vm, middle - 20..middle + 20).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.commit_changes().unwrap();
+        let (new, blocks) = reuse(&engine, &freed);
+        engine.write_blocks(&vm, middle - 20, slice(9, 40)).unwrap();
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+        assert_eq!(checkpoints(&engine), before);
+        // The engine is dropped without closing, as by a kill.
+        drop((vm, engine));
+        let at = leaf * BLOCK_SIZE as u64;
+        // More than a repair can correct.
+        let break_block = |name: &str, at: u64| {
+            (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
+        };
+        break_block(IMAGES_FILE, 0);
+        if corrupt {
+            break_block("map", at);
+        } else {
+            disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        }
+        let refused = open(&disk).err().unwrap();
+        assert!(refused.to_string().contains("lamina check --repair"), "{refused}");
+        is_salvaged(&disk, new, blocks);
+        let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        for _ in 0..2 {
+            is_reused(&engine, new, blocks);
+            // The first leaf ends before this block, and the lost one contains the rest of the write.
+            assert!((middle - 20..middle - 1).all(|block| value(&engine, block).unwrap() == 9));
+            for lost in [middle, middle + 19, middle + 100] {
+                assert_eq!(value(&engine, lost).unwrap_err().kind(), ErrorKind::Corrupt);
+            }
+            assert_eq!([0, leaves[3].0].map(|block| value(&engine, block).unwrap()), [1, 1]);
+            engine.close().unwrap();
+            drop(engine);
+            // The lost leaf is never read again, although the medium may be able to read its old content later.
+            let map = disk.directory().open("map", IoMode::Buffered).unwrap();
+            let mut page = Buffer::zeroed(1);
+            map.read_at(&mut page, at).unwrap();
+            assert!(page.iter().all(|byte| *byte == 0xff));
+            engine = open(&disk).unwrap();
+        }
+    }
+}
