@@ -6,9 +6,10 @@ use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
 use crate::space::{REGION_BLOCKS, TABLE_ENTRIES, UnreadRegion};
+use crate::sync::time::Instant;
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Blocks written to disk 1: every second block, so that its map has several leaves.
 const WRITTEN: u64 = 1200;
