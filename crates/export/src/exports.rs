@@ -56,7 +56,7 @@ pub enum ResizePolicy {
     Any,
 }
 
-/// The exports for one session. Opening an export waits until those of its sessions that have to end have ended.
+/// The exports for one session. If sessions of an export have to end, opening the export waits for their end.
 pub struct Admission<'a> {
     exports: &'a dyn Exports,
     visit: &'a Visit,

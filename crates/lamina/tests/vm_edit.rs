@@ -66,7 +66,7 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
     fleet.run("edit shop --no-qemu-args").fails(7, "is frozen");
     fleet.run("start shop").ok();
     assert_eq!(fleet.processes().into_values().next().as_deref(), Some("shop"));
-    // The snapshot has the definition of its time, but a revert does not restore the machine's former name.
+    // The snapshot has the machine's definition at that time, but a revert does not restore the machine's former name.
     fleet.run("revert shop@before").ok();
     holds(&fleet, "web", 0, 1);
     let shown = fleet.show("shop");

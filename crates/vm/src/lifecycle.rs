@@ -250,8 +250,8 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Resumes the guest.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
-    // A start from an image may have been killed before its end, and is completed here. The disks may change after this
-    // call.
+    // A start from an image may have been killed before its last step, which removes the machine's mark as frozen. That
+    // step is made here, because the resumed guest changes the disks.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

@@ -351,8 +351,8 @@ impl Native {
         Ok(DeletableDisk { disk, snapshots, clones })
     }
 
-    /// The changed catalog records when snapshots with clones are handed over to the first clone, which becomes the
-    /// parent of the other clones.
+    /// Hands over snapshots with clones to the first clone, which becomes the parent of the other clones. Returns the
+    /// changed records of the catalog.
     fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
         let Some(first_clone) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> = snapshots.iter().filter(|snapshot| is_origin(snapshot, clones)).collect();

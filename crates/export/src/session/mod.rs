@@ -75,7 +75,7 @@ pub enum Operation {
         /// Whether the discard must be durable on completion.
         fua: bool,
     },
-    /// Make all requests durable that completed before.
+    /// Make all requests that completed before durable.
     Flush,
 }
 

@@ -229,7 +229,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
+    /// Removes from the buffers the blocks for which the map is lost. Returns the pause after which the caller tries
     /// again, without locks during the pause; `None` if the failure has another cause.
     pub(super) fn isolate(&self, error: &Error) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {

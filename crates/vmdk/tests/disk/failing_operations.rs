@@ -433,7 +433,7 @@ fn readers_of_a_snapshot_do_not_rely_on_the_page_cache_after_a_failed_reopening(
     machine.fail_syncs(1);
     chain.flush().unwrap_err();
     drop(chain);
-    // Makes the write fail that marks the head as in use, after the record was read.
+    // After the record was read, the write that marks the head as in use fails.
     machine.fail_requests(Fault::Write, 0, 1);
     assert_eq!(disk.reopen().unwrap_err().kind(), ErrorKind::Io);
     let before = machine.operations();

@@ -61,7 +61,7 @@ pub struct CommitLog {
     announced_end: AtomicU64,
     /// Announced overwrites before this journal position are durable in the data files.
     settled: AtomicU64,
-    /// The journal durably contains the record that announced overwrites before this position are settled.
+    /// The journal durably records that announced overwrites before this position are settled.
     told: AtomicU64,
     /// Whether a batch was appended since the last trailer, and a new trailer was requested from maintenance.
     untrailed: AtomicBool,

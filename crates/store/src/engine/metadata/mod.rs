@@ -189,9 +189,9 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
-    /// After bitmaps were rebuilt from the table: marks those blocks as used that are free in the table but cannot be
-    /// reused yet, because their freeing is not durable or reads may refer to them. Does not find the blocks that
-    /// changes being appended have freed.
+    /// Called after bitmaps were rebuilt from the table. Some blocks are free in the table but cannot be reused yet,
+    /// because their freeing is not durable or reads may refer to them: these are marked as used. Does not find the
+    /// blocks that changes being appended have freed.
     pub(crate) fn retain_freed(&mut self) {
         let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
         for run in pending.chain(self.freed.waiting()) {
