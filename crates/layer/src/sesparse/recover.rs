@@ -159,8 +159,8 @@ impl SeSparse {
     /// Refuses an image with grains in use after the end of the file. If the file grew again, lost grains would read as
     /// zeros, and new grains would get their locations.
     ///
-    /// A crash leaves grains after the end that are allocated and that no entry names: the length of the file is
-    /// durable before an entry is, as the data is.
+    /// A crash leaves grains after the end that are allocated and that no entry names: both the length of the file and
+    /// the data are durable before the entry.
     fn refuse_truncated(&self, named: &NamedTables) -> Result<()> {
         let (held, limit) = (self.state.lock().readable, self.layout.grains_max());
         let mut holes = Holes::default();

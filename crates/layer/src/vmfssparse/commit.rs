@@ -140,7 +140,7 @@ impl VmfsSparse {
         result.map_err(|(error, _)| error)
     }
 
-    /// Writes captured tables. The flag in the error tells whether a flush failed.
+    /// Writes captured tables. The flag in the error says whether a flush failed.
     fn write_tables(&self, writer: &Writer, captured: &mut [Captured]) -> std::result::Result<(), (Error, bool)> {
         let flush = || {
             let context = || format!("{}: cannot flush", self.image);

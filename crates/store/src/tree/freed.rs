@@ -212,7 +212,7 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
-    /// The references that are left after the trees were dropped that an earlier walk has counted.
+    /// The references that are left after an earlier walk, which has counted other trees as dropped.
     before: Option<&'a Left>,
     /// What is left after this walk, if the caller requested it and it fits into memory so far.
     left: Option<Left>,

@@ -120,7 +120,7 @@ struct Handover<'a> {
 }
 
 impl Handover<'_> {
-    /// The image, and how long the guest was paused; and the result of [`execute`].
+    /// Returns the image, how long the guest was paused, and the error of [`execute`], if it failed.
     fn run(self, old: &mut Client, successor: &mut Successor) -> Result<((Taken, Duration), Option<Error>)> {
         let Self { change, images, disks, features, image, also, memory } = self;
         let file = image.state();
