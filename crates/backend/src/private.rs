@@ -64,7 +64,7 @@ pub fn create(path: &Path) -> io::Result<File> {
     open(path, true)
 }
 
-/// Opens a file for writing with its content; creates it if it does not exist.
+/// Opens a file for writing and keeps its content; creates the file if it does not exist.
 pub fn open_or_create(path: &Path) -> io::Result<File> {
     open(path, false)
 }

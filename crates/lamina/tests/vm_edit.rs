@@ -109,7 +109,7 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
     for change in ["--cpu-model default", "--cores 0", "--clock utc"] {
         fleet.run(&format!("edit web {change}")).fails(7, "stop it first");
     }
-    // A state with memory and instant clones have the same processors.
+    // After a revert to a snapshot with memory, the machine and its instant clones have the same processors.
     fleet.run("snapshot create web@live --memory").ok();
     fleet.run("revert web@live").ok();
     fleet.run("clone web copy").ok();

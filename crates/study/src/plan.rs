@@ -63,7 +63,7 @@ pub enum Study {
     Migrate,
     /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB
     VmLinked,
-    /// Full clones of machines against cp, off and running
+    /// Full clones of machines that are off and that run, against cp
     VmFull,
     /// Instant clones of frozen and running guests, and their parents' speed
     VmInstant,

@@ -155,8 +155,8 @@ impl Native {
         Ok(())
     }
 
-    /// Blocks that are reserved for zeroed thick disks and are not written yet. Only the first `EXTENTS_COUNTED`
-    /// extents of a disk are examined, so that counting takes a bounded time.
+    /// Number of blocks that are reserved for zeroed thick disks and are not written yet. Only the first
+    /// `EXTENTS_COUNTED` extents of a disk are examined, so that counting takes a bounded time.
     pub fn reserved_in_disks(&self) -> Result<u64> {
         let thick = |disk: &&Object| disk.provisioning == Stored::ZeroedThick;
         let ids: Vec<u64> =

@@ -180,8 +180,8 @@ impl Engine {
     }
 }
 
-/// Pages of the data table that appending the pending changes dirties again, because it clears the flags of held
-/// blocks.
+/// Number of pages of the data table that appending the pending changes dirties again, because it clears the flags of
+/// held blocks.
 fn held_pages(meta: &super::Meta) -> u64 {
     let mut pages = 0;
     let mut last = u64::MAX;

@@ -157,8 +157,8 @@ impl Engine {
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record that the overwrites are settled follows changes that refer to data written during the
-                // flush. One more flush covers this data.
+                // The record of the settled overwrites follows changes that refer to data written during the flush. One
+                // more flush covers this data.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// After this many hits since the last miss, operations skip their surveys. At this rate of misses, all surveys
-/// together take more time than the threads lose that wait for a rare miss under the lock.
+/// together take more time than the waits for rare misses under the lock.
 const WARM_HITS: u64 = 1 << 16;
 /// How often a failing read of the medium is tried before the bytes count as lost.
 const READS_MAX: u32 = 3;

@@ -175,7 +175,7 @@ impl Pages {
         self.slots.len()
     }
 
-    /// Pages that the next checkpoint has to write.
+    /// Number of pages that the next checkpoint has to write.
     pub fn dirty(&self) -> usize {
         self.dirty.len()
     }

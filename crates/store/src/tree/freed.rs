@@ -69,8 +69,8 @@ pub fn freed_and_left<S: DataReferences + ?Sized>(
     Ok((dropping.count()?, dropping.left))
 }
 
-/// As [`freed`], after the trees were dropped for which [`freed_and_left`] returned `before`. Counts only what is freed
-/// in addition.
+/// As [`freed`], but other trees are dropped first: those for which [`freed_and_left`] returned `before`. Counts only
+/// what is freed in addition.
 pub fn freed_after<S: DataReferences + ?Sized>(
     store: &mut S,
     before: &Left,

@@ -37,13 +37,13 @@ impl Touched {
     }
 }
 
-/// Pages of the data table that describe a run.
+/// Number of pages of the data table that describe a run.
 fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
 }
 
 impl Meta {
-    /// Pages that the next checkpoint would write.
+    /// Number of pages that the next checkpoint would write.
     pub fn dirty_pages(&self) -> u64 {
         let summaries = |regions: u64| regions / SUMMARY_ENTRIES + 1;
         self.pages.dirty() as u64
@@ -52,7 +52,7 @@ impl Meta {
             + self.map.changed_regions().min(summaries(self.map.regions()))
     }
 
-    /// Pages of all tables and summaries.
+    /// Number of pages of all tables and summaries.
     fn tables(&self) -> u64 {
         let regions = self.data.regions() + self.map.regions();
         regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2

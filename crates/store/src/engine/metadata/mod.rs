@@ -204,7 +204,7 @@ impl Meta {
         self.data.losses() + self.map.losses()
     }
 
-    /// Makes blocks allocatable that were freed durably and to which no read refers any more.
+    /// Makes blocks allocatable if they were freed durably and no read refers to them any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;
         while let Some(runs) = self.freed.take() {

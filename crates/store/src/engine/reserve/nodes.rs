@@ -73,8 +73,8 @@ fn nodes_more(used: u64) -> u64 {
     (used / 16).clamp(*NODES.start(), *NODES.end())
 }
 
-/// The nodes that this many changes may need while a batch of write-back is in flight: the batch may move entries into
-/// the map that were replaced in the buffer meanwhile.
+/// The number of nodes that this many changes may need while a batch of write-back is in flight: the batch may move
+/// entries that were replaced in the buffer meanwhile into the map.
 fn needed(forest: &Forest, changes: u64) -> u64 {
     nodes_needed(forest, changes + changes.min(BATCH_MAX))
 }
