@@ -263,8 +263,8 @@ impl SeSparse {
             let live = match (known, owner) {
                 (Some(owner), _) => !self.settle(|state| gave_up(state, owner, grain))?,
                 (None, Some(_)) => false,
-                // A crash leaves grains without an owner, but none with an invalid owner: a table may name such a
-                // grain.
+                // A crash leaves grains without an owner, but none with an invalid owner. So a table may name a grain
+                // with an invalid owner.
                 (None, None) => self.settle(|state| state.word(backmap_page(grain.0), page_index(grain.0)))? != 0,
             };
             if !live {
