@@ -27,7 +27,7 @@ const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 /// page of a table.
 const OWNERS_MAX: usize = 64;
 
-/// What a closure lacks.
+/// What a closure that works on the state lacks, so that it must run again.
 pub(super) enum Need {
     /// A page in memory.
     Page(PageKey),
