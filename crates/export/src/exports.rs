@@ -38,7 +38,7 @@ pub trait Exports: Send + Sync {
         true
     }
 
-    /// The description of one export. Implementations for which listing all names is slow should override it.
+    /// The description of one export. Implementations that list all names slowly should override it.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
     }

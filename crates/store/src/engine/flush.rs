@@ -229,8 +229,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Reads ahead the metadata that moving the buffered entries into the map will need. Called before any lock is
-    /// taken.
+    /// Reads ahead the metadata that will be needed when the buffered entries are moved into the map. Called before any
+    /// lock is taken.
     fn bring_in_buffered(&self) -> Vec<Fetch> {
         if self.meta.lock().pages.is_warm() {
             return Vec::new();

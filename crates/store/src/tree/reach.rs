@@ -20,7 +20,7 @@ const NODES_PER_LEVEL: u64 = 3;
 const COUNTS_PER_LEVEL: u64 = 2;
 /// Extents that can be inserted into a leaf before it may have to be split again.
 const EXTENTS_PER_SPLIT: u64 = 64;
-/// Extents that mapping a range adds in addition to its own: the parts of an extent that it splits.
+/// Extents that are added, besides those of the range, when a range is mapped: the parts of an extent that is split.
 const EXTENTS_PER_RANGE: u64 = 2;
 
 /// An upper limit of the pages that a step changes.

@@ -1,4 +1,5 @@
-//! A flush that a full file system refuses, so that the data stays in memory: the snapshot before it is complete.
+//! A snapshot whose flush fails on a full file system, so that data stays in memory: the snapshot is complete
+//! nevertheless.
 
 use crate::world::{options, read};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};

@@ -179,7 +179,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Whether the medium can be read at all: reads the superblock past the page cache.
+    /// Whether the medium can be read at all: reads the superblock, bypassing the page cache.
     pub fn is_medium_readable(&self) -> bool {
         let mut bytes = Buffer::zeroed(1);
         let mut reads = |copy: u64| self.superblock_file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).is_ok();

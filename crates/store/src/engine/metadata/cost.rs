@@ -10,7 +10,8 @@ use std::ops::Range;
 
 /// Pages that every operation may dirty in addition to its own: the catalog page of its disk, and summaries.
 const PAGES_BESIDE: u64 = 3;
-/// Pages that dropping one leaf dirties: the table pages of all its extents and of its node, and the parent node.
+/// Pages that become dirty when one leaf is dropped: the table pages of all its extents and of its node, and the parent
+/// node.
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
