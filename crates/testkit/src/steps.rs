@@ -1,4 +1,4 @@
-//! A progress for tests, which calls a function.
+//! A progress for tests that calls a function.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -50,7 +50,8 @@ pub trait Disks: Send + Sync {
     /// `permitted`.
     fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64>;
 
-    /// The capacity in bytes of a disk in an archive, which is refused if the archive's description states another one.
+    /// The capacity in bytes of a disk in an archive. The disk is refused if the archive's description states another
+    /// capacity.
     fn member(&self, archive: &Path, member: &str) -> Result<u64>;
 
     /// The OVF descriptor in an archive.

@@ -111,7 +111,7 @@ pub struct Hold {
 /// The guest may be paused while a value of this type exists.
 pub struct Holding {
     path: PathBuf,
-    /// What the record of an earlier command states, which stays.
+    /// What the record of an earlier command states. This record stays.
     before: Option<Hold>,
     /// Whether the record stays.
     kept: AtomicBool,

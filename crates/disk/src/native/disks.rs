@@ -278,8 +278,8 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Clears the range by which a disk grows, which must read as zeros. An earlier shrink has left data after the end
-    /// in the last block, and if a crash interrupted the shrink, also whole blocks.
+    /// Clears the range by which a disk grows, because this range must read as zeros. An earlier shrink has left data
+    /// after the end in the last block, and if a crash interrupted the shrink, also whole blocks.
     fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
         let head = self.engine.head(disk.id);
         let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);

@@ -150,7 +150,7 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
-    /// Whether removing `range` splits a discard in two parts, which then each need map changes.
+    /// Whether removing `range` splits a discard in two parts that each need map changes.
     pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0
             && self.overlapping(range).next().is_some_and(|(at, entry)| {

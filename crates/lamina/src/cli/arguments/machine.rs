@@ -229,7 +229,7 @@ pub enum VmCommand {
         #[arg(required = true, value_name = "KEYS")]
         keys: Vec<String>,
     },
-    /// Type a text on the keyboard of a machine, which has the layout of the USA.
+    /// Type a text on the keyboard of a machine. The keyboard has the layout of the USA.
     Type {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
