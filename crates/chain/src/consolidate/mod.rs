@@ -25,8 +25,8 @@
 //!    everything acknowledged before. Later writes are made in both, and after the swap in the target.
 //! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. A mirrored
 //!    write locks its range, rounded outwards to whole grains of both levels.
-//! 5. A target that reuses grains is changed only after every plan without its epoch has ended, also plans of stacks
-//!    that snapshots replaced before the merge began.
+//! 5. A target that reuses grains is changed only after every plan that does not hold the target's epoch has ended.
+//!    This includes plans of stacks that snapshots replaced before the merge began.
 //! 6. When a merge begins, the snapshot at the level of the target (down) or of a source (up) is lost. The owner of the
 //!    chain ensures that no other chain has this level open. If a merge should be resumed after a crash, the owner
 //!    records its beginning.
