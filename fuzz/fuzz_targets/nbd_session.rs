@@ -54,7 +54,7 @@ fn disks() -> &'static Disks {
     })
 }
 
-/// A stream in memory that reads and writes in pieces, whose size the input determines.
+/// A stream in memory that reads and writes in pieces. The input determines their size.
 struct Stream {
     left: Vec<u8>,
     at: usize,

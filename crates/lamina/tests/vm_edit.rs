@@ -311,7 +311,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
         let shown = room.show("web");
         assert_eq!((shown["disks"].as_array().unwrap().len(), shown["networks"].as_array().unwrap().len()), (1, 1));
-        // A revert ends the process, and so its connection to the disk without a disconnect request.
+        // A revert ends the process, so the process's connection to the disk ends without a disconnect request.
         room.run(if round == 1 { "disk delete data --force" } else { "disk delete data" }).ok();
         room.until("the guest's load goes on", || {
             let now = room.shell("web", "cat /run/rounds");

@@ -166,8 +166,7 @@ pub struct Capacity {
 impl Capacity {
     /// Compares the capacity with that of the disk's image.
     ///
-    /// # Errors
-    /// `Corrupt` if they differ by more than rounding to the unit, or to sectors, explains.
+    /// # Errors `Corrupt` if they differ by more than a rounding to the unit or to sectors can explain.
     pub fn check(&self, image: u64) -> Result<()> {
         if self.bytes.abs_diff(image) < self.unit.max(SECTOR) {
             return Ok(());
