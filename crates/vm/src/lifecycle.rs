@@ -126,8 +126,8 @@ fn connect(successor: &mut Successor, definition: &Definition, up: bool) -> Resu
     })
 }
 
-/// Gives a guest whose disks are a copy an identity of its own, and then connects its network. Until then the guest has
-/// the identity of its source, also in a process that starts after a failure.
+/// Changes the identity of a guest whose disks are a copy, and then connects its network. Until then the guest has the
+/// identity of its source, also in a process that starts after a failure.
 fn give_identity(change: &Change, mut successor: Successor, definition: Definition, how: NewIdentity) -> Result<()> {
     let machine = change.machine();
     let name = machine.name();

@@ -190,8 +190,8 @@ impl Meta {
     }
 
     /// Called after bitmaps were rebuilt from the table. Some blocks are free in the table but cannot be reused yet,
-    /// because their freeing is not durable or reads may refer to them: these are marked as used. Does not find the
-    /// blocks that changes being appended have freed.
+    /// because their freeing is not durable or reads may refer to them: these are marked as used. Blocks that were
+    /// freed by changes which are just being appended are not found.
     pub(crate) fn retain_freed(&mut self) {
         let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
         for run in pending.chain(self.freed.waiting()) {
