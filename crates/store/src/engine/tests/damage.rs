@@ -371,8 +371,7 @@ fn leaf_of_large_disk(disk: &SimulatedDisk) -> u64 {
     leaf.unwrap()
 }
 
-/// A store in which a page is damaged that only the first disk needs: a leaf of its map, or a page of the table of its
-/// blocks.
+/// A store with a damaged page that only the first disk needs: a leaf of its map, or a page of the table of its blocks.
 fn with_damage(name: &str) -> (SimulatedDisk, Model) {
     let (disk, model) = prepared(true);
     open(&disk).unwrap().close().unwrap();
