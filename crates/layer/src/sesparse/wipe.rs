@@ -183,8 +183,8 @@ impl SeSparse {
         let others_wrote = self.state.lock().touched.is_none();
         // From here on all new grains are counted, and writers that allocated grains earlier have entered them.
         drop(self.announce(&[], work)?);
-        // If too many grains wait to be freed, further dropped grains are recorded nowhere. The tables without these
-        // have to be durable before the grains are freed.
+        // If too many grains wait to be freed, further dropped grains are recorded nowhere. Such grains may be freed
+        // only after the tables that no longer name them are durable.
         self.commit_at_once()?;
         let mut holes = Holes::default();
         let (slots, mut slot) = (self.layout.slots(), 0);

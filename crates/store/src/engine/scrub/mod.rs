@@ -346,7 +346,7 @@ impl Scrubber<'_> {
         let read = patiently(|| file.read_at(&mut bytes, key.offset()).during(|| format!("reading {key}")));
         let Err(error) = read.and_then(|()| check_page(&bytes, key)) else { return Ok(None) };
         let text = error.to_string();
-        // The advice of the error to run a check is for requests that need the page.
+        // Behind the semicolon the error advises a check. That advice is for requests that need the page.
         let problem = text.split(';').next().unwrap_or_default().to_owned();
         let needed = self.engine.meta.look(|meta| Ok(is_needed(meta, key, &bytes)))?;
         Ok(needed.then_some(problem))
