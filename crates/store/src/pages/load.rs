@@ -91,8 +91,8 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// Makes lookups that miss pages record the pages and fail, until [`Pages::undefer`]. Pages in `lost` are not
-    /// recorded: lookups that miss one fail with its error.
+    /// From now until [`Pages::undefer`], a lookup that misses a page records the page and fails. A page in `lost` is
+    /// not recorded: its lookup fails with the page's error.
     pub fn defer(&mut self, lost: FxHashMap<PageKey, Error>) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;

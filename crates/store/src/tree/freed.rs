@@ -188,7 +188,7 @@ impl Counts {
         self.window.end = first_left_out * COUNTED_PER_PAGE as u64;
     }
 
-    /// The numbers to which all references were counted.
+    /// The nodes or blocks, by number, of which every reference was counted.
     fn complete(&self) -> impl Iterator<Item = u64> + '_ {
         self.pages.iter().flat_map(|(page, left)| {
             let numbers = page * COUNTED_PER_PAGE as u64..;
