@@ -358,8 +358,8 @@ impl Chain {
         Ok(merged)
     }
 
-    /// Copies the ranges of changes that failed in the target, or were executed only partly in the top, after the last
-    /// check: from the swap on, reads of these ranges are made in the target.
+    /// After the last check, further changes may have failed in the target, or been executed only partly in the top.
+    /// This copies their ranges, because from the swap on, reads of these ranges are made in the target.
     fn copy_missed(&self, job: &Arc<Job>) -> Result<()> {
         let mut at = 0;
         while let Some(piece) = job.dirty.take(at) {

@@ -38,7 +38,7 @@ const PENDING_BYTES: u64 = 16 << 20;
 /// Pending changes that use more bytes of memory than this are committed too. The change of a single block uses five
 /// times the size of its record. The limit is lower in tests, so that they reach it.
 const PENDING_MEMORY: usize = if cfg!(test) { 1 << 20 } else { 32 << 20 };
-/// Rounds of a flush, in addition to those for two full buffers, after which it counts as outrun by writers.
+/// A flush counts as outrun by writers after this many rounds, in addition to those for two full buffers.
 const ROUNDS_BESIDE: u64 = 16;
 
 /// The most payload that one flush appends to a journal of `ring` bytes.

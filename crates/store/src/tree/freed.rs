@@ -141,7 +141,7 @@ pub struct Left {
     blocks: CountPages,
 }
 
-/// The references to node or block `number`, of which the table counts `references`.
+/// The references that are left to node or block `number`. In the table it still has `references`.
 fn left(pages: &CountPages, number: u64, references: u32) -> u32 {
     let (page, index) = place(number);
     match pages.get(&page).map_or(0, |page| page[index]) {
