@@ -118,7 +118,7 @@ impl Image {
     }
 }
 
-/// An engine that does all work on the calling thread, with little memory.
+/// An engine with little memory that runs its background work on the calling thread.
 pub fn options() -> EngineOptions {
     EngineOptions { metadata_cache: 2 << 20, write_buffer: 1 << 20, threads: false, ..EngineOptions::default() }
 }

@@ -212,8 +212,8 @@ pub struct Settings {
     /// the rounds
     #[arg(long, global = true, requires = "baseline", conflicts_with = "peers_only")]
     pub baseline_only: bool,
-    /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
-    /// migrate (may be given several times)
+    /// Only cells whose name contains PART; the cells of consolidate are the formats of the deltas, those of migrate
+    /// the target formats (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
     /// grains: measure nothing; take the latest figures of each cell from the results folder, where runs with --cell

@@ -381,7 +381,7 @@ fn with_damage(name: &str) -> (SimulatedDisk, Model) {
     (disk, model)
 }
 
-/// Does all work in the background, and checks that the other disks can be written and read.
+/// Runs all background work to its end, and checks that the other disks can be written and read.
 fn others_go_on(engine: &Engine, model: &mut Model, block: u64) {
     for _ in 0..1000 {
         if !engine.pump().unwrap() {
