@@ -92,9 +92,8 @@ impl Job {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// Handles a change of `range` after which the target may differ from the top: the merge ends with this error,
-    /// unless the owner's record has been replaced already. In the commit phase, the client's change fails with the
-    /// error too.
+    /// Handles a change of `range` after which the target may differ from the top: the merge ends with `error`, unless
+    /// the owner's record has been replaced already. In the commit phase, the client's change fails with `error` too.
     pub fn fail(&self, error: Error, range: &Range<u64>) -> Result<()> {
         self.dirty.mark(range);
         self.failure.lock().get_or_insert_with(|| error.repeated());

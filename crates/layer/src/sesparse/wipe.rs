@@ -107,8 +107,9 @@ impl Census {
 /// Ranges of the file with data: tables in holes need not be read.
 #[derive(Default)]
 pub(super) struct Holes {
-    /// The range that was searched. Within it, everything outside `known` is a hole.
+    /// The first range with data in `searched`; `None` if there is none. What precedes it in `searched` is a hole.
     known: Option<Range<u64>>,
+    /// The range that was searched last.
     searched: Range<u64>,
     /// The number of commits with pages at the time when the ranges were read.
     settled: u64,

@@ -280,7 +280,7 @@ impl Buffers {
         self.snapshots.load(Ordering::Acquire)
     }
 
-    /// Counts a snapshot with last writes that are still buffered.
+    /// Counts a snapshot whose last writes are still buffered.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
     }
