@@ -358,8 +358,8 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
-/// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds the physical blocks
-/// that the leaf no longer maps to `removed`.
+/// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds to `removed` the
+/// physical blocks that the leaf no longer maps.
 pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,
