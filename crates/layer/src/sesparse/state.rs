@@ -301,8 +301,8 @@ impl LayerState {
         }
     }
 
-    /// The part of a free run before its first grain that backmap and table show to be in use, although the bitmap
-    /// marks it as free. If that grain were allocated, two entries would name it.
+    /// Cuts a free run before a grain that backmap and table show to be in use, although the bitmap marks the grain as
+    /// free. If that grain were allocated, two entries would name it.
     fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {

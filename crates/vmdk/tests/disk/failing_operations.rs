@@ -43,7 +43,7 @@ impl Drop for World {
     }
 }
 
-/// The bytes of the blocks of a chain that could be read.
+/// The bytes of each block of a chain; `None` for a block that cannot be read.
 fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     let mut all = vec![0xee; BLOCKS * BLOCK];
     let whole = chain.read(0, &mut all).is_ok();

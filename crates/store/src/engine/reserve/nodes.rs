@@ -74,7 +74,7 @@ fn nodes_more(used: u64) -> u64 {
 }
 
 /// The number of nodes that this many changes may need while a batch of write-back is in flight: the batch may move
-/// entries that were replaced in the buffer meanwhile into the map.
+/// into the map entries that were replaced in the buffer meanwhile.
 fn needed(forest: &Forest, changes: u64) -> u64 {
     nodes_needed(forest, changes + changes.min(BATCH_MAX))
 }
