@@ -103,8 +103,8 @@ pub(crate) fn undo(
     holding: &Holding,
     monitor: &mut Client,
 ) -> Result<()> {
-    // The file names the image if only the flush of its folder has failed. While it does, the guest must not execute
-    // and the image must stay: the next command ends the process, and the machine continues from the image.
+    // If only the flush of its folder has failed, the file `FROZEN` exists already. While it exists, the guest must
+    // not execute and the image must stay: the next command ends the process, and the machine continues from the image.
     forget(machine).inspect_err(|_| holding.keep())?;
     images.abandon(image, disks);
     match executes {
