@@ -251,7 +251,7 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
     }
 
     /// The most references that a node or block can have and still be freed by these trees, because one tree refers to
-    /// it at most once. All references are counted if those that are left are wanted.
+    /// it at most once. If the caller wants the references that are left, all references are counted.
     fn most(&self) -> u32 {
         let trees = u32::try_from(self.tops.len()).unwrap_or(u32::MAX);
         if self.left.is_some() { u32::MAX } else { trees }

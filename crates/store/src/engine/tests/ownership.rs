@@ -1,4 +1,5 @@
-//! No block is overwritten in place that recovery would assign to another disk, or would verify by an older checksum.
+//! A block that recovery would assign to another disk, or would verify by an older checksum, is not overwritten in
+//! place.
 
 use super::*;
 use crate::engine::metadata::Effects;
