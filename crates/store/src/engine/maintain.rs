@@ -1,5 +1,5 @@
-//! Background maintenance: write-back, commits after the commit interval, checkpoints, dropping deleted trees, and when
-//! space is returned to the file system.
+//! Background maintenance: write-back, commits after the commit interval, checkpoints, the dropping of deleted trees,
+//! and the return of space to the file system.
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
