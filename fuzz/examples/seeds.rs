@@ -106,12 +106,12 @@ const REFERENCES: [&str; 9] = ["a", "b/a", "./a", "c/a", "d", "f/out/a", "$/allo
 
 fn keep(seeds: &Path, target: &str, name: &str, bytes: &[u8]) {
     let folder = seeds.join(target);
-    fs::create_dir_all(&folder).expect("the folder of the seeds");
-    fs::write(folder.join(name), bytes).expect("the folder of the seeds");
+    fs::create_dir_all(&folder).expect("the folder of the seeds can be created");
+    fs::write(folder.join(name), bytes).expect("the seed can be written");
 }
 
 fn main() {
-    let seeds = std::env::args().nth(1).expect("the folder of the seeds");
+    let seeds = std::env::args().nth(1).expect("the first argument is the folder of the seeds");
     let seeds = Path::new(&seeds);
     for (target, bases) in [("vmfssparse", 8), ("sesparse", 5), ("vsansparse", 4), ("hosted", 5)] {
         for base in 1..=bases {

@@ -1,5 +1,5 @@
-//! A text as the definition of a machine and as the record of an image: a text that parses passes the checks, and can
-//! be written and parsed again to the same value.
+//! A text is parsed as the definition of a machine and as the record of an image. A value that parsing returns passes
+//! the checks, and can be written and parsed again to the same value.
 
 #![no_main]
 

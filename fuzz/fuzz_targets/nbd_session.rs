@@ -38,20 +38,23 @@ fn disks() -> &'static Disks {
     DISKS.get_or_init(|| {
         let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
         let directory = disk.directory();
-        Datastore::init_in(Arc::clone(&directory), InitOptions { journal_size: 4 << 20 }).expect("a new datastore");
-        let datastore = Datastore::open_in(directory, options()).expect("a new datastore");
+        Datastore::init_in(Arc::clone(&directory), InitOptions { journal_size: 4 << 20 })
+            .expect("the datastore can be created");
+        let datastore = Datastore::open_in(directory, options()).expect("a new datastore can be opened");
         datastore
             .create_disk("a", &NewDisk::native((1 << 20) + 512, Provisioning::Thin), &NoProgress)
-            .expect("a new disk");
-        let device = datastore.device("a", false).expect("a new disk");
+            .expect("the disk can be created");
+        let device = datastore.device("a", false).expect("a new disk can be opened");
         device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("a new disk accepts writes");
-        datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).expect("a new snapshot");
+        datastore
+            .create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default())
+            .expect("the snapshot can be taken");
         device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("a new disk accepts writes");
         Disks(datastore)
     })
 }
 
-/// A stream in memory that reads and writes in pieces, whose size the input determines.
+/// A stream in memory that reads and writes in pieces. The input determines their size.
 struct Stream {
     left: Vec<u8>,
     at: usize,

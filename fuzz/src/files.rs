@@ -64,7 +64,7 @@ impl Sectors {
         }
         let mut out = vec![0];
         out.extend(&self.length.to_le_bytes()[..6]);
-        out.push(u8::try_from(pieces.len()).expect("a seed of few pieces"));
+        out.push(u8::try_from(pieces.len()).expect("a seed has few pieces"));
         for (sector, mut piece) in pieces {
             // The rest of the last sector is zeros anyway.
             piece.truncate(piece.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
@@ -80,12 +80,12 @@ impl Sectors {
     /// # Panics
     /// If the file cannot be read.
     pub fn of(file: &dyn File) -> Self {
-        let length = file.len().expect("a file that was made");
+        let length = file.len().expect("the file can be read");
         let mut out = Self { length, ..Self::default() };
         let mut at = 0;
-        while let Some(range) = file.next_allocated(at).expect("a file that was made") {
+        while let Some(range) = file.next_allocated(at).expect("the file can be read") {
             let mut bytes = vec![0; (range.end.min(range.start + (1 << 20)) - range.start) as usize];
-            file.read_at(&mut bytes, range.start).expect("a file that was made");
+            file.read_at(&mut bytes, range.start).expect("the file can be read");
             out.put(range.start, &bytes);
             at = range.start + bytes.len() as u64;
         }
@@ -190,7 +190,7 @@ impl Sectors {
     /// # Panics
     /// When the folder has it already.
     pub fn write(&self, directory: &Arc<dyn Directory>, name: &str) -> Arc<dyn File> {
-        let file = directory.create(name, IoMode::Buffered).expect("a new name");
+        let file = directory.create(name, IoMode::Buffered).expect("the name is new");
         file.set_len(self.length).expect("a new disk accepts writes");
         let whole = |sector: u64| self.length.saturating_sub(sector * SECTOR as u64).min(SECTOR as u64) as usize;
         for (sector, bytes) in &self.sectors {

@@ -144,8 +144,9 @@ fn ask(layer: &dyn Layer, start: u64, end: u64, most: usize) -> Result<Vec<Exten
 /// Data begins within the file, and ends there, except for a partial last grain.
 fn check_place(layer: &dyn Layer, extent: &Extent) {
     if let Content::Data { file, offset } = extent.content {
-        let length = layer.file(file).expect("a file that the map names").len().expect("the file is open");
-        let end = offset.checked_add(extent.length).expect("an offset in a file");
+        let length =
+            layer.file(file).expect("the layer has each file that its map names").len().expect("the file is open");
+        let end = offset.checked_add(extent.length).expect("the offset lies in a file");
         assert!(offset < length && end <= length + layer.grain(), "{extent:?} in a file of {length} bytes");
     }
 }

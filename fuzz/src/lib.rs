@@ -83,13 +83,13 @@ impl Image {
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let words: Vec<&str> = line.split(' ').collect();
             if let ["file", name, length] = words[..] {
-                files.push((name, length.parse().expect("a length"), Vec::new()));
+                files.push((name, length.parse().expect("the length is a number"), Vec::new()));
                 continue;
             }
-            let at = u64::from_str_radix(words[0], 16).expect("an offset");
-            let byte = |i| u8::from_str_radix(&words[1][i..i + 2], 16).expect("a byte");
+            let at = u64::from_str_radix(words[0], 16).expect("the offset is a number");
+            let byte = |i| u8::from_str_radix(&words[1][i..i + 2], 16).expect("the byte is a number");
             let bytes: Vec<u8> = (0..words[1].len()).step_by(2).map(byte).collect();
-            let (_, _, parts) = files.last_mut().expect("a file before its bytes");
+            let (_, _, parts) = files.last_mut().expect("a file precedes its bytes");
             match parts.last_mut() {
                 Some((start, part)) if *start + part.len() as u64 == at => part.extend(bytes),
                 _ => parts.push((at, bytes)),
@@ -118,7 +118,7 @@ impl Image {
     }
 }
 
-/// An engine that does all work on the calling thread, with little memory.
+/// An engine with little memory that runs its background work on the calling thread.
 pub fn options() -> EngineOptions {
     EngineOptions { metadata_cache: 2 << 20, write_buffer: 1 << 20, threads: false, ..EngineOptions::default() }
 }

@@ -174,7 +174,7 @@ impl CompletionQueue {
         polled
     }
 
-    /// Waits on the condition variable alone.
+    /// Waits for operations only, while no descriptors are watched.
     fn wait_operations(&mut self, found: &mut Vec<Completion>, timeout: Option<Duration>) {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = self.done.state.lock();

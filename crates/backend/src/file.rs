@@ -131,8 +131,8 @@ macro_rules! forward_file {
     };
 }
 
-/// The error of a failed flush. If the storage below the file system runs out of space, as a thin pool may, writes fail
-/// that the page cache acknowledged long before.
+/// The error of a failed flush. A lack of space that only the flush reports is in the storage below the file system,
+/// such as a thin pool: then writes that the page cache has acknowledged are lost.
 pub(crate) fn flush_failed(error: io::Error) -> io::Error {
     match error::lacks_space(&error) {
         true => io::Error::other(format!("{error}; writes that were acknowledged are lost")),

@@ -144,7 +144,7 @@ impl Scan {
     }
 }
 
-/// The call, which returns how many regions it found.
+/// The ioctl. It returns how many regions it found.
 struct ScanCall<'a>(&'a mut Scan);
 
 // SAFETY: the opcode is that of the structure behind the pointer, which the kernel reads and writes.

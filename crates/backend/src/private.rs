@@ -64,7 +64,7 @@ pub fn create(path: &Path) -> io::Result<File> {
     open(path, true)
 }
 
-/// Opens a file for writing with its content; creates it if it does not exist.
+/// Opens a file for writing and keeps its content; creates the file if it does not exist.
 pub fn open_or_create(path: &Path) -> io::Result<File> {
     open(path, false)
 }
@@ -177,8 +177,8 @@ pub fn exposed(folder: &SearchedFolder) -> io::Result<Vec<Exposed>> {
 /// replaced the file or a folder above it.
 ///
 /// # Errors
-/// `Unsupported` if the file has several names, and does not belong to the owner of the folder: the owner may have
-/// linked a file into the folder that others share elsewhere.
+/// `Unsupported` if the file has several names, and does not belong to the owner of the folder: the owner may have made
+/// a hard link in the folder to a file that other users share in another folder.
 pub fn close(folder: &SearchedFolder, exposed: &Exposed) -> io::Result<bool> {
     let Some((file, stat)) = folder.open_below(&exposed.path)? else { return Ok(false) };
     let is_folder = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;

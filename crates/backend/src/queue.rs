@@ -76,9 +76,9 @@ pub(crate) fn write_at_once(mode: IoMode, length: u64, durable: bool) -> bool {
     mode == IoMode::Buffered && !durable && length <= WRITE_AT_ONCE_MAX
 }
 
-/// Where a read at `offset` continues that returned only `done` bytes: `None` when the rest lies past the end of the
-/// file. A direct read stops in the middle of a block only at the end of the file. If the file has grown since, the
-/// block is read again, because the next offset would not be aligned.
+/// A read at `offset` has returned only `done` bytes: returns how many of them it keeps when it continues, or `None`
+/// when the rest lies past the end of the file. A direct read stops in the middle of a block only at the end of the
+/// file. If the file has grown since, the block is read again, because the next offset would not be aligned.
 pub(crate) fn resume_short_read(file: &dyn File, offset: u64, done: usize) -> io::Result<Option<usize>> {
     if file.len()? <= offset.saturating_add(done as u64) {
         return Ok(None);

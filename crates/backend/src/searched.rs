@@ -44,8 +44,8 @@ impl SearchedFolder {
         Ok(Self { handle, stat })
     }
 
-    /// If this process is root and the folder belongs to another user, this user, who can replace what the folder
-    /// contains.
+    /// The user who owns the folder, if this process is root and the owner is another user. The owner can replace what
+    /// the folder contains.
     pub fn other_owner(&self) -> Option<u32> {
         (rustix::process::geteuid().is_root() && self.stat.st_uid != 0).then_some(self.stat.st_uid)
     }

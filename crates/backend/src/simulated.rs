@@ -187,7 +187,7 @@ impl SimulatedDisk {
         (world.failing_syncs, world.sync_error) = (count, error);
     }
 
-    /// Makes reads that touch the range of file `name` fail with EIO until it is written again.
+    /// Reads that touch the range of file `name` fail with EIO until the range is written again.
     pub fn fail_reads(&self, name: &str, range: Range<u64>) -> io::Result<()> {
         let mut world = self.world.lock();
         world.named(name)?.unreadable.insert(range);

@@ -168,7 +168,7 @@ impl UringQueue {
         }
     }
 
-    /// Takes operation `index` from the table and completes it. Only for operations that the kernel does not have.
+    /// Takes operation `index` from the table and completes it. Only for operations that are not in the kernel.
     fn end(&mut self, index: usize, result: io::Result<()>) {
         let Some(operation) = self.operations[index].take() else { return };
         self.free.push(index);

@@ -15,7 +15,7 @@
 //!
 //! 1. Only snapshots are backed up, never the changing state of a disk.
 //! 2. Everything that is stored has a version and a checksum, and any bytes decode to a valid value or an error.
-//! 3. A backup exists once its manifest is durable, which is written last.
+//! 3. A backup exists once its manifest is durable. The manifest is written last.
 //!
 //! The formats are described in `docs/format/backup.md`, the reasons for them in `docs/adr/0037-backups.md`.
 

@@ -139,7 +139,7 @@ impl Description {
             return Ok(Some(Arc::clone(key)));
         }
         let why = match given {
-            Some(key) => format!("and not with the key {} in the given file", key.id()),
+            Some(key) => format!("the given file has the key {}", key.id()),
             None => "give the file of that key with --key-file".to_owned(),
         };
         let text = format!("the backup of '{}' is encrypted with the key {id}: {why}", self.source());

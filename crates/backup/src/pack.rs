@@ -355,7 +355,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// An empty pack that begins with a segment.
+    /// An empty pack. `first` is the number of its first segment.
     pub fn new(first: u32) -> Self {
         Self { first, index: Vec::new(), payload: Vec::new() }
     }

@@ -26,7 +26,7 @@ const RECORD_NAME: &str = "repository";
 const BACKUP: &str = "backup-";
 const UNFINISHED: &str = "unfinished-";
 const PACK: &str = "pack-";
-/// Fewest characters of an identity that name a backup.
+/// The least number of characters of an identity by which a backup can be named.
 const PREFIX_MIN: usize = 8;
 
 /// A repository.

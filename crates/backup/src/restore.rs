@@ -30,8 +30,8 @@ const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 pub struct RestoreOptions {
     /// Name of the restored disk.
     pub name: String,
-    /// Whether an existing disk of that name is updated: it must be unchanged since the state on which the backup is
-    /// based.
+    /// Whether the backup updates an existing disk with this name: the disk must be unchanged since the state on which
+    /// the backup is based.
     pub update: bool,
     /// Limit in bytes of data per second; 0 for none.
     pub rate: u64,

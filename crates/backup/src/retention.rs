@@ -162,8 +162,8 @@ impl Keep {
             .filter_map(|manifest| Some((&manifest.backup.id, manifest.backup.parent.as_ref()?.backup.as_ref()?)))
             .collect();
         for mut id in kept.keys().cloned().collect::<Vec<_>>() {
-            // Ends at a backup whose bases were marked before, and so also if damaged backups are based on each other
-            // in a circle.
+            // Ends at a backup whose bases were marked before. So it also ends if damaged backups are based on each
+            // other in a circle.
             while let Some(parent) = parents.get(&id) {
                 let reasons = kept.entry((*parent).clone()).or_default();
                 if reasons.iter().any(|reason| reason == "base") {

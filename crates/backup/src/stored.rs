@@ -27,7 +27,8 @@ impl Sink for RepositorySink<'_> {
     }
 }
 
-/// The packs that an interrupted attempt has stored. A pack is stored as a whole, so its head and index are read only.
+/// The packs that an interrupted attempt has stored. A pack is stored as a whole, so it is sufficient to read its head
+/// and index.
 fn written(repository: &Repository, description: &Description, key: Option<&Arc<Key>>) -> Result<Written> {
     let objects = repository.objects();
     let id = description.id_bytes()?;

@@ -259,7 +259,8 @@ fn parts_of_objects_that_interrupted_backups_leave_are_removed() {
     let repository = repository(&disk);
     let id = "0f0e0d0c-0b0a-4908-8706-050403020101";
     let left = [format!("pack-{id}-00000003.new"), format!("unfinished-{id}.new"), format!("backup-{id}.new")];
-    // A command that makes the repository writes its record without the lock. The last file is no part of an object.
+    // The last two files have to stay: a command that makes the repository writes `repository.new` without holding the
+    // lock, and `pack-of-photos.new` is no part of an object.
     for name in left.iter().map(String::as_str).chain(["repository.new", "pack-of-photos.new"]) {
         backend::replace::prepare(&*disk.directory(), name, &[7; 4096]).unwrap();
     }

@@ -11,7 +11,7 @@
 //! flush                                        each run of writes ends with a flush, which is timed too
 //! delta                                        each disk is a delta over an empty thin base, as after a snapshot
 //! rounds=N threads=N mib=N capacity=N          rounds, threads, MiB moved by a run, MiB of a disk
-//! fill=N                                       full disks are filled by writes of N KiB (1024)
+//! fill=N                                       full disks are filled by writes of N KiB (default 1024)
 //! folder=PATH                                  where the files are, instead of the system's temporary folder
 //! ```
 //!

@@ -45,7 +45,8 @@ pub(crate) struct Token {
 }
 
 const FEW: usize = 2;
-/// The count in a token for stripes that are not used: one change under way, none begun. No stripe can have it.
+/// Fills the places of a token for which the range has no stripe. It means one change under way although none was
+/// begun, so no stripe has this count.
 const NONE: u64 = UNDER_WAY;
 
 /// Stripe numbers of a range, each stripe once.

@@ -20,7 +20,7 @@ pub(crate) struct Gate {
     changed: Condvar,
 }
 
-/// Permission of one writer to be inside the gate, until it is dropped.
+/// Permission of one writer to be inside the gate, until this value is dropped.
 pub(crate) struct Inside<'a>(&'a Gate);
 
 impl Gate {

@@ -28,7 +28,7 @@
 //! 5. **A snapshot is a new stack.** Writes acknowledged before it are below, writes that begin after it are above, and
 //!    no write waits for another disk's I/O.
 //! 6. **A merge changes nothing visible** until its commit: a crash or an interruption before the commit leaves the
-//!    chain as it was, one after it leaves the chain merged.
+//!    chain unmerged, and a crash after the commit leaves it merged.
 //! 7. **After a failed flush nothing is written**, and ranges changed since the last successful flush are not read,
 //!    until the chain is opened again: the device may have their old content.
 //!

@@ -68,7 +68,7 @@ impl Clear {
     }
 }
 
-/// A change of a range under way, for the caches, until it is dropped.
+/// Tells the caches that a change of a range is under way, until this value is dropped.
 pub(crate) struct Flux<'a> {
     changes: &'a Changes,
     range: Range<u64>,

@@ -25,8 +25,7 @@ pub enum Listen {
     Unix {
         /// Path of the socket.
         path: PathBuf,
-        /// Permission bits of the socket file, such as `0o600` for its owner only, which decide which users may
-        /// connect.
+        /// Permission bits of the socket file, such as `0o600` for its owner only. They decide which users may connect.
         mode: u32,
         /// The group of the socket file; `None` for the group of this process.
         group: Option<u32>,

@@ -1,4 +1,4 @@
-//! Disks that are renamed while a long operation reads them: the operation is completed, as of the same disk.
+//! Disks that are renamed while a long operation reads them: the operation is completed for the same disk.
 
 #![allow(clippy::unwrap_used)]
 

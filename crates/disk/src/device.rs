@@ -272,14 +272,15 @@ pub trait Device: Send + Sync {
     /// it cannot fail for lack of space.
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()>;
 
-    /// Requests that all writes become durable that were acknowledged before, on any connection. This call never waits.
+    /// Requests that all writes that were acknowledged before, on any connection, become durable. This call never
+    /// waits.
     fn begin_flush(&self) -> Result<FlushTicket> {
         // A device that does not number its writes flushes all writes in `finish_flush`, which covers at least the
         // requested ones.
         Ok(FlushTicket::default())
     }
 
-    /// Makes the writes durable that the ticket covers, or waits for another flush that covers them.
+    /// Makes the writes that the ticket covers durable, or waits for another flush that covers them.
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()>;
 
     /// Begins and finishes a flush on this thread.

@@ -263,7 +263,7 @@ pub struct SnapshotOptions {
 }
 
 impl SnapshotOptions {
-    /// Whether an option is set that native snapshots do not support.
+    /// Whether an option that native snapshots do not support is set.
     pub(crate) fn is_special(&self) -> bool {
         *self != Self::default()
     }

@@ -143,7 +143,7 @@ impl Location {
         })
     }
 
-    /// Returns an error that says what to do if the folder does not exist.
+    /// If the folder does not exist, returns an error that says what to do.
     pub fn require(&self) -> Result<()> {
         let Folder(path) = &self.0 else { return Ok(()) };
         let sentence = match std::fs::metadata(path) {

@@ -19,7 +19,7 @@ use std::path::Path;
 /// The most files that a warning names.
 const NAMED_MAX: usize = 3;
 
-/// Adds warnings to the report of a check that name the files and folders that other users can access, and those that
+/// Adds warnings to the report of a check: they name the files and folders that other users can access, and those that
 /// do not belong to the datastore's owner. With `repair`, closes them to other users, gives them to the owner, and adds
 /// each as a repaired finding instead.
 pub fn check(folder: &SearchedFolder, repair: bool, report: &mut CheckReport) -> Result<()> {

@@ -437,7 +437,7 @@ impl Quotas {
         Ok(())
     }
 
-    /// All limits with their use. With `count`, disks are counted that were not counted yet, or whose use may be too
+    /// All limits with their use. With `count`, counts the disks that were not counted yet, or whose use may be too
     /// high.
     pub fn info(&self, count: bool) -> Result<Vec<LimitInfo>> {
         let budgets = self.current.lock().budgets.clone();

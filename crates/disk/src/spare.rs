@@ -8,7 +8,7 @@ use error::{ErrorKind, Result};
 use std::io;
 use std::sync::Arc;
 
-/// The reserving file, in the datastore's folder.
+/// The file that reserves the space, in the datastore's folder.
 const FILE: &str = "spare";
 /// Prefix of the file names that are created and removed to test whether there is space for names.
 const PROBE: &str = "spare.lamina-new";

@@ -347,7 +347,7 @@ impl SwitchedDevice {
         }
         let text = format!(
             "{}: the disk was opened again after a failure, and writes that were acknowledged before and not flushed \
-             may be lost; reported once, later flushes are valid",
+             may be lost; this error is returned once, and later flushes are valid",
             self.name
         );
         Err(Error::new(ErrorKind::Io, text))

@@ -74,7 +74,7 @@ impl FromStr for DetectZeroes {
     }
 }
 
-/// Whether all bytes are zero. Stops at the first 64 bytes that are not.
+/// Whether all bytes are zero. Stops at the first 64 bytes that are not all zeros.
 pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     // Compares words explicitly, because the compiler does not combine comparisons of bytes.
     let (words, rest) = bytes.as_chunks::<64>();

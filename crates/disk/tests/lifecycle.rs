@@ -12,7 +12,7 @@ fn options() -> OpenOptions {
     testbed::options(QueueChoice::Auto)
 }
 
-/// A datastore with one disk, `a`, that has a snapshot `s1`.
+/// A datastore with one disk, `a`, and its snapshot `s1`.
 fn made() -> (tempfile::TempDir, std::sync::Arc<Datastore>) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("ds");

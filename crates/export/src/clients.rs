@@ -211,7 +211,8 @@ impl Clients {
                 state.changed = true;
             }
             match grace_left(&gone, grace, now) {
-                // With the next server, the grace time of this client begins again.
+                // A client whose connection ended with the server stays in the list: its grace time begins again with
+                // the next server.
                 None if !gone.with_server => state.changed = true,
                 left => state.waits(gone, left.unwrap_or_default()),
             }

@@ -38,7 +38,7 @@ pub trait Exports: Send + Sync {
         true
     }
 
-    /// The description of one export. Implementations for which listing all names is slow should override it.
+    /// The description of one export. Implementations that list all names slowly should override it.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
     }
@@ -56,7 +56,7 @@ pub enum ResizePolicy {
     Any,
 }
 
-/// The exports for one session. Opening an export waits until those of its sessions that have to end have ended.
+/// The exports for one session. If sessions of an export have to end, opening the export waits for their end.
 pub struct Admission<'a> {
     exports: &'a dyn Exports,
     visit: &'a Visit,

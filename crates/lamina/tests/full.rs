@@ -263,7 +263,7 @@ const BLOCKS: u64 = 65_536;
 /// From this block on, blocks are in the top image of a disk only.
 const TOP: u64 = 4096;
 
-/// Overwrites blocks that are in the top image already, which needs no space.
+/// Overwrites blocks that are in the top image already. This needs no space.
 fn overwrite(client: &mut Client, written: &mut Written, random: &mut Random, count: usize) {
     let known: Vec<u64> = written.0.keys().copied().filter(|block| *block >= TOP).collect();
     for _ in 0..count {
@@ -377,7 +377,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     client.flush().unwrap();
     for snapshot in 0..snapshots {
         let deleted = store.run(&format!("snapshot delete {name}@s{snapshot}"));
-        // Merging scattered blocks allocates whole grains of 64 KiB in a hosted base, which needs more space than this
+        // Merging scattered blocks allocates whole grains of 64 KiB in a hosted base, and so needs more space than this
         // file system has.
         let refused = deleted.code == 5 && name == "hosted2";
         assert!(

@@ -188,7 +188,7 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
         }
     }
     let Some(gone) = list.get("gone") else {
-        assert!(command.starts_with("delete"), "{what}: a machine exists that no command was to leave");
+        assert!(command.starts_with("delete"), "{what}: a machine is left, although no command was to leave it");
         return;
     };
     let snapshots = fleet.run("snapshot list gone --json").json();

@@ -108,7 +108,7 @@ fn cases(medium: &mut Medium, xfs: bool, otherwise: u64) {
     let (begin, first) = (Instant::now(), number("LAMINA_MEDIUM_FROM", 0));
     let wanted = number("LAMINA_MEDIA", otherwise);
     let mut tally = Tally::default();
-    // One more case: an earlier version returned data of the page cache, after a restart without a new mount, that had
+    // One more case: after a restart without a new mount, an earlier version returned data of the page cache that had
     // never been written to the storage.
     let remembered = (first == 0 && wanted <= RESTARTED).then_some(RESTARTED);
     for seed in (first..first + wanted).chain(remembered) {
@@ -258,8 +258,8 @@ impl Case<'_> {
             0..7 => self.round(disk),
             7..10 => drop(self.flush(disk)),
             10..14 => {
-                // Only in cases in which nothing but reads fails, all clean pages are on the storage, so that reads
-                // after dropping them have a defined content.
+                // If nothing but reads fails, all clean pages are on the storage. Only in such cases do reads have a
+                // defined content after the page cache is dropped.
                 if self.fails == Request::Read {
                     self.forget();
                 }

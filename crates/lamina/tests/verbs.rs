@@ -173,7 +173,7 @@ fn the_exit_code_of_check_reports_damage() {
     assert!(store.run("check").ok().ends_with("clean\n"));
 }
 
-/// Output, with the parts removed that differ between datastores.
+/// Output, without the parts that differ between datastores.
 fn neutral(text: &str, store: &Store) -> String {
     let text = text.replace(&store.path().display().to_string(), "STORE");
     let mut out = String::new();

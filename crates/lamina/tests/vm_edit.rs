@@ -66,7 +66,7 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
     fleet.run("edit shop --no-qemu-args").fails(7, "is frozen");
     fleet.run("start shop").ok();
     assert_eq!(fleet.processes().into_values().next().as_deref(), Some("shop"));
-    // The snapshot has the definition of its time, but a revert does not restore the machine's former name.
+    // The snapshot has the machine's definition at that time, but a revert does not restore the machine's former name.
     fleet.run("revert shop@before").ok();
     holds(&fleet, "web", 0, 1);
     let shown = fleet.show("shop");
@@ -109,7 +109,7 @@ fn cpus_have_the_model_and_the_sockets_that_the_user_chose() {
     for change in ["--cpu-model default", "--cores 0", "--clock utc"] {
         fleet.run(&format!("edit web {change}")).fails(7, "stop it first");
     }
-    // A state with memory and instant clones have the same processors.
+    // After a revert to a snapshot with memory, the machine and its instant clones have the same processors.
     fleet.run("snapshot create web@live --memory").ok();
     fleet.run("revert web@live").ok();
     fleet.run("clone web copy").ok();
@@ -311,7 +311,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
         let shown = room.show("web");
         assert_eq!((shown["disks"].as_array().unwrap().len(), shown["networks"].as_array().unwrap().len()), (1, 1));
-        // A revert ends the process, and so its connection to the disk without a disconnect request.
+        // A revert ends the process, so the process's connection to the disk ends without a disconnect request.
         room.run(if round == 1 { "disk delete data --force" } else { "disk delete data" }).ok();
         room.until("the guest's load goes on", || {
             let now = room.shell("web", "cat /run/rounds");

@@ -1,5 +1,5 @@
 //! Network cards of a real guest: forwarded ports, tap devices and bridges. The machine with the tap device is started
-//! in a network namespace of the test, which needs root.
+//! in a network namespace of the test. This needs root.
 
 #![allow(clippy::unwrap_used)]
 

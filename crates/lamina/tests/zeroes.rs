@@ -32,7 +32,7 @@ fn zeros_are_written_as_the_disk_says() {
             let mut client = Client::connect(&store.socket(), &name).unwrap();
             let data = vec![7; 2 * MIB as usize];
             client.write(0, &data).unwrap();
-            // Over data, over holes, with and without FUA, unaligned, and less than a block.
+            // Zeros are written over data and over holes, with and without FUA, unaligned, and in less than a block.
             client.write(0, &vec![0; MIB as usize]).unwrap();
             client.call(Command::Write { offset: 4 * MIB, data: &vec![0; MIB as usize], fua: true }).unwrap();
             client.write(MIB + 512, &vec![0; 8192]).unwrap();

@@ -199,7 +199,7 @@ pub trait Layer: Send + Sync {
         Ok(false)
     }
 
-    /// The most bytes of the file system that writing a whole range of grains would allocate: checked before a copy
+    /// The most bytes that the file system has to allocate if a whole range of grains is written: checked before a copy
     /// into this layer begins.
     fn room_needed(&self, range: Range<u64>) -> Result<u64> {
         let mut extents = Vec::new();

@@ -111,7 +111,8 @@ impl Scratch {
                             for (path, text) in plan.texts() {
                                 tree::write(&self.tree.join(path), text.as_bytes())?;
                             }
-                            // Programs that were built before now have other sources, so they are built again.
+                            // The sources of the programs that are built already have changed, so these programs are
+                            // built again.
                             built.retain(|_, result| result.is_some());
                             continue;
                         }

@@ -137,9 +137,8 @@ impl Envelope {
 
     /// The capacity of a disk in bytes, greater than 0.
     ///
-    /// # Errors
-    /// `Invalid` if the text has no such number of bytes; `Unsupported` if the capacity is a property (`${size}`),
-    /// which the user of the descriptor would have to set.
+    /// # Errors `Invalid` if the disk's element gives no number of bytes greater than 0; `Unsupported` if the capacity
+    /// is a property (`${size}`), which the user of the descriptor would have to set.
     pub fn capacity(&self, disk: &Element) -> Result<Capacity> {
         let wrong = |what: &str| self.wrong(disk, format!("the capacity of the disk {what}"));
         let count = disk.attribute("capacity").ok_or_else(|| wrong("is missing"))?.trim();
@@ -167,8 +166,7 @@ pub struct Capacity {
 impl Capacity {
     /// Compares the capacity with that of the disk's image.
     ///
-    /// # Errors
-    /// `Corrupt` if they differ by more than rounding to the unit, or to sectors, explains.
+    /// # Errors `Corrupt` if they differ by more than a rounding to the unit or to sectors can explain.
     pub fn check(&self, image: u64) -> Result<()> {
         if self.bytes.abs_diff(image) < self.unit.max(SECTOR) {
             return Ok(());

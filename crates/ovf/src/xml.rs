@@ -13,7 +13,7 @@ use quick_xml::{Reader, XmlVersion};
 const DEPTH_MAX: usize = 64;
 /// Most attributes of one element.
 const ATTRIBUTES_MAX: usize = 64;
-/// Most elements. A tree of so many takes about 80 MB.
+/// Most elements. A tree of this many elements takes about 80 MB.
 const ELEMENTS_MAX: usize = 500_000;
 
 /// An element.

@@ -3,8 +3,9 @@
 //! 1. `blocks` has the current content. A missing block was never written (or lies past an earlier end of the disk)
 //!    and reads as zeros.
 //! 2. `history` has, for each block written since it was last durable, all contents in order, from the durable to the
-//!    current one. After a crash each sector of the block must have that sector of one of these contents, not older
-//!    than the floor of the sector. A write with FUA raises the floor of the sectors that it covers.
+//!    current one. After a crash each sector of the block must equal the same sector of one of these contents. This
+//!    content must not be older than the floor of the sector. A write with FUA raises the floor of the sectors that it
+//!    covers.
 //! 3. Two images share the `Arc` of a block only if neither has written the block since one image was copied from the
 //!    other.
 

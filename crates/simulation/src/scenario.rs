@@ -93,7 +93,7 @@ impl Profile {
         }
     }
 
-    /// Operations of one run.
+    /// Number of operations of one run.
     pub fn length(self) -> usize {
         match self {
             Self::Model => 5000,

@@ -22,7 +22,7 @@ fn history() -> Vec<Operation> {
         Operation::Create { capacity: (2 << 20) - 512, kind: 7 },
         write(0, 0, 40_000, 1),
         write(1, 0, 60_000, 2),
-        // Writes at the end of the second disk, which lies within a block.
+        // Writes at the end of the second disk. This end lies within a block.
         write(1, 12, 2048, 3),
         Operation::Snapshot { disk: 0, disks: 1 },
         write(0, 0, 20_000, 4),

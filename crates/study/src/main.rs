@@ -88,7 +88,7 @@ fn measure(options: &Options) -> Result<bool> {
         println!("\nmissed:\n{}", report::shown(&missed));
     }
     if asked > 0 {
-        let quick = if setting.plan.quick { " (quick: proves none)" } else { "" };
+        let quick = if setting.plan.quick { " (a quick run proves no limit)" } else { "" };
         println!("\n{} of {asked} figures meet what is asked{quick}", asked - missed.len());
     }
     failed.map_or(Ok(missed.is_empty()), Err)

@@ -72,7 +72,7 @@ pub enum Request {
         /// Bytes.
         length: u32,
     },
-    /// Flushes: makes all writes durable that were answered before.
+    /// Flushes: makes all writes that were answered before durable.
     Flush,
 }
 

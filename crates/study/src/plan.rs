@@ -63,7 +63,7 @@ pub enum Study {
     Migrate,
     /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB
     VmLinked,
-    /// Full clones of machines against cp, off and running
+    /// Full clones of machines that are off and that run, against cp
     VmFull,
     /// Instant clones of frozen and running guests, and their parents' speed
     VmInstant,
@@ -212,8 +212,8 @@ pub struct Settings {
     /// the rounds
     #[arg(long, global = true, requires = "baseline", conflicts_with = "peers_only")]
     pub baseline_only: bool,
-    /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
-    /// migrate (may be given several times)
+    /// Only cells whose name contains PART; the cells of consolidate are the formats of the deltas, those of migrate
+    /// the target formats (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
     /// grains: measure nothing; take the latest figures of each cell from the results folder, where runs with --cell

@@ -25,7 +25,7 @@ pub fn largest(samples: &[f64]) -> f64 {
     samples.iter().copied().fold(0.0, f64::max)
 }
 
-/// `a / b`, or 0 if `b` is 0: a limit is then never met because one side is missing.
+/// `a / b`; 0 if `b` is 0, so that a missing side does not meet a lower limit.
 pub fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }

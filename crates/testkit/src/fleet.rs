@@ -161,5 +161,5 @@ pub fn contains(fleet: &Fleet, disk: &str, at: u64, seed: u64) -> bool {
 
 #[track_caller]
 pub fn holds(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
-    assert!(contains(fleet, disk, at, seed), "{disk} at {at}: not {seed}");
+    assert!(contains(fleet, disk, at, seed), "{disk} at {at}: not the content of seed {seed}");
 }

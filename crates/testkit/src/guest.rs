@@ -1,5 +1,5 @@
-//! A Linux guest in QEMU on one disk, which `scripts/guest` builds. A phase of `crates/lamina/tests/guest/init` is the
-//! guest's part of a test.
+//! A Linux guest in QEMU on one disk. `scripts/guest` builds the guest. A phase of `crates/lamina/tests/guest/init` is
+//! the guest's part of a test.
 
 use crate::machines::KERNEL_LINE;
 use crate::process::{PATIENCE, until, wait};

@@ -1,4 +1,4 @@
-//! A progress for tests, which calls a function.
+//! For tests: a progress that calls a function.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long freezing may take, since the guest writes out its buffers.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
-/// How long a reply may take that contains the output of a program, up to 45 MB.
+/// How long a reply with the output of a program, up to 45 MB, may take.
 const OUTPUT_PATIENCE: Duration = Duration::from_secs(120);
 /// Pauses between queries whether a program in the guest has ended: the first pause, and the longest one. Each query
 /// takes processor time from the program.

@@ -5,8 +5,8 @@ use error::{ErrorKind, Result};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a disk may remain open after the process that used it was ended: the server has not closed the connection
-/// of the process yet.
+/// How long a disk may remain open after the process that used it was ended. The server needs some time to close the
+/// connection of the process.
 pub(crate) const DISK_OF_ENDED_PROCESS: Duration = Duration::from_secs(20);
 /// How long clients of a disk that a machine needs may take to disconnect. A disk that another client really uses is
 /// refused after this time, so the time is short.

@@ -267,7 +267,7 @@ pub enum Link {
     None,
     /// A bridge of the host, by name.
     Bridge(String),
-    /// A tap device of the host, by name, which exists already.
+    /// A tap device that exists on the host already, by name.
     Tap(String),
     /// QEMU's user network, with ports of the host that are forwarded to the guest.
     Forward(Vec<Forward>),

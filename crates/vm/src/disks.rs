@@ -58,7 +58,8 @@ pub trait Disks: Send + Sync {
     /// machine's description names. The image and its parents must be in the image's folder or in one of `permitted`.
     fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<ImageFacts>;
 
-    /// The capacity in bytes of a disk in an archive, which is refused if the archive's description states another one.
+    /// The capacity in bytes of a disk in an archive. The disk is refused if the archive's description states another
+    /// capacity.
     fn member(&self, archive: &Path, member: &str) -> Result<u64>;
 
     /// The OVF descriptor in an archive.

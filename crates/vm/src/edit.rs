@@ -392,7 +392,7 @@ impl Task<'_> {
     }
 }
 
-/// Gives a machine that is off another name. Its disks and its snapshots keep their names.
+/// Renames a machine that is off. Its disks and its snapshots keep their names.
 pub fn rename(change: &Change, host: &Host, to: &str) -> Result<Definition> {
     let machine = change.machine();
     let name = machine.name();

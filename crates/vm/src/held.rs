@@ -28,7 +28,7 @@ impl Change {
     /// caller has checked whether the guest is running. Dropping the result removes the record, unless it is kept.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine().folder().join(HELD);
-        // Of an earlier command, whose file systems the agent has not thawed yet.
+        // The record of an earlier command, if the agent has not thawed the guest's file systems since.
         let before = read(&path)?.filter(|before| before.thaw && !hold.thaw);
         let hold = Hold { thaw: hold.thaw || before.is_some(), ..hold };
         write(&path, hold)?;
@@ -111,7 +111,7 @@ pub struct Hold {
 /// The guest may be paused while a value of this type exists.
 pub struct Holding {
     path: PathBuf,
-    /// What the record of an earlier command states, which stays.
+    /// What the record of an earlier command states. This record stays.
     before: Option<Hold>,
     /// Whether the record stays.
     kept: AtomicBool,

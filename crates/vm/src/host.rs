@@ -60,7 +60,7 @@ pub struct Host {
     features: OnceLock<Features>,
     /// Held while QEMU is queried, so that machines that start at the same time do not share a probe's socket.
     detecting: Mutex<()>,
-    /// Set when an operation has begun that may leave unused memory files.
+    /// Set when an operation that may leave unused memory files has begun.
     worked: AtomicBool,
 }
 

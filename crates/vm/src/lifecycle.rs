@@ -126,8 +126,8 @@ fn connect(successor: &mut Successor, definition: &Definition, up: bool) -> Resu
     })
 }
 
-/// Gives a guest whose disks are a copy an identity of its own, and then connects its network. Until then the guest has
-/// the identity of its source, also in a process that starts after a failure.
+/// Changes the identity of a guest whose disks are a copy, and then connects its network. Until then the guest has the
+/// identity of its source, also in a process that starts after a failure.
 fn give_identity(change: &Change, mut successor: Successor, definition: Definition, how: NewIdentity) -> Result<()> {
     let machine = change.machine();
     let name = machine.name();
@@ -250,8 +250,8 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Resumes the guest.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
-    // A start from an image may have been killed before its end, and is completed here. The disks may change after this
-    // call.
+    // A start from an image may have been killed before its last step, which removes the machine's mark as frozen. That
+    // step is made here, because the resumed guest changes the disks.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

@@ -155,7 +155,7 @@ impl Machine {
         })
     }
 
-    /// The machine's definition; errors tell only what is wrong with it.
+    /// The machine's definition. Errors say only what is wrong with the definition.
     pub fn read_definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
         let definition = Definition::parse(&definition_text(&path)?, &path.display().to_string())?;

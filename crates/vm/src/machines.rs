@@ -310,9 +310,9 @@ pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
     Ok(all)
 }
 
-/// Maps each disk to the machine that uses it, or that is being created with it, in a folder that need not exist. If a
-/// definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow the
-/// deletion of a disk.
+/// Maps each disk to the machine in a folder that uses the disk or is being created with it. The folder need not exist.
+/// If a definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow
+/// the deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {

@@ -47,7 +47,7 @@ pub(crate) fn check(definition: &Definition) -> Result<()> {
     Ok(())
 }
 
-/// Inserts the image of a drive, which is empty in the process. Without effect if the image is there already.
+/// Inserts the image of a drive that is empty in the process. Without effect if the image is there already.
 pub(crate) fn insert(monitor: &mut Client, cdrom: &Cdrom) -> Result<()> {
     let (node, id) = (cdrom_node(cdrom), cdrom_device(cdrom));
     let Some(file) = &cdrom.file else { return Ok(()) };

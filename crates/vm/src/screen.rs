@@ -1,7 +1,7 @@
 //! The screen and keyboard of a running machine.
 //!
-//! 1. QEMU writes a screenshot into a file in the run folder, which this process has opened for QEMU. This process then
-//!    copies the file to the path that the user gave. So QEMU needs no right to create files.
+//! 1. QEMU writes a screenshot into a file in the run folder. This process has opened the file for QEMU. This process
+//!    then copies the file to the path that the user gave. So QEMU needs no right to create files.
 //! 2. Without certificates, VNC listens only where no other host reaches it. VNC on a TCP port has a password, in a
 //!    file that only the owner of the datastore can read. Until the password is set, QEMU refuses every client.
 

@@ -138,7 +138,7 @@ fn asked(name: &str) -> Option<Account> {
     find(&String::from_utf8(output.stdout).ok()?, name)
 }
 
-/// The disks of the machines in a folder, which need not exist, that run as a user.
+/// The disks of those machines in a folder that run as a user. The folder need not exist.
 pub fn disks_of(machines: &Path, user: u32) -> Result<BTreeSet<String>> {
     let mut disks = BTreeSet::new();
     match fs::metadata(machines) {

@@ -6,7 +6,7 @@
 use crate::record::{Node, Record};
 
 impl Record {
-    /// Removes the snapshots of which a merge of `sources`, newest first, into `target` destroys the state: the
+    /// Removes the snapshots that lose their state when `sources`, newest first, are merged into `target`: the
     /// snapshots of `target` and of all sources except the newest.
     pub(crate) fn drop_overwritten(&mut self, sources: &[u32], target: u32) {
         let newest = sources.first();

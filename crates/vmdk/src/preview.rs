@@ -146,7 +146,8 @@ impl<'a> Removals<'a> {
             Direction::Down => (upper, lower, self.record.merge_down(&[upper], lower)),
             Direction::Up => (lower, upper, self.record.merge_up(upper, lower)),
         };
-        // The lower image is not kept any more, but one that was kept for the children of the upper image still is.
+        // The lower image is not kept any more. If the upper image was kept for its children, the merged image still
+        // is.
         let is_kept = self.nameless.remove(&upper);
         self.nameless.remove(&lower);
         self.nameless.extend(is_kept.then_some(target));

@@ -276,7 +276,7 @@ pub struct Settlement {
     /// The new CID of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<u32>,
-    /// The statement about the parent that the descriptor gets.
+    /// What the descriptor will state about the parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentNow>,
     /// The complete new text, if the descriptor is inside an extent: such a text is overwritten in place, so a power

@@ -10,10 +10,10 @@
 //!
 //! 1. A crash before the commit leaves the disk as it was; a crash after it leaves the snapshot taken.
 //! 2. The head gets a new CID for this opening before the delta records it, so no later write changes the CID.
-//! 3. For several disks at one point in time, every disk's record is committed first; then all disks are frozen, in one
-//!    order, pushed, and released. A failure before the push is undone on all of them. Their records are separate
-//!    files, so a power cut between the commits may leave some disks with the snapshot and others without; the deltas
-//!    are empty in this case. The caller records which snapshots belong together.
+//! 3. To snapshot several disks at one point in time, every disk's record is committed first; then all disks are
+//!    frozen, in one order, pushed, and released. A failure before the push is undone on all of them. Their records are
+//!    separate files, so a power cut between the commits may leave some disks with the snapshot and others without; the
+//!    deltas are empty in this case. The caller records which snapshots belong together.
 //! 4. If the record cannot be restored, writes continue in the old head, and the restored record is the one in memory.
 //!    It is written before the next operation, and when the disk is closed. If the process ends before that, the
 //!    next opening finds the snapshot with the content that the head had at the end.

@@ -20,7 +20,7 @@ pub(super) const SLAB_CLASSES: usize = 3;
 const MAPPED_CLASS: usize = 8;
 /// Blocks in a slab (1 MiB).
 const SLAB_BLOCKS: usize = 256;
-/// Parts of slabs released under one hold of the lock.
+/// The most parts of slabs that are released before the lock is released and acquired again.
 const RELEASED_AT_ONCE: usize = 64;
 
 static KEPT: [Mutex<Kept>; CLASSES] = [const { Mutex::new(Kept::new()) }; CLASSES];

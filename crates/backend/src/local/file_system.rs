@@ -81,8 +81,8 @@ impl FileSystem {
     }
 }
 
-/// The files of a folder on btrfs, among those that `wanted` names, that are copied on write, so that an overwrite
-/// allocates new space. Empty on other file systems.
+/// The files of a folder that btrfs copies on write: an overwrite of them allocates new space. Only files that `wanted`
+/// names are listed, and none on other file systems.
 pub fn copied_on_write(folder: &Path, wanted: &dyn Fn(&str) -> bool) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     if FileSystem::of(folder)? != FileSystem::Btrfs {

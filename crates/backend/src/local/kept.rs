@@ -48,7 +48,7 @@ const THREAD_EVERY: Duration = Duration::from_millis(500);
 
 /// The folders of this process that keep space back.
 static KEPT: RwLock<Vec<Arc<Steps>>> = RwLock::new(Vec::new());
-/// The number of these folders that miss steps.
+/// The number of these folders in which steps are missing.
 static MISSING: AtomicUsize = AtomicUsize::new(0);
 
 /// Space that a folder keeps back while this value exists. Only the owner of the folder creates this value, so all

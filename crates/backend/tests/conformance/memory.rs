@@ -215,7 +215,7 @@ impl MemoryMedium {
         self.pool.state().changes
     }
 
-    /// Operations of queues that were performed before one that was pushed earlier.
+    /// Number of operations of queues that were performed before one that was pushed earlier.
     pub fn overtaken(&self) -> u64 {
         self.pool.overtaken.load(Ordering::Relaxed)
     }

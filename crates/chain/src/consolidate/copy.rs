@@ -19,10 +19,10 @@ use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The bytes that the first lookup in search of the next range to copy covers. The number doubles until a lookup finds
+/// The search for the next range to copy looks up this many bytes at first. The number doubles until a lookup finds
 /// something, so that levels that store little take few lookups, whatever their capacity.
 const LOOK_AHEAD: u64 = 64 << 20;
-/// The most extents that one lookup in search of the next range returns.
+/// The most extents that one lookup of this search returns.
 const LOOK_AHEAD_EXTENTS: usize = 128;
 /// Extents of a copied range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;

@@ -25,8 +25,8 @@
 //!    everything acknowledged before. Later writes are made in both, and after the swap in the target.
 //! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. A mirrored
 //!    write locks its range, rounded outwards to whole grains of both levels.
-//! 5. A target that reuses grains is changed only after every plan without its epoch has ended, also plans of stacks
-//!    that snapshots replaced before the merge began.
+//! 5. A target that reuses grains is changed only after every plan that does not hold the target's epoch has ended.
+//!    This includes plans of stacks that snapshots replaced before the merge began.
 //! 6. When a merge begins, the snapshot at the level of the target (down) or of a source (up) is lost. The owner of the
 //!    chain ensures that no other chain has this level open. If a merge should be resumed after a crash, the owner
 //!    records its beginning.
@@ -92,9 +92,8 @@ impl Job {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// Handles a change of `range` after which the target may differ from the top: the merge ends with this error,
-    /// unless the owner's record has been replaced already. In the commit phase, the client's change fails with the
-    /// error too.
+    /// Handles a change of `range` after which the target may differ from the top: the merge ends with `error`, unless
+    /// the owner's record has been replaced already. In the commit phase, the client's change fails with `error` too.
     pub fn fail(&self, error: Error, range: &Range<u64>) -> Result<()> {
         self.dirty.mark(range);
         self.failure.lock().get_or_insert_with(|| error.repeated());
@@ -358,8 +357,8 @@ impl Chain {
         Ok(merged)
     }
 
-    /// Copies the ranges of changes that failed in the target, or were executed only partly in the top, after the last
-    /// check: from the swap on, reads of these ranges are made in the target.
+    /// After the last check, further changes may have failed in the target, or been executed only partly in the top.
+    /// This copies their ranges, because from the swap on, reads of these ranges are made in the target.
     fn copy_missed(&self, job: &Arc<Job>) -> Result<()> {
         let mut at = 0;
         while let Some(piece) = job.dirty.take(at) {

@@ -94,7 +94,7 @@ impl CachedExtent {
         Mapping { start: self.start() * SECTOR, length: self.length() * SECTOR, to }
     }
 
-    /// The part from sector `from` up to `to`, which must lie within it.
+    /// The part of the entry from sector `from` up to `to`. The entry must contain all these sectors.
     pub fn part(self, from: u64, to: u64) -> Self {
         let by = if self.kind() == DATA { from - self.start() } else { 0 };
         Self { key: from << LENGTH_BITS | (to - from), place: self.place + by }

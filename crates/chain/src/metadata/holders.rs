@@ -161,7 +161,7 @@ impl Holders {
         self.forget_where(from, to, |_| true);
     }
 
-    /// Makes those blocks of sectors `from..to` unknown that `wanted` selects.
+    /// Makes the blocks of sectors `from..to` whose level `wanted` selects unknown.
     pub fn forget_where(&mut self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) {
         if self.spans.is_empty() || from >= to {
             return;

@@ -294,7 +294,7 @@ fn the_status_of_long_ranges_of_one_kind_takes_few_queries() {
         span(zeroed.end, CAPACITY, Condition::Absent),
     ];
     assert_eq!(chain.status(0, CAPACITY, 10).unwrap(), expected);
-    // Windows of a fixed size of 64 MiB would be a million.
+    // Windows of a fixed size of 64 MiB would take a million queries.
     let queries: u64 = layers.iter().map(|layer| layer.maps.load(Ordering::SeqCst)).sum();
     assert!(queries < 500, "{queries} queries");
 }

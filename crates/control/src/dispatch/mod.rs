@@ -74,7 +74,7 @@ pub trait Watch: Progress {
 /// For requests that are quick and have their reply in one part.
 impl Watch for NoProgress {
     fn part(&self, _: Part) -> Result<()> {
-        Err(Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested"))
+        Err(Error::new(ErrorKind::Invalid, "the server sent a reply in parts, although no parts were requested"))
     }
 }
 

@@ -11,7 +11,7 @@ use disk::full::WaitNotice;
 pub enum Changes {
     /// The contained changes, if the request succeeds.
     Known(Vec<Change>),
-    /// Disks are created, which the reply names.
+    /// Disks are created; the reply names them.
     NewDisks,
     /// A disk is resized; the reply has its new capacity.
     Resized,

@@ -1,8 +1,8 @@
 //! Messages on the control socket: requests, progress, replies and errors as lines of JSON.
 //!
-//! A change of the messages that an older or newer peer could misread increments [`VERSION`]. The version of a line is
-//! checked before its message, so that peers of different versions report the difference instead of misreading each
-//! other.
+//! [`VERSION`] is incremented when the messages change in a way that an older or newer peer could misread. The version
+//! of a line is checked before its message, so that peers of different versions report the difference instead of
+//! misreading each other.
 
 use super::{Event, Reply, Request};
 use disk::ChangedExtent;

@@ -55,7 +55,7 @@ pub enum MachineVerb {
         /// What to change.
         edit: Edit,
     },
-    /// Give a machine that is off another name.
+    /// Rename a machine that is off.
     Rename {
         /// The machine's name.
         name: String,

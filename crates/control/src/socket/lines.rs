@@ -12,7 +12,7 @@ const READ_SIZE: usize = 16 << 10;
 /// Length of an incomplete line up to which it needs no shared memory, so that long lines do not prevent short ones.
 const FREE_LENGTH: usize = 64 << 10;
 
-/// The memory of a line that is received is up to so many times its length, because a vector doubles its memory.
+/// The memory of a line that is received is up to this many times its length, because a vector doubles its memory.
 const GROWTH: usize = 2;
 
 /// Memory that the incomplete lines of several readers share.
@@ -28,7 +28,7 @@ impl LineMemory {
         Self { most, used: AtomicUsize::new(0) }
     }
 
-    /// Takes bytes; false if so many are not free.
+    /// Takes this many bytes of the memory; false if they are not free.
     fn take(&self, bytes: usize) -> bool {
         let more = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= self.most);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()

@@ -208,8 +208,8 @@ fn stream_of(disk: &Disk, file: Arc<dyn File>, label: &str) -> Result<Arc<Stream
 
 /// The capacity in bytes of the disk `member` in the archive at a path. The digest of the disk is not verified.
 ///
-/// # Errors
-/// `Corrupt` if the archive's description states another capacity than the disk has; those of opening both.
+/// # Errors `Corrupt` if the archive's description states another capacity than that of the disk; the errors of opening
+/// the archive and the disk.
 pub fn member_capacity(path: &Path, member: &str) -> Result<u64> {
     let place = Place::local(path, &[])?;
     let label = place.label();

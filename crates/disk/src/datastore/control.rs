@@ -477,7 +477,7 @@ impl Datastore {
         self.foreign.info(&entry, true)
     }
 
-    /// Returns blocks of a flat disk that hold only zeros to the file system, while the disk is in use.
+    /// Returns to the file system the blocks of a flat disk that hold only zeros, while the disk is in use.
     pub fn punch_zeros(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
         self.foreign.punch_zeros(

@@ -1,4 +1,4 @@
-//! Samples of the growth of a datastore, which its server takes.
+//! Samples of the growth of a datastore, taken by its server.
 
 use super::Datastore;
 use crate::growth::Reading;

@@ -22,8 +22,8 @@ const PREFETCH_PIECE: u64 = 1 << 20;
 pub struct ChainedDevice {
     chain: Arc<Chain>,
     name: String,
-    /// Each snapshot, with the key of the chain's level that was the newest at that time: every later write is in the
-    /// levels above.
+    /// Each snapshot, with the key of the level that was the newest of the chain when the snapshot was taken: every
+    /// later write is in the levels above.
     bases: RwLock<Vec<(String, LevelKey)>>,
 }
 

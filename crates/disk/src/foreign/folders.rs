@@ -73,7 +73,7 @@ impl ImageFolders {
         self.open(&path, &within)
     }
 
-    /// As [`Self::find`], for a record that this process has made from what its user has named.
+    /// As [`Self::find`], for a folder that the user of this process has named. So it may belong to any user.
     pub fn find_named(&self, reference: &str) -> Result<Folder> {
         Folder::of_disk(&self.path_of(reference)?)
     }

@@ -18,7 +18,7 @@ impl Foreign {
         entry.disk.inflate(progress)
     }
 
-    /// Returns blocks of a flat base that hold only zeros to the file system.
+    /// Returns to the file system the blocks of a flat base that hold only zeros.
     pub fn punch_zeros(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.punch_zeros(progress)?.into())
     }

@@ -109,8 +109,8 @@ pub(crate) struct Imports {
 
 /// The migration of one disk.
 struct Import {
-    /// UUID of the disk. While the migration waits for its next attempt, the disk may get another name, and another
-    /// disk its name.
+    /// UUID of the disk. It identifies the disk: while the migration waits for its next attempt, the disk may be
+    /// renamed, and another disk may get the old name.
     uuid: String,
     shared: Background,
     thread: JoinHandle<()>,

@@ -401,8 +401,8 @@ impl MirrorDevice {
         error
     }
 
-    /// Marks the part of a locked range after the cursor; returns the length of the part before the cursor, which has
-    /// to be changed on the target too.
+    /// Marks the part of a locked range after the cursor. The part before the cursor has to be changed on the target
+    /// too; returns its length.
     fn mirrored(&self, range: &Range<u64>) -> u64 {
         let cursor = self.cursor.load(Ordering::SeqCst);
         if cursor < range.end {

@@ -160,8 +160,8 @@ impl Native {
         Ok(())
     }
 
-    /// Blocks that are reserved for zeroed thick disks and are not written yet. Only the first `EXTENTS_COUNTED`
-    /// extents of a disk are examined, so that counting takes a bounded time.
+    /// Number of blocks that are reserved for zeroed thick disks and are not written yet. Only the first
+    /// `EXTENTS_COUNTED` extents of a disk are examined, so that counting takes a bounded time.
     pub fn reserved_in_disks(&self) -> Result<u64> {
         let thick = |disk: &&Object| disk.provisioning == Stored::ZeroedThick;
         let ids: Vec<u64> =
@@ -303,8 +303,8 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Clears the range by which a disk grows, which must read as zeros. An earlier shrink has left data after the end
-    /// in the last block, and if a crash interrupted the shrink, also whole blocks.
+    /// Clears the range by which a disk grows, because this range must read as zeros. An earlier shrink has left data
+    /// after the end in the last block, and if a crash interrupted the shrink, also whole blocks.
     fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
         let head = self.engine.head(disk.id);
         let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);
@@ -376,8 +376,8 @@ impl Native {
         Ok(DeletableDisk { disk, snapshots, clones })
     }
 
-    /// The changed catalog records when snapshots with clones are handed over to the first clone, which becomes the
-    /// parent of the other clones.
+    /// Hands over snapshots with clones to the first clone, which becomes the parent of the other clones. Returns the
+    /// changed records of the catalog.
     fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
         let Some(first_clone) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> = snapshots.iter().filter(|snapshot| is_origin(snapshot, clones)).collect();

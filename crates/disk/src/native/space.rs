@@ -31,8 +31,8 @@ fn paced(progress: &dyn Progress) -> impl Fn() -> bool {
 
 impl Native {
     /// Adds to `free` what deleting these disks and snapshots would free. A disk is deleted with its snapshots, except
-    /// those that are handed over to clones. Fails for the reasons for which the deletion would fail. `hidden` are the
-    /// hidden native disks above the images of disks that are deleted together with these.
+    /// those that are handed over to clones. Fails for the reasons for which the deletion would fail. If disks with
+    /// images are deleted together with these, `hidden` are the hidden native disks above the images.
     pub fn would_free(
         &self,
         disks: &[String],

@@ -5,7 +5,8 @@
 use super::*;
 use crate::NoProgress;
 
-/// Runs windows. `served` maps the rate of the work to the numbers of timely and late requests.
+/// Lets `windows` measuring windows pass; returns the rate afterwards. `served` maps the rate of the work to the
+/// numbers of timely and late requests in a window.
 fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
     let (mut requests, mut slow, mut moved) = (control.requests, control.slow, control.moved);
     let mut now = control.began;

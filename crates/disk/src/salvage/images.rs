@@ -32,7 +32,7 @@ impl Line {
         LevelSource::new(self.images, lost.clone(), progress)
     }
 
-    /// Capacity, and the number of bytes of which it is unknown where they are.
+    /// Capacity, and the number of bytes whose location is unknown.
     fn survey(self, progress: &dyn Progress) -> Result<(u64, u64)> {
         let lost = LostRanges::default();
         let capacity = self.images.first().map_or(0, |image| image.layer().capacity());

@@ -145,7 +145,7 @@ struct Opened {
     _lock: Option<Box<dyn Lock>>,
 }
 
-/// What a source was, and what reading it has found.
+/// A source that was read, and what was found.
 struct Origin {
     name: String,
     capacity: u64,

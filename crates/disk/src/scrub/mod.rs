@@ -162,7 +162,7 @@ impl Scrubs {
     }
 }
 
-/// The progress of a running scrub, which other requests can end.
+/// The progress of a running scrub. Other requests can end the scrub.
 struct Watched<'a> {
     progress: &'a dyn Progress,
     running: &'a Running,

@@ -1,4 +1,4 @@
-//! The record of settings: what is stored, and what a record means that cannot be read.
+//! The record of settings: what is stored, and the effect of a record that cannot be read.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -133,7 +133,7 @@ fn snapshots(datastore: &Datastore) -> Vec<String> {
     names
 }
 
-/// Writes the record of a group with these snapshots, as it is after a power cut.
+/// Writes the record of a group with these snapshots in the state that a power cut leaves.
 fn broken_off(datastore: &Datastore, native: &[[u8; 16]], images: &[(&str, u32)]) {
     UnderWay::new(datastore.directory(), native, of_group(datastore, images)).unwrap().begin().unwrap();
 }
@@ -459,7 +459,7 @@ fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     assert_eq!(records(&path), 1);
     datastore.delete_disk("b", false).unwrap();
     assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
-    // Writes the record as it is if the server is killed between a deletion and the record's update.
+    // Writes the record that a server leaves if it is killed between a deletion and the update of the record.
     group.group.images.truncate(1);
     group.give_up().unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };

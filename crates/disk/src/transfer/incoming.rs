@@ -51,7 +51,7 @@ pub struct NewArrival {
     pub keep: bool,
     /// Identities of snapshots on which the received disk may be based, the best first.
     pub bases: Vec<String>,
-    /// Whether an existing disk with that name may be updated.
+    /// Whether an existing disk with the name of the received disk may be updated.
     pub update: bool,
 }
 

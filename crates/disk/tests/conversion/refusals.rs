@@ -114,7 +114,8 @@ fn a_dirty_journal_is_refused_unless_replayed() {
     std::fs::write(path.join("a.raw"), &model).unwrap();
     let image = path.join("vm.vmdk");
     convert(&path.join("a.raw"), &image, TargetFormat::Image(ImageKind::SeSparse)).unwrap();
-    // An image as it is after a crash of ESXi: marked as dirty, with one journal transaction that is applied already.
+    // An image in the state that a crash of ESXi leaves: marked as dirty, with one journal transaction that is applied
+    // already.
     let extent = path.join("vm-sesparse.vmdk");
     let mut bytes = std::fs::read(&extent).unwrap();
     const TABLE: u64 = 6144;

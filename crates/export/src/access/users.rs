@@ -1,7 +1,7 @@
 //! Which exports the processes of other users may open over a unix socket.
 //!
 //! A client cannot distinguish an export that it may not open from one that does not exist, as with the rules for TCP.
-//! Unlike there, a permission for a disk includes no permission for its snapshots.
+//! Unlike in those rules, a permission for a disk includes no permission for its snapshots.
 
 use super::absent;
 use crate::exports::{ExportName, Exports};

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 /// Name of the file, in the folder of the datastore.
 pub const FILE: &str = "clients";
-/// The kind, the version and the longest length of the file, which is sufficient for some thousand clients with the
-/// longest names.
+/// The kind, the version and the longest length of the file. The length is sufficient for some thousand clients with
+/// the longest names.
 const KIND: Kind = Kind { word: "clients", version: 1, length_max: 16 << 20 };
 
 /// All clients of a server.

@@ -8,15 +8,15 @@
 //!
 //! 1. Memory is bounded: no request is accepted while the session has no room for it, counting replies that are not
 //!    sent. No requests are received from a client that does not read its replies.
-//! 2. Before a `FLUSH` is answered, a device flush completes that began after the `FLUSH` arrived, so the flush covers
+//! 2. A `FLUSH` is answered when a device flush that began after the `FLUSH` arrived has completed. So the flush covers
 //!    every write that was answered before. All flushes that arrived together share one device flush. If the client has
 //!    several requests under way, the others are served during the flush.
 //! 3. Every request is answered exactly once, unless the connection ends. A request whose payload did not arrive
 //!    completely has no effect.
 //! 4. When the client disconnects or the server stops, accepted requests are finished and answered before the
-//!    connection is closed. Writes that wait for space wait no longer: when the client disconnects, they are answered
-//!    with their error. When the server stops or the client has to reconnect, they are not answered, so that a client
-//!    that reconnects repeats them.
+//!    connection is closed. Writes that wait for space do not delay the end: when the client disconnects, they are
+//!    answered with their error. When the server stops or the client has to reconnect, they are not answered, so that a
+//!    client that reconnects repeats them.
 //! 5. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
 //!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
 //!    payload is longer than [`PAYLOAD_BYTES_MAX`].

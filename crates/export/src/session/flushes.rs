@@ -131,7 +131,7 @@ impl<T> Flushes<T> {
         }
     }
 
-    /// Adds the outcome of a flush that was handed over to `completions`, if it is available. `served` is called with
+    /// Adds to `completions` the outcome of a flush that was handed over, if it is available. `served` is called with
     /// the arrival time of each request.
     pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>, served: impl Fn(Option<Instant>)) {
         let Some(flusher) = self.flusher.as_ref().filter(|_| !self.running.is_empty()) else { return };

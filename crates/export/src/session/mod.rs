@@ -75,7 +75,7 @@ pub enum Operation {
         /// Whether the discard must be durable on completion.
         fua: bool,
     },
-    /// Make all requests durable that completed before.
+    /// Make all requests that completed before durable.
     Flush,
 }
 
@@ -226,12 +226,12 @@ impl<'a, T> Session<'a, T> {
         self.reads.held() + self.completed_bytes
     }
 
-    /// Requests that have not completed.
+    /// Number of requests that have not completed.
     pub fn under_way(&self) -> usize {
         self.served_now() + self.waiting_writes.count()
     }
 
-    /// Requests that have not completed and do not wait for space.
+    /// Number of requests that have not completed and do not wait for space.
     fn served_now(&self) -> usize {
         self.reads.pending() + self.flushes.pending()
     }

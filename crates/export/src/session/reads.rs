@@ -338,7 +338,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Reads the segments that are in the page cache; returns the number of segments that are not.
+    /// Reads the segments that are in the page cache; returns the number of the other segments.
     fn fetch_cached(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<usize> {
         let mut misses = 0;
         for segment in &mut plan.segments {

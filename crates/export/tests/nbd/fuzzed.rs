@@ -1,9 +1,9 @@
 //! Damaged streams of requests: the server stays synchronized with the stream.
 //!
 //! The test splits a stream into requests by the rules of the protocol. Each reply to the whole stream must equal the
-//! reply to the same request on a connection of its own, on a disk with the same history. Probe requests at the end
-//! write, are refused, and read back. After a point where the boundaries of requests are unknown, no request is
-//! answered and nothing is changed.
+//! reply to the same request on a connection of its own, on a disk with the same history. Each stream ends with probe
+//! requests: a write, two requests that are refused, and two reads of the written data. After a point where the
+//! boundaries of requests are unknown, no request is answered and nothing is changed.
 
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};

@@ -1,4 +1,4 @@
-//! The disks that the users as which machines run may open.
+//! Which disks a user may open: those of the machines that run as this user.
 
 use export::access::UserAccess;
 use rustix::process::geteuid;

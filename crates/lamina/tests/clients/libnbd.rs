@@ -90,7 +90,7 @@ pub fn service(generation: Generation, name: &str) -> Command {
     command
 }
 
-/// nbdkit's `nbd` plugin as a proxy, which the Python binding connects to.
+/// nbdkit's `nbd` plugin as a proxy. The Python binding connects to the proxy.
 pub fn nbdkit(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let served = target.served;
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! The operations that are tested with every client on a small disk, and the content of the disk afterwards.
 
-/// Capacity of the disk of one line.
+/// Capacity of the disk on which a client carries out an operation.
 pub const SIZE: usize = 4 << 20;
 
 /// Content of the disk before any operation: two runs of one byte value each, then a hole.

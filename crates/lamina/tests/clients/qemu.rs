@@ -98,7 +98,7 @@ fn map(generation: Generation, target: &Target) -> Outcome {
     if extents == [(0, data, true, false), (data, all - data, false, true)] { Ok(()) } else { Err(text) }
 }
 
-/// qemu-nbd as a proxy, which qemu-io of the same generation connects to.
+/// qemu-nbd as a proxy. qemu-io of the same generation connects to the proxy.
 pub fn nbd(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("proxy");

@@ -161,7 +161,7 @@ impl Filled {
         }
     }
 
-    /// Reads which content a request has left, which must not change from then on.
+    /// Reads the content that a request has left. From then on, it must not change.
     fn look(&mut self, client: &mut Client, range: Range<usize>) -> Result<(), Failure> {
         let found = client.read((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32)?;
         let History { name, number, sectors, .. } = &mut self.history;

@@ -63,7 +63,7 @@ fn matches(shown: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// A line with the parts removed that may differ.
+/// A line without the parts that may differ.
 fn plain(line: &str) -> String {
     let line = line.trim_end();
     let label = OF_THE_HOST.iter().find(|label| line.trim_start().starts_with(**label));

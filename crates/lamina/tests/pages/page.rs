@@ -63,7 +63,7 @@ impl Page {
                 self.blocks.push(Block::Console { commands: commands(body)? });
                 Ok(())
             }
-            "" => Err("a block without a language: console, or what else it is"),
+            "" => Err("a block without a language: write console, or the language of its content"),
             _ if body.iter().any(|(_, l)| l.starts_with(PROMPT)) => Err("commands in a block that is not `console`"),
             _ => Ok(()),
         }

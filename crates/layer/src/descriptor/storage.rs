@@ -6,7 +6,7 @@
 //! 1. A file opened by the descriptor's name has the complete old text or the complete new one. If CID digits are
 //!    overwritten in place, for lack of space, each sector is old or new after a crash, and every combination is a
 //!    valid text.
-//! 2. The new text is durable before any file is created that only this text names ([`Pending`]). So a crash while a
+//! 2. Before a file that only the new text names is created, this text is durable ([`Pending`]). So a crash while a
 //!    disk is being created leaves a file that names all other new files, and [`sweep`] removes all of them.
 //! 3. A sweep removes a file only if the unfinished text names it, if lamina gives such a name to extents of that
 //!    descriptor, and if no finished descriptor in the folder names it.

@@ -100,7 +100,7 @@ pub struct FlatOptions {
     pub thin: bool,
 }
 
-/// Values of `state` in an open extent.
+/// Values of `state` in [`Flat`]: only an extent in state `OPEN` can be changed.
 const OPEN: u8 = 0;
 const CLOSED: u8 = 1;
 const FAILED: u8 = 2;

@@ -1,5 +1,5 @@
 //! Checking every table: allocated and dead space, and contradictions. Opening for writing uses this too, so that no
-//! sector is allocated that an entry names.
+//! sector that an entry names is allocated again.
 
 use super::Hosted;
 use super::copies::Doubt;

@@ -88,8 +88,9 @@ pub(crate) struct Directories {
 
 impl Directories {
     /// Reads the directories at the sectors in `header`. `image` is for messages. If the file has two directories, an
-    /// image that is opened for writing needs both: if the read of one fails only temporarily, changes would be missing
-    /// from the tables of that directory, and the two copies of a table would differ later.
+    /// image that is opened for writing needs both. If it were opened without a directory whose read fails only
+    /// temporarily, changes would be missing from the tables of that directory, and the two copies of a table would
+    /// differ later.
     pub(crate) fn read(
         file: &dyn File,
         header: &Header,

@@ -173,7 +173,7 @@ impl Header {
         self.grain * u64::from(self.table_entries)
     }
 
-    /// Entries of the grain directory.
+    /// Number of entries of the grain directory.
     pub fn directory_entries(&self) -> u64 {
         self.capacity.div_ceil(self.table_coverage())
     }
@@ -188,7 +188,7 @@ impl Header {
         (self.directory_entries() * 4).div_ceil(SECTOR)
     }
 
-    /// Grains of the extent; the capacity may cut the last one.
+    /// Number of grains of the extent; the capacity may cut the last one.
     pub fn grains(&self) -> u64 {
         self.capacity.div_ceil(self.grain)
     }

@@ -76,7 +76,7 @@ pub(super) struct ExtentOptions {
     pub(super) journal: DirtyJournal,
     /// Whether a truncated stream is accepted as far as it can be read.
     pub(super) force: bool,
-    /// Whether an extent is opened of which parts are lost.
+    /// Whether an extent with lost parts is opened.
     pub(super) salvage: bool,
 }
 

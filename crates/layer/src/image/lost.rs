@@ -71,8 +71,9 @@ impl Layer for Lost {
 pub(super) struct Remembering {
     inner: Arc<dyn File>,
     place: Place,
-    /// The same file, opened past the page cache; `None` if the file system does not permit this. Linux caches files in
-    /// folios of up to 2 MiB: one unreadable sector makes buffered reads of all other blocks of its folio fail.
+    /// The same file, opened so that reads bypass the page cache; `None` if the file system does not permit this. Linux
+    /// caches files in folios of up to 2 MiB: one unreadable sector makes buffered reads of all other blocks of its
+    /// folio fail.
     past_cache: OnceLock<Option<Arc<dyn File>>>,
     /// Start and end of each run of unreadable blocks.
     unreadable: Mutex<BTreeMap<u64, u64>>,

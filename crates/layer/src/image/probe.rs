@@ -107,7 +107,7 @@ pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> R
         }
         (Signature::Raw | Signature::Foreign(_) | Signature::ChangeTracking, true) | (_, false) => Ok(found),
         (_, true) => {
-            let text = "is called like a raw disk and does not begin like one, which its guest may have written";
+            let text = "is called like a raw disk and does not begin like one; a guest may have written its beginning";
             let option = found.option();
             refuse(ErrorKind::Invalid, format!("{text}: give --from raw or --from {option} to say what it is"))
         }

@@ -222,7 +222,7 @@ impl Tables {
         self.clock.push_back(index);
     }
 
-    /// Evicts tables until memory is within the limit, or only tables are left that must stay.
+    /// Evicts tables until memory is within the limit, or until all remaining tables must stay.
     fn evict(&mut self, bytes_max: usize) {
         let mut left = CLOCK_STEPS_MAX;
         while self.bytes > bytes_max && left > 0 {

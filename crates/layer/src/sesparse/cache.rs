@@ -241,7 +241,7 @@ impl Cache {
         &self.dirty
     }
 
-    /// Whether enough pages are dirty that a commit is due.
+    /// Whether so many pages are dirty that a commit is due.
     pub(super) fn is_pressed(&self) -> bool {
         self.dirty.len() >= self.most / 2
     }

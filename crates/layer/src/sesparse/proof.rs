@@ -348,8 +348,9 @@ impl SeSparse {
     }
 }
 
-/// Whether a damaged entry differs in fewer bytes from a value that names a grain than from one that names none. If a
-/// crash has left grains of deletions, only this comparison shows whether the undamaged entry named a grain.
+/// Whether a damaged entry differs in fewer bytes from a value that names a grain than from one that names none. After
+/// a crash, grains that a deletion has dropped may still be allocated. Then only this comparison shows whether the
+/// undamaged entry named a grain.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;

@@ -133,7 +133,7 @@ impl SeSparse {
             }) else {
                 return if at == range.start { Err(raw) } else { Ok(at) };
             };
-            // `count` entries from this one on map to adjacent content.
+            // Number of entries, beginning with this one, whose content is adjacent.
             let mut count = 1;
             next = words.next();
             match entry {

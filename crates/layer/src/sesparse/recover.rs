@@ -159,8 +159,8 @@ impl SeSparse {
     /// Refuses an image with grains in use after the end of the file. If the file grew again, lost grains would read as
     /// zeros, and new grains would get their locations.
     ///
-    /// A crash leaves grains after the end that are allocated and that no entry names: the length of the file is
-    /// durable before an entry is, as the data is.
+    /// A crash leaves grains after the end that are allocated and that no entry names: both the length of the file and
+    /// the data are durable before the entry.
     fn refuse_truncated(&self, named: &NamedTables) -> Result<()> {
         let (held, limit) = (self.state.lock().readable, self.layout.grains_max());
         let mut holes = Holes::default();
@@ -263,8 +263,8 @@ impl SeSparse {
             let live = match (known, owner) {
                 (Some(owner), _) => !self.settle(|state| gave_up(state, owner, grain))?,
                 (None, Some(_)) => false,
-                // A crash leaves grains without an owner, but none with an invalid owner: a table may name such a
-                // grain.
+                // A crash leaves grains without an owner, but none with an invalid owner. So a table may name a grain
+                // with an invalid owner.
                 (None, None) => self.settle(|state| state.word(backmap_page(grain.0), page_index(grain.0)))? != 0,
             };
             if !live {

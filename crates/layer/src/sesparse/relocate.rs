@@ -41,7 +41,7 @@ pub(super) struct Held {
 pub(super) struct Announced<'a> {
     layer: &'a SeSparse,
     grains: Vec<Grain>,
-    /// Keeps grains that entries drop from now on from being reused.
+    /// While this exists, a grain that an entry drops from now on is not reused.
     _epoch: Arc<Epoch>,
 }
 

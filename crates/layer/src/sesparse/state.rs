@@ -27,7 +27,7 @@ const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 /// page of a table.
 const OWNERS_MAX: usize = 64;
 
-/// What a closure lacks.
+/// What a closure that works on the state lacks, so that it must run again.
 pub(super) enum Need {
     /// A page in memory.
     Page(PageKey),
@@ -301,8 +301,8 @@ impl LayerState {
         }
     }
 
-    /// The part of a free run before its first grain that backmap and table show to be in use, although the bitmap
-    /// marks it as free. If that grain were allocated, two entries would name it.
+    /// Cuts a free run before a grain that backmap and table show to be in use, although the bitmap marks the grain as
+    /// free. If that grain were allocated, two entries would name it.
     fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {

@@ -94,8 +94,8 @@ impl SeSparse {
             }
             Ok((buffer, hole))
         });
-        // A page of a table that was allocated meanwhile is newer than the file was, even if it was written and evicted
-        // since: no slot named the table before.
+        // If a table was allocated meanwhile, the bytes that were just read from the file are older than its pages,
+        // even if the pages were written and evicted since: no slot named the table before.
         let mut is_current = [false; TABLE_PAGES as usize];
         for (by, is_current) in (0..count).zip(&mut is_current) {
             *is_current = state.loading.get(&key.plus(by)) == Some(&number);

@@ -187,7 +187,7 @@ impl Operation {
     }
 }
 
-/// A file in memory over the bytes of another, which counts what an opening reads and writes.
+/// A file in memory over the bytes of another file. It counts what an opening reads and writes.
 struct MemoryFile {
     base: Arc<Vec<u8>>,
     changed: parking_lot::Mutex<(BTreeMap<u64, Vec<u8>>, u64)>,

@@ -7,9 +7,9 @@
 //!
 //! The mark is stored where ESXi leaves uninitialised memory that no reader uses: after the known part of the journal
 //! header, with the bits in the next sector. It is valid only while the journal's sequence number is the one in the
-//! mark: any other program that changes the image writes transactions, and may not maintain every bit of the bitmap. So
-//! a valid mark also means that lamina maintains every bit of the bitmap, and that free grains may be allocated from
-//! it.
+//! mark: any other program that changes the image writes transactions, and does not have to maintain every bit of the
+//! bitmap. So a valid mark also means that lamina maintains every bit of the bitmap, and that free grains may be
+//! allocated from it.
 //!
 //! | byte of the file | field |
 //! |---:|---|

@@ -107,8 +107,9 @@ impl Census {
 /// Ranges of the file with data: tables in holes need not be read.
 #[derive(Default)]
 pub(super) struct Holes {
-    /// The range that was searched. Within it, everything outside `known` is a hole.
+    /// The first range with data in `searched`; `None` if there is none. What precedes it in `searched` is a hole.
     known: Option<Range<u64>>,
+    /// The range that was searched last.
     searched: Range<u64>,
     /// The number of commits with pages at the time when the ranges were read.
     settled: u64,
@@ -183,8 +184,8 @@ impl SeSparse {
         let others_wrote = self.state.lock().touched.is_none();
         // From here on all new grains are counted, and writers that allocated grains earlier have entered them.
         drop(self.announce(&[], work)?);
-        // If too many grains wait to be freed, further dropped grains are recorded nowhere. The tables without these
-        // have to be durable before the grains are freed.
+        // If too many grains wait to be freed, further dropped grains are recorded nowhere. Such grains may be freed
+        // only after the tables that no longer name them are durable.
         self.commit_at_once()?;
         let mut holes = Holes::default();
         let (slots, mut slot) = (self.layout.slots(), 0);

@@ -4,10 +4,10 @@
 //! grains for those without one, writes them without a lock (adjacent grains in one call), and then enters the new
 //! grains into the table. Grains with a location are overwritten in place.
 //!
-//! If two writers write a grain without a location at once, each allocates one, and the location entered last is kept:
-//! the two writes were not ordered. If one writer zeroes a grain while another overwrites it in place, the grain
-//! becomes zeros. Its location is not reused before the overwriting writer drops its epoch: each step enters the
-//! current epoch before it looks up locations.
+//! If two writers write the same grain at once, and the grain has no location yet, each allocates a location. The
+//! location entered last is kept: the two writes were not ordered. If one writer zeroes a grain while another
+//! overwrites it in place, the grain becomes zeros. Its location is not reused before the overwriting writer drops its
+//! epoch: each step enters the current epoch before it looks up locations.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};

@@ -65,7 +65,7 @@ impl VmfsSparse {
         let limit = self.tables.limit();
         if self.writer.is_none() && !header.unclean() && header.free_sector() > limit {
             let free = header.free_sector();
-            check.complain(1, || format!("the header states use up to sector {free}, the file ends at {limit}"));
+            check.complain(1, || format!("its header states {free} used sectors, but the file ends at {limit}"));
         }
         let mut unreadable = 0;
         for index in 0..self.tables.count() {

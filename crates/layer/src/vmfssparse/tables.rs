@@ -65,7 +65,7 @@ impl Tables {
         let mut bytes = vec![0; header.directory_entries() as usize * 4];
         let context = || format!("{image}: cannot read the grain directory");
         let read = file.read_at(&mut bytes, place.start * SECTOR);
-        // A table at the sector of an unreadable entry, which has all bits set, lies outside the file.
+        // Entries that cannot be read get all bits set, and so name a sector outside the file.
         if !(read.is_err() && options.salvage && read_sectors(&**file.file(), &mut bytes, place.start * SECTOR)) {
             read.during(context)?;
         }

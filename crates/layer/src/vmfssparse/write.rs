@@ -4,8 +4,8 @@
 //! A grain is allocated only after space is allocated for its table and for its part of the directory, so that the
 //! commit that writes them cannot lack space.
 //!
-//! If two writes of one grain without a location run at once, each allocates one. The location that is entered first is
-//! kept, as if that write were the later one; the other write frees its location.
+//! If two writes of the same grain run at once, and the grain has no location yet, each write allocates a location. The
+//! location that is entered first is kept, as if that write were the later one; the other write frees its location.
 
 use super::VmfsSparse;
 use super::commit::Writer;

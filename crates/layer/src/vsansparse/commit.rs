@@ -63,7 +63,7 @@ pub(super) struct Writer {
     pub(super) parent: bool,
 }
 
-/// Reserved room for changes among those that wait to be logged; dropped when the changes are added.
+/// Reserves room for changes in the list of changes that wait to be logged, until the changes are added to it.
 pub(super) struct LogRoom<'a> {
     pending: &'a Mutex<Pending>,
     changes: usize,

@@ -119,7 +119,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// Blocks between tail and head.
+    /// Number of blocks between tail and head.
     pub(super) fn used(&self) -> u64 {
         self.head - self.tail
     }

@@ -67,7 +67,7 @@ pub struct ReceiverConfig {
     pub listen: SocketAddr,
     /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
-    /// Names of which a client's certificate must have one. If empty, every certificate is accepted that `tls` accepts.
+    /// Names of which a client's certificate must have one. If empty, every certificate that `tls` accepts is accepted.
     pub clients: Vec<String>,
 }
 

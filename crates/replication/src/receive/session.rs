@@ -143,7 +143,8 @@ impl Sessions {
         if let Some(text) = &new.attachment
             && let Err(error) = self.attachments.check(text, &names)
         {
-            // The machine may exist because it is complete, and the sender has not received the reply to the commit.
+            // If the machine exists, an earlier session may have completed it, and the sender has not received the
+            // reply to that session's commit.
             return match error.kind() {
                 ErrorKind::Exists => self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error),
                 _ => Err(error),

@@ -46,7 +46,7 @@ pub struct Shipment {
     pub keep: bool,
     /// Whether to send only the differences from a common snapshot, if there is one.
     pub incremental: bool,
-    /// Whether an existing disk with that name is updated.
+    /// Whether disks that the receiver already has under these names are updated.
     pub update: bool,
     /// Whether only to resume: `NotFound` if the receiver has no data of an earlier transfer.
     pub resume_only: bool,

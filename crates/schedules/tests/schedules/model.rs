@@ -192,7 +192,7 @@ impl Model {
         Image { generation: self.number(), sectors: image.sectors.clone() }
     }
 
-    /// The versions that a flush that begins now makes durable.
+    /// The versions that become durable by a flush if it begins now.
     pub fn covered(&self) -> Covered {
         let images = self.objects.values().map(|object| &object.image);
         images.map(|image| (image.generation, image.acknowledged(0..image.sectors.len()))).collect()

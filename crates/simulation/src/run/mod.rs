@@ -89,7 +89,7 @@ pub struct SimulationRun {
     held: Vec<Held>,
     random: Random,
     next_name: u64,
-    /// Whether a fault of the medium is requested that is not triggered yet, or whose effects are not repaired yet.
+    /// Whether a requested fault of the medium is not triggered yet, or its effects are not repaired yet.
     faulty: bool,
     /// Whether a flush of the medium may have failed: then the page cache may show data that the medium does not have.
     unsure: bool,

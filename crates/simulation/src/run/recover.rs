@@ -120,7 +120,8 @@ impl SimulationRun {
             }
             match Datastore::open_in(self.disk.directory(), self.options) {
                 Ok(_) if !self.disk.is_off() && self.faulty => {
-                    // Content that cannot be read is missing. It must exist again when the medium works.
+                    // The datastore lacks content that the medium could not read. All content must exist when the
+                    // datastore is opened on a medium that works.
                     self.note("  opened on a failing medium, and again on one that works");
                     self.disk.mend();
                     self.faulty = false;

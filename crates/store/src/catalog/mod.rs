@@ -309,7 +309,7 @@ impl Catalog {
         self.next_id - 1
     }
 
-    /// Blocks reserved for all thick disks.
+    /// Number of blocks reserved for all thick disks.
     pub fn reserved(&self) -> u64 {
         self.reserved
     }

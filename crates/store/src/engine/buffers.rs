@@ -125,13 +125,13 @@ pub struct Buffers {
     few: u64,
     /// Number of flushes that writers have outrun.
     outrun: AtomicU64,
-    /// Blocks of data in all buffers.
+    /// Number of blocks of data in all buffers.
     blocks: AtomicU64,
     room: Mutex<()>,
     room_ready: Condvar,
     /// How often snapshots were taken.
     snapshots: AtomicU64,
-    /// Snapshots with last writes that are still buffered.
+    /// Number of snapshots whose last writes are still buffered.
     unsealed: AtomicU64,
     sealed: Mutex<()>,
     sealed_ready: Condvar,
@@ -206,12 +206,12 @@ impl Buffers {
         gone.iter().for_each(|head| drop(heads.remove(&head.id)));
     }
 
-    /// Blocks of data in all buffers.
+    /// Number of blocks of data in all buffers.
     pub fn blocks(&self) -> u64 {
         self.blocks.load(Ordering::SeqCst)
     }
 
-    /// Blocks of data that all buffers may hold.
+    /// Number of blocks of data that all buffers may hold.
     pub fn limit(&self) -> u64 {
         self.limit
     }
@@ -236,7 +236,7 @@ impl Buffers {
         }
     }
 
-    /// Blocks of data that all buffers may hold now.
+    /// Number of blocks of data that all buffers may hold now.
     fn limit_now(&self) -> u64 {
         if self.is_outrun() { self.limit.min(self.few) } else { self.limit }
     }
@@ -280,7 +280,7 @@ impl Buffers {
         self.snapshots.load(Ordering::Acquire)
     }
 
-    /// Counts a snapshot with last writes that are still buffered.
+    /// Counts a snapshot whose last writes are still buffered.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
     }
@@ -292,7 +292,7 @@ impl Buffers {
         self.sealed_ready.notify_all();
     }
 
-    /// Snapshots with last writes that are still buffered.
+    /// Number of snapshots whose last writes are still buffered.
     pub fn sealing(&self) -> u64 {
         self.unsealed.load(Ordering::Acquire)
     }

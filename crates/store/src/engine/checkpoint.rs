@@ -180,8 +180,8 @@ impl Engine {
     }
 }
 
-/// Pages of the data table that appending the pending changes dirties again, because it clears the flags of held
-/// blocks.
+/// Number of pages of the data table that become dirty again when the pending changes are appended, because the flags
+/// of held blocks are then cleared.
 fn held_pages(meta: &super::Meta) -> u64 {
     let mut pages = 0;
     let mut last = u64::MAX;

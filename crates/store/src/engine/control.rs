@@ -93,8 +93,8 @@ impl Engine {
         let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
         if size + APPEND_BYTES <= limit.bytes {
             let records = operations.len() as u64;
-            // Records share pages of the catalog, and their roots share table pages, so many records dirty at most all
-            // these pages.
+            // Records share pages of the catalog, and their roots share table pages. So a large number of records makes
+            // at most all these pages dirty.
             let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64 + 1;
             let roots = meta.map.regions() * crate::space::REGION_PAGES;
             let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);

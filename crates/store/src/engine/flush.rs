@@ -40,7 +40,7 @@ const PENDING_BYTES: u64 = 16 << 20;
 /// Pending changes that use more bytes of memory than this are committed too. The change of a single block uses five
 /// times the size of its record. The limit is lower in tests, so that they reach it.
 const PENDING_MEMORY: usize = if cfg!(test) { 1 << 20 } else { 32 << 20 };
-/// Rounds of a flush, in addition to those for two full buffers, after which it counts as outrun by writers.
+/// A flush counts as outrun by writers after this many rounds, in addition to those for two full buffers.
 const ROUNDS_BESIDE: u64 = 16;
 
 /// The most payload that one flush appends to a journal of `ring` bytes.
@@ -197,8 +197,8 @@ impl Engine {
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record that the overwrites are settled follows changes that refer to data written during the
-                // flush. One more flush covers this data.
+                // The record of the settled overwrites follows changes that refer to data written during the flush. One
+                // more flush covers this data.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
@@ -269,8 +269,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Reads ahead the metadata that moving the buffered entries into the map will need. Called before any lock is
-    /// taken.
+    /// Reads ahead the metadata that will be needed when the buffered entries are moved into the map. Called before any
+    /// lock is taken.
     fn bring_in_buffered(&self) -> Vec<Fetch> {
         if self.meta.lock().pages.is_warm() {
             return Vec::new();

@@ -1,5 +1,5 @@
-//! Background maintenance: write-back, commits after the commit interval, checkpoints, dropping deleted trees, and when
-//! space is returned to the file system.
+//! Background maintenance: write-back, commits after the commit interval, checkpoints, the dropping of deleted trees,
+//! and the return of space to the file system.
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
@@ -102,8 +102,8 @@ impl Steps {
     }
 }
 
-/// Whether a pass over all free runs has found nothing to punch since the last write or free: for long runs, and for
-/// single blocks.
+/// Whether, since the last write and the last freeing of blocks, a pass has found nothing to punch: among long runs,
+/// and among single blocks.
 #[derive(Clone, Copy, Default)]
 struct Passes {
     runs: bool,

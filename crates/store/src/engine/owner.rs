@@ -48,7 +48,7 @@ impl Owner {
             ),
             std::io::ErrorKind::ReadOnlyFilesystem | std::io::ErrorKind::PermissionDenied => {
                 let what = format!("locking {what} of the datastore, for which it must be writable");
-                Error::io(format!("{what} ('lamina salvage' reads a datastore that is not)"), error)
+                Error::io(format!("{what} ('lamina salvage' reads datastores that are not writable)"), error)
             }
             _ => Error::io(format!("locking {what} of the datastore"), error),
         };

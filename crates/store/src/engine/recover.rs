@@ -469,8 +469,9 @@ impl Engine {
     }
 
     /// Restores the reservation of thick disks with snapshots to their size, as far as free blocks allow. Writes reduce
-    /// the reservation, and a crash may have counted some of them twice. A crash also leaves too much reserved, for
-    /// buffered writes of a snapshot or for a resize. The reserved blocks are among the free ones.
+    /// the reservation, and the replay after a crash may have counted some of them twice. After a crash, too much may
+    /// also be reserved, for buffered writes of a snapshot or for a resize. The reserved blocks are among the free
+    /// ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
         let mut disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();

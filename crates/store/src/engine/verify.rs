@@ -11,9 +11,9 @@
 //! 1. From the read of the table until the end of the read of the block, the block is not reused, because the check
 //!    holds the epoch ([`super::metadata`]).
 //! 2. Under `gate` and `through` the table describes what the medium holds, with two exceptions. One is journalled
-//!    payload that is not written to the data files. The other is unwritten blocks. They are of two kinds: blocks freed
-//!    and reserved again since the view was made, which have no checksum, and blocks that no tree of the view maps as
-//!    written, which are not read.
+//!    payload that is not written to the data files. The other is unwritten blocks. They are of two kinds: blocks
+//!    without a checksum, which were freed and reserved again since the view was made, and blocks that are not read,
+//!    because no tree of the view maps them as written.
 
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};

@@ -102,8 +102,9 @@ impl Engine {
         }
     }
 
-    /// Puts an entry into the buffer, and moves `content` there. With `partial`, returns `Ok(false)` instead if that
-    /// block was written since [`Layers::begin_partial`](crate::buffer::Layers::begin_partial).
+    /// Puts an entry into the buffer, and moves `content` there. With `partial`, the number of a block, nothing is put
+    /// and `Ok(false)` is returned if the block was written since
+    /// [`Layers::begin_partial`](crate::buffer::Layers::begin_partial).
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: &mut Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {

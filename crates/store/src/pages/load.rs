@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// After this many hits since the last miss, operations skip their surveys. At this rate of misses, all surveys
-/// together take more time than the threads lose that wait for a rare miss under the lock.
+/// together take more time than the waits for rare misses under the lock.
 const WARM_HITS: u64 = 1 << 16;
 /// How often a failing read of the medium is tried before the bytes count as lost.
 const READS_MAX: u32 = 3;
@@ -91,8 +91,8 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// Makes lookups that miss pages record the pages and fail, until [`Pages::undefer`]. Pages in `lost` are not
-    /// recorded: lookups that miss one fail with its error.
+    /// From now until [`Pages::undefer`], a lookup that misses a page records the page and fails. A page in `lost` is
+    /// not recorded: its lookup fails with the page's error.
     pub fn defer(&mut self, lost: FxHashMap<PageKey, Error>) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;

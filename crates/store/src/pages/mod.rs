@@ -180,7 +180,7 @@ impl Pages {
         self.slots.len()
     }
 
-    /// Pages that the next checkpoint has to write.
+    /// Number of pages that the next checkpoint has to write.
     pub fn dirty(&self) -> usize {
         self.dirty.len()
     }
@@ -306,7 +306,8 @@ impl Pages {
         }
         let read = load::read_one(&**self.file(key.file()), key);
         let Some(mender) = &self.mender else { return read };
-        // If an image exists, a page of zeros is lost: the checkpoint wrote it.
+        // If the last checkpoint has an image of the page, the page was written: if its place in the file reads as
+        // zeros, the page is lost.
         let lost = read.is_err() || mender.has_image(key) && self.is_zero_in_file(key);
         match lost.then(|| mender.restore(key, self.read_raw(key).as_ref())).flatten() {
             Some(page) => load::verified(page, key),

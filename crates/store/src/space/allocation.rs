@@ -159,7 +159,7 @@ impl Space {
         })
     }
 
-    /// Whether all table entries of a run can be read. For a search, which skips the region otherwise.
+    /// Whether all table entries of a run can be read. If they cannot, the search that calls this skips the region.
     pub(super) fn has_entries(&mut self, pages: &mut Pages, run: Run, unread: &mut UnreadRegion) -> Result<bool> {
         match self.read_entries(pages, run) {
             Err((region, error)) if is_lost(&error) => self.pass_over(region, error, unread),

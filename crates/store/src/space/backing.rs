@@ -33,8 +33,8 @@ impl Space {
         }
     }
 
-    /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end. After
-    /// two unreadable regions, it searches no further; `unread` belongs to all repetitions of the lookup.
+    /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end. The
+    /// search ends after two unreadable regions; the caller passes the same `unread` to all repetitions of the lookup.
     pub fn plan_extension(&mut self, pages: &mut Pages, want: u64, unread: &mut UnreadRegion) -> Result<Run> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         let count = self.regions();

@@ -27,7 +27,7 @@ impl Space {
         }
     }
 
-    /// Surveys dropping references on a run.
+    /// Determines the pages that are needed to drop references on a run.
     pub fn survey_drop(&self, pages: &mut Pages, run: Run) {
         self.survey_entries(pages, run);
         let blocks = run.blocks.min(self.blocks().saturating_sub(run.start));

@@ -69,8 +69,8 @@ pub fn freed_and_left<S: DataReferences + ?Sized>(
     Ok((dropping.count()?, dropping.left))
 }
 
-/// As [`freed`], after the trees were dropped for which [`freed_and_left`] returned `before`. Counts only what is freed
-/// in addition.
+/// As [`freed`], but other trees are dropped first: those for which [`freed_and_left`] returned `before`. Counts only
+/// what is freed in addition.
 pub fn freed_after<S: DataReferences + ?Sized>(
     store: &mut S,
     before: &Left,
@@ -141,7 +141,7 @@ pub struct Left {
     blocks: CountPages,
 }
 
-/// The references to node or block `number`, of which the table counts `references`.
+/// The references that are left to node or block `number`. In the table it still has `references`.
 fn left(pages: &CountPages, number: u64, references: u32) -> u32 {
     let (page, index) = place(number);
     match pages.get(&page).map_or(0, |page| page[index]) {
@@ -188,7 +188,7 @@ impl Counts {
         self.window.end = first_left_out * COUNTED_PER_PAGE as u64;
     }
 
-    /// The numbers to which all references were counted.
+    /// The nodes or blocks, by number, of which every reference was counted.
     fn complete(&self) -> impl Iterator<Item = u64> + '_ {
         self.pages.iter().flat_map(|(page, left)| {
             let numbers = page * COUNTED_PER_PAGE as u64..;
@@ -212,7 +212,7 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
-    /// The references that are left after the trees were dropped that an earlier walk has counted.
+    /// The references that are left after an earlier walk, which has counted other trees as dropped.
     before: Option<&'a Left>,
     /// What is left after this walk, if the caller requested it and it fits into memory so far.
     left: Option<Left>,
@@ -251,7 +251,7 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
     }
 
     /// The most references that a node or block can have and still be freed by these trees, because one tree refers to
-    /// it at most once. All references are counted if those that are left are wanted.
+    /// it at most once. If the caller wants the references that are left, all references are counted.
     fn most(&self) -> u32 {
         let trees = u32::try_from(self.tops.len()).unwrap_or(u32::MAX);
         if self.left.is_some() { u32::MAX } else { trees }

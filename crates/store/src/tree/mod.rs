@@ -113,7 +113,7 @@ impl Mapping {
         self.logical + self.blocks
     }
 
-    /// The part of the mapping in `[start, end)`, which must overlap it.
+    /// The part of the mapping in `[start, end)`. The mapping must overlap this range.
     fn clipped(self, start: u64, end: u64) -> Self {
         let first = self.logical.max(start);
         let last = self.end().min(end);

@@ -358,8 +358,8 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
-/// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds the physical blocks
-/// that the leaf no longer maps to `removed`.
+/// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds to `removed` the
+/// physical blocks that the leaf no longer maps.
 pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,
@@ -372,8 +372,8 @@ pub(super) fn replace_in_leaf(
     let mut last = first + overlapping;
     let overlapped = first..last;
 
-    // The remaining parts of the extents that are cut at both ends. If none is cut, the neighbours that a new extent
-    // may continue.
+    // At each end of the range: the remaining part of the extent that the range cuts there. If it cuts none, the
+    // neighbour that a new extent may continue.
     let cut_left = entries[overlapped.clone()].first().map(decode).filter(|m| m.logical < range.start);
     let cut_right = entries[overlapped.clone()].last().map(decode).filter(|m| m.end() > range.end);
     let mut left = cut_left.map(|m| m.clipped(m.logical, range.start));

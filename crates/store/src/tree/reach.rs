@@ -20,7 +20,7 @@ const NODES_PER_LEVEL: u64 = 3;
 const COUNTS_PER_LEVEL: u64 = 2;
 /// Extents that can be inserted into a leaf before it may have to be split again.
 const EXTENTS_PER_SPLIT: u64 = 64;
-/// Extents that mapping a range adds in addition to its own: the parts of an extent that it splits.
+/// Extents that are added, besides those of the range, when a range is mapped: the parts of an extent that is split.
 const EXTENTS_PER_RANGE: u64 = 2;
 
 /// An upper limit of the pages that a step changes.
@@ -51,9 +51,9 @@ struct Leaf {
 
 /// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
 /// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
-/// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
-/// same step, which come in ascending order. A step ends before a leaf that cannot be changed because of damage; if
-/// that is the first leaf, or `most` does not limit the step, the damage is an error.
+/// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes that were counted for earlier
+/// ranges of the same step. The ranges of a step come in ascending order. A step ends before a leaf that cannot be
+/// changed because of damage; if that is the first leaf, or `most` does not limit the step, the damage is an error.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

@@ -24,19 +24,19 @@ pub trait Resident {
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Option<u32>;
 
-    /// Surveys dropping a reference on a node.
+    /// Determines the pages that are needed to drop a reference on a node.
     fn drop_node(&mut self, id: NodeId);
 
-    /// Surveys reading the entries of data blocks, or adding a reference.
+    /// Determines the pages that are needed to read the entries of data blocks, or to add a reference.
     fn data(&mut self, physical: u64, blocks: u64);
 
-    /// Surveys dropping references on data blocks.
+    /// Determines the pages that are needed to drop references on data blocks.
     fn drop_data(&mut self, physical: u64, blocks: u64);
 
     /// Surveys a write of data blocks: in place if that is allowed, otherwise their references are dropped.
     fn overwrite_data(&mut self, physical: u64, blocks: u64);
 
-    /// Surveys allocating nodes.
+    /// Determines the pages that are needed to allocate nodes.
     fn allocate(&mut self);
 
     /// True when one pass has recorded enough pages.
@@ -178,7 +178,7 @@ pub fn survey_difference<S: Resident + ?Sized>(store: &mut S, roots: [Option<Nod
     }
 }
 
-/// Surveys dropping one reference on a subtree.
+/// Determines the pages that are needed to drop one reference on a subtree.
 fn give_up<S: Resident + ?Sized>(store: &mut S, id: NodeId, level: u8) {
     let mut all = usize::MAX;
     drop_part(store, id, Some(level), &mut all);

@@ -112,9 +112,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let (_, _, ours) = &sides[0];
     for (what, figures) in [("one after another", &ours.fast), ("1,000 a second", &ours.steady)] {
         let against = |other: usize| ratio(median(&figures[2]), median(&figures[other]));
-        let alone = format!("p99 beside misses against alone, {what}");
+        let alone = format!("p99 beside misses relative to p99 alone, {what}");
         outcome.findings.push(Finding::new(PROPERTY, alone, against(0), "").at_most(P99_MAX));
-        let hits = format!("p99 beside misses against beside hits, {what}");
+        let hits = format!("p99 beside misses relative to p99 beside hits, {what}");
         outcome.findings.push(Finding::new(PROPERTY, hits, against(1), "").at_most(P99_MAX));
     }
     outcome.raw = sides.iter().map(|(name, _, figures)| described(name, figures)).collect();

@@ -178,7 +178,7 @@ fn head(folder: &Path, disk: &str) -> Result<PathBuf> {
     Ok(folder.join(newest.ok_or_else(text)?.1))
 }
 
-/// Creates images with QEMU, which lamina serves in place.
+/// Creates images with QEMU. lamina serves these images in place.
 fn qemu(setting: &Setting, format: &Format, spread: &Spread, name: &str) -> Result<Chain> {
     let files = setting.scratch.path(&format!("{name}-files"));
     std::fs::create_dir_all(&files).doing(|| format!("creating {}", files.display()))?;

@@ -1,9 +1,9 @@
 //! Wiping and shrinking a SEsparse disk under load, after half of the disk's data was discarded.
 //!
-//! The load is random 4 KiB writes to the part of the disk that is not discarded, which has all its grains allocated,
-//! so that the load allocates and frees no space. The rate of the load during the operations is compared with the rates
-//! before and after. Random runs of 64 KiB from the rest of the disk are discarded, so that free grains are spread over
-//! the whole file, and the grains in use behind them have to be moved.
+//! The load is random 4 KiB writes to the part of the disk that is not discarded. All grains of this part are
+//! allocated, so the load allocates and frees no space. The rate of the load during the operations is compared with the
+//! rates before and after. Random runs of 64 KiB from the rest of the disk are discarded, so that free grains are
+//! spread over the whole file, and the grains in use behind them have to be moved.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say};

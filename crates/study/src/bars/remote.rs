@@ -1,4 +1,4 @@
-//! A disk is sent over TLS to a second server on this machine, which is compared with a full clone in the first
+//! A disk is sent over TLS to a second server on this machine. The transfer is compared with a full clone in the first
 //! server's datastore. Then the disk is sent again, after a part of it has changed.
 //!
 //! Both commands return when the new disk is durable, read a source that is in the page cache, and write to the same

@@ -116,7 +116,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     if let Some(baseline) = sides.get(3) {
         let share = ratio(median(&sides[2].p99), median(&baseline.p99));
         findings.push(
-            Finding::new(PROPERTY, "p99 with a tight cache: share of the baseline's", share, "")
+            Finding::new(PROPERTY, "p99 with a 16 MiB cache: ratio to the baseline's p99", share, "")
                 .at_most(BASELINE_P99_MAX),
         );
     }

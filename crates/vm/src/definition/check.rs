@@ -154,8 +154,8 @@ impl Definition {
     }
 }
 
-/// Checks the form of a model of CPUs: QEMU's name, and features that commas separate. QEMU checks at its start whether
-/// it supports the model and the features.
+/// Checks the form of a model of CPUs: the name that QEMU has for it, and features, separated by commas. QEMU checks at
+/// its start whether it supports the model and the features.
 fn check_cpu_model(model: &str) -> Result<()> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.+=,:".contains(&byte);
     let named = model.starts_with(|first: char| first.is_ascii_alphanumeric()) && model != "help";

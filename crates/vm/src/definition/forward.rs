@@ -9,12 +9,12 @@ use std::str::FromStr;
 /// Most forwarded ports of one network card.
 pub const FORWARDS_MAX: usize = 64;
 
-/// A port of the host: connections to it, or datagrams, reach a port of the guest. As text
+/// A port of the host that leads to a port of the guest, for TCP connections or UDP datagrams. Its text is
 /// `[ADDRESS:]PORT:GUESTPORT[/udp]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Forward {
-    /// The address of the host; loopback unless it is given.
+    /// The address of the host; loopback if none is given.
     pub address: Ipv4Addr,
     /// The port of the host.
     pub port: u16,

@@ -1,7 +1,7 @@
 //! The hardware that a guest sees: firmware, chipset, the controllers of disks, the models of network cards.
 //!
-//! Every field has a default: the hardware of machines that lamina creates itself, which is virtio on a q35 chipset
-//! with BIOS. So definitions from before these fields existed keep their meaning.
+//! Every field has a default, from the hardware of machines that lamina creates itself: virtio on a q35 chipset with
+//! BIOS. So definitions from before these fields existed keep their meaning.
 
 use serde::{Deserialize, Serialize};
 
@@ -92,7 +92,7 @@ pub enum WriteErrors {
 }
 
 impl WriteErrors {
-    /// The name in definitions, which is QEMU's name in `werror`.
+    /// The name in definitions. QEMU uses the same name in `werror`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Enospc => "enospc",

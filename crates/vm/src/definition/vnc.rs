@@ -11,7 +11,7 @@ use std::str::FromStr;
 /// QEMU counts the ports of VNC from this one.
 pub const FIRST_PORT: u16 = 5900;
 
-/// Where VNC listens; in the file as `unix` or `127.0.0.1:5901`.
+/// Where VNC listens; written in the file as `unix` or `127.0.0.1:5901`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Vnc {

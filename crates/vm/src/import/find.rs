@@ -14,7 +14,7 @@ const DEPTH_MAX: usize = 16;
 const ENTRIES_MAX: usize = 1 << 20;
 /// Most machines in one tree.
 const MACHINES_MAX: usize = 4096;
-/// The element `domain` must begin within so many bytes of an XML file.
+/// The element `domain` must begin within this many bytes from the beginning of an XML file.
 const HEAD: u64 = 8 << 10;
 
 /// The paths of the descriptions of machines at `path`: the file itself, or all in the folder and its subfolders.

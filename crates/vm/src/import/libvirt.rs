@@ -384,7 +384,7 @@ fn processors(machine: &mut Foreign, domain: &Element) {
         machine.note("cpu", Effect::Changed, reason);
     }
     if domain.at(&["features", "hyperv"]).is_some() {
-        let reason = "Windows runs slower without these interfaces; 'lamina vm edit --cpu-model \
+        let reason = "Windows runs slower without the interfaces of Hyper-V; 'lamina vm edit --cpu-model \
                       max,hv_relaxed,hv_vapic,hv_spinlocks=0x1fff,hv_time' adds the usual interfaces";
         machine.note("hyperv", Effect::LeftOut, reason);
     }

@@ -116,7 +116,7 @@ impl Format {
 pub enum Effect {
     /// The created machine does not have the part.
     LeftOut,
-    /// The created machine has another device in place of the part, for which the guest needs a driver.
+    /// The created machine has another device in place of the part. The guest needs a driver for that device.
     Replaced,
     /// The part has another value.
     Changed,

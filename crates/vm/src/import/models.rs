@@ -32,7 +32,7 @@ pub fn cores(machine: &mut Foreign, item: &str, cores: u32) {
 /// LSI Logic's parallel SCSI controller, 53C1030.
 pub fn lsi_logic(machine: &mut Foreign, label: &str) -> Bus {
     let reason =
-        format!("QEMU has no LSI 53C1030; an LSI 53C895A takes its place, which needs the driver sym53c8xx: {CHOOSE}");
+        format!("QEMU has no LSI 53C1030; an LSI 53C895A takes its place and needs the driver sym53c8xx: {CHOOSE}");
     machine.note(label, Effect::Replaced, reason);
     Bus::Lsi
 }
@@ -40,7 +40,7 @@ pub fn lsi_logic(machine: &mut Foreign, label: &str) -> Bus {
 /// BusLogic's parallel SCSI controller.
 pub fn bus_logic(machine: &mut Foreign, label: &str) -> Bus {
     let reason = format!(
-        "QEMU has no BusLogic controller; an LSI 53C895A takes its place, which needs the driver sym53c8xx: {CHOOSE}"
+        "QEMU has no BusLogic controller; an LSI 53C895A takes its place and needs the driver sym53c8xx: {CHOOSE}"
     );
     machine.note(label, Effect::Replaced, reason);
     Bus::Lsi
@@ -63,7 +63,7 @@ pub fn card(machine: &mut Foreign, label: &str, name: &str) -> Card {
     };
     if !same {
         let reason = format!(
-            "QEMU has no '{}'; an e1000e takes its place, which needs the driver e1000e: choose another model with \
+            "QEMU has no '{}'; an e1000e takes its place and needs the driver e1000e: choose another model with \
              --card, or --virtio",
             name.escape_debug()
         );

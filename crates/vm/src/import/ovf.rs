@@ -227,7 +227,8 @@ impl Reader<'_> {
             return Err(self.wrong(disk, "the disk is a delta of another disk, which cannot be imported"));
         }
         match disk.attribute("fileRef") {
-            // A capacity that is no number cannot be compared with that of the image, which decides.
+            // The capacity of the image decides. A capacity in the descriptor that is no number cannot be compared with
+            // it.
             Some(file) => Ok((self.file(disk, file, disk.attribute("format"))?, self.envelope.capacity(disk).ok())),
             None => Ok((Content::Empty { capacity: self.envelope.capacity(disk)?.bytes }, None)),
         }

@@ -144,7 +144,7 @@ fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Opt
         return;
     }
     let reason = format!(
-        "UEFI has no driver for {0} in most distributions; a SATA controller takes its place, which needs the driver \
+        "UEFI has no driver for {0} in most distributions; a SATA controller takes its place and needs the driver \
          ahci in the guest. --bus {0} keeps {0}, for a build of UEFI that has the driver",
         controller.bus.name()
     );

@@ -13,7 +13,8 @@ use uuid::Uuid;
 
 /// Memory, in MiB, of a machine whose configuration does not name the size.
 const MEMORY_DEFAULT: u64 = 32;
-/// The first virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS 2.7).
+/// The first version of virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS
+/// 2.7).
 const LITTLE_ENDIAN_SINCE: u64 = 13;
 /// Why a file of UEFI variables is not used.
 const OTHER_FORM: &str = "VMware's file of firmware variables has another format than QEMU's";

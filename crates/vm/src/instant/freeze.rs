@@ -103,8 +103,8 @@ pub(crate) fn undo(
     holding: &Holding,
     monitor: &mut Client,
 ) -> Result<()> {
-    // The file names the image if only the flush of its folder has failed. While it does, the guest must not execute
-    // and the image must stay: the next command ends the process, and the machine continues from the image.
+    // If only the flush of its folder has failed, the file `FROZEN` exists already. While it exists, the guest must
+    // not execute and the image must stay: the next command ends the process, and the machine continues from the image.
     forget(machine).inspect_err(|_| holding.keep())?;
     images.abandon(image, disks);
     match executes {
@@ -117,8 +117,8 @@ pub(crate) fn undo(
 pub(crate) enum Memories {
     /// The image's memory file is complete, because the process maps that file itself.
     Whole,
-    /// The memory file is a copy of an older image's file, which the process maps copy-on-write. Pages that the process
-    /// has changed since the copy are missing.
+    /// The memory file is a copy of the file of an older image. The process maps that older file copy-on-write. Pages
+    /// that the process has changed since the copy are missing.
     Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
 }
 

@@ -177,7 +177,8 @@ impl Images {
             Ok(_) => Ok(image),
             Err(e) => {
                 let text = format!(
-                    "the memory of image '{id}' of machine '{}' is gone ({e}), as it is after a restart of the host",
+                    "the memory of image '{id}' of machine '{}' is gone ({e}); a restart of the host removes all \
+                     memory images",
                     image.record.machine.name
                 );
                 Err(Error::new(ErrorKind::NotFound, text))

@@ -6,11 +6,11 @@
 //! loading the state into the successor.
 //!
 //! ```text
-//! memory in its own file the file itself becomes the image's memory; no data is copied
-//! memory of an image     the image's file is copied while the guest runs, then the pages that its process has
-//!                       changed; pages that change meanwhile are copied again while the guest is paused. These pages
-//!                       are few: a process has changed no page when it becomes the successor, so only the writes
-//!                       since the last clone matter
+//! memory in its own file   the file itself becomes the image's memory; no data is copied
+//! memory of an image       the image's file is copied while the guest runs, then the pages that its process has
+//!                          changed; pages that change meanwhile are copied again while the guest is paused. These
+//!                          pages are few: a process has changed no page when it becomes the successor, so only the
+//!                          writes since the last clone matter
 //! ```
 //!
 //! 1. Until the successor executes the guest, the old process can continue: after an error, the old process is resumed.
@@ -120,7 +120,7 @@ struct Handover<'a> {
 }
 
 impl Handover<'_> {
-    /// The image, and how long the guest was paused; and the result of [`execute`].
+    /// Returns the image, how long the guest was paused, and the error of [`execute`], if it failed.
     fn run(self, old: &mut Client, successor: &mut Successor) -> Result<((Taken, Duration), Option<Error>)> {
         let Self { change, images, disks, features, image, also, memory } = self;
         let file = image.state();

@@ -102,7 +102,7 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
     match status.map_err(failed)?.as_str() {
         "completed" => {}
         status => {
-            let text = format!("QEMU could not load '{}': it {status}", file.display());
+            let text = format!("QEMU could not load '{}': the migration ended as '{status}'", file.display());
             return Err(Error::new(ErrorKind::Io, text));
         }
     }
@@ -110,8 +110,11 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
     match status["status"].as_str() {
         Some("paused" | "postmigrate" | "prelaunch" | "inmigrate") => Ok(()),
         other => {
-            let text =
-                format!("QEMU is {} after it has loaded '{}'", other.unwrap_or("no longer running"), file.display());
+            let text = format!(
+                "QEMU is {}, and not paused, after it has loaded '{}'",
+                other.unwrap_or("no longer running"),
+                file.display()
+            );
             Err(Error::new(ErrorKind::Io, text))
         }
     }

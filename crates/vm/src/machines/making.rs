@@ -144,8 +144,8 @@ impl Drop for Making {
 }
 
 /// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones. The folder
-/// is given by its path and open. In a datastore of another user, who could have replaced a folder by a link, root
-/// removes only an empty folder: the next command of that user removes the rest.
+/// is given twice: by its path, and as an open folder. In a datastore of another user, who could have replaced a folder
+/// by a link, root removes only an empty folder: the next command of that user removes the rest.
 pub(super) fn take_away(
     (folder, opened): (&Path, &File),
     intent: &Intent,

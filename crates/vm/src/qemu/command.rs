@@ -281,7 +281,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
 }
 
 /// Whether QEMU filters its system calls. QEMU does not filter them if the definition has an option `-sandbox` of its
-/// own, or if QEMU has to start the helper program for a bridge, which may be setuid root.
+/// own, or if QEMU has to start the helper program, which may be setuid root, for a bridge.
 fn is_sandboxed(definition: &Definition, features: &Features) -> bool {
     let own = definition.arguments.iter().any(|one| one == "-sandbox" || one == "--sandbox");
     let helper = definition.networks.iter().any(|card| matches!(card.link, Link::Bridge(_)));

@@ -76,7 +76,7 @@ pub fn arguments(definition: &Definition, nbd: &Path) -> Vec<(&'static str, Stri
         }
         let boots = boot::index(definition, BootDevice::Disk, index);
         let errors = match definition.write_errors {
-            // QEMU's default, which is not written, so that QEMU's command lines stay as they were.
+            // QEMU's default, which is not written, so that the command lines of existing machines do not change.
             WriteErrors::Enospc => String::new(),
             other => format!(",werror={}", other.name()),
         };

@@ -50,8 +50,8 @@ pub struct Starting {
 }
 
 impl Starting {
-    /// Starts `program`. Its error output is written to `errors`. With `limit`, the process gets at most so many bytes
-    /// of private memory (heap, stacks, private mappings; `RLIMIT_DATA`).
+    /// Starts `program`. Its error output is written to `errors`. With `limit`, the process gets at most this many
+    /// bytes of private memory (heap, stacks, private mappings; `RLIMIT_DATA`).
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path, limit: Option<u64>) -> Result<Self> {
         let log = private::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);

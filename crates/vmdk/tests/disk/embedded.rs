@@ -83,8 +83,8 @@ fn adopted_with(machine: &SimulatedDisk, image_of_snapshot: &str) -> (Arc<Disk>,
     (disk, content)
 }
 
-/// A merge into the image below or above. Undoing the merge corrects the descriptor of the first or second child, which
-/// is not the head.
+/// A merge into the image below or above. Undoing the merge corrects the descriptor of the first or second child. That
+/// child is not the head.
 fn merge(disk: &Disk, side: Direction) -> Result<(), error::Error> {
     disk.snapshot(&NewSnapshot::named("top"))?;
     disk.delete_snapshot("s", Some(side), &NoProgress)

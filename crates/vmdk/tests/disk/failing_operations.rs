@@ -43,7 +43,7 @@ impl Drop for World {
     }
 }
 
-/// The bytes of the blocks of a chain that could be read.
+/// The bytes of each block of a chain; `None` for a block that cannot be read.
 fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     let mut all = vec![0xee; BLOCKS * BLOCK];
     let whole = chain.read(0, &mut all).is_ok();
@@ -433,7 +433,7 @@ fn readers_of_a_snapshot_do_not_rely_on_the_page_cache_after_a_failed_reopening(
     machine.fail_syncs(1);
     chain.flush().unwrap_err();
     drop(chain);
-    // Makes the write fail that marks the head as in use, after the record was read.
+    // After the record was read, the write that marks the head as in use fails.
     machine.fail_requests(Fault::Write, 0, 1);
     assert_eq!(disk.reopen().unwrap_err().kind(), ErrorKind::Io);
     let before = machine.operations();

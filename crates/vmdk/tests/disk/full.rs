@@ -463,8 +463,8 @@ fn a_disk_is_written_opened_and_closed_on_a_full_file_system() {
 
 type Operation = fn(&Disk) -> Result<(), Error>;
 
-/// Merges and snapshots that a power cut interrupts on a file system with free space, which is full when the disk is
-/// opened again.
+/// Merges and snapshots that a power cut interrupts on a file system with free space. The file system is full when the
+/// disk is opened again.
 #[test]
 fn a_disk_with_an_interrupted_operation_opens_on_a_full_file_system() {
     let operations: [Operation; 4] = [

@@ -23,7 +23,7 @@ fn raw_disk(folder: &Path) -> Arc<Disk> {
     Disk::create(local(folder), &new, &options(1), &NoProgress).unwrap()
 }
 
-/// The content that another program reads, which finds the disk by its folder and not by lamina's record.
+/// The content as another program reads it, if that program finds the disk by its folder and not by lamina's record.
 fn by_path(disk: &Disk, folder: &Path) -> Vec<u8> {
     disk.chain().unwrap().flush().unwrap();
     let record = disk.record();

@@ -46,7 +46,11 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
     let first = definition.disks.first().map_or(Bus::Sata, |disk| disk.bus);
     let controller = match first {
         Bus::Virtio | Bus::VirtioScsi => {
-            note("disks", Effect::Replaced, "VMware has no virtio; the disks are on SATA, which needs the driver ahci");
+            note(
+                "disks",
+                Effect::Replaced,
+                "VMware has no virtio; the disks are on SATA, and the guest needs the driver ahci",
+            );
             ArchiveController::Sata
         }
         Bus::Pvscsi => ArchiveController::ParaVirtual,

@@ -55,9 +55,9 @@ impl MirrorDevice {
         end
     }
 
-    /// Moves the cursor over a marked range of which the maps of both copies show that it reads as zeros, and returns
-    /// it: `at` if there is no such range. Only a base with an earlier state has such marks, for example where a
-    /// snapshot records terabytes of zeros.
+    /// Moves the cursor over a marked range that reads as zeros in both copies, according to their maps. Returns the
+    /// new position, which is `at` if there is no such range. Only a base with an earlier state has such marks, for
+    /// example where a snapshot records terabytes of zeros.
     pub(super) fn pass_zeros(&self, at: u64, reaches: &mut Reaches) -> Result<u64> {
         if self.base == Base::Zeros {
             return Ok(at);

@@ -140,7 +140,7 @@ pub enum BackupCommand {
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
     },
-    /// Delete backups of a repository, on which no other backup is based.
+    /// Delete backups of a repository. Refused if other backups are based on them.
     Delete {
         /// The folder of the repository.
         #[arg(value_name = "REPOSITORY")]

@@ -93,7 +93,7 @@ pub enum VmCommand {
     /// Change a machine. Disks, network cards and images in CD-ROM drives can be changed while the machine runs, the
     /// rest while it is off.
     Edit(VmEdit),
-    /// Give a machine that is off another name. Its disks and snapshots keep their names.
+    /// Rename a machine that is off. Its disks and snapshots keep their names.
     Rename {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -229,7 +229,7 @@ pub enum VmCommand {
         #[arg(required = true, value_name = "KEYS")]
         keys: Vec<String>,
     },
-    /// Type a text on the keyboard of a machine, which has the layout of the USA.
+    /// Type a text on the keyboard of a machine. The keyboard has the layout of the USA.
     Type {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]

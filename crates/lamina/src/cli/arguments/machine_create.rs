@@ -215,7 +215,7 @@ pub struct VmCreate {
     /// How VNC on a port is encrypted.
     #[command(flatten)]
     pub vnc_tls: VncTlsArguments,
-    /// The user as which QEMU runs, which only root can choose. Default: the default of the datastore.
+    /// The user as which QEMU runs. Only root can choose it. Default: the default of the datastore.
     #[arg(long, value_name = "USER")]
     pub run_as: Option<String>,
     /// A kernel to boot without a boot loader.

@@ -38,7 +38,7 @@ pub struct VmEdit {
     /// Most memory of QEMU besides the memory of the guest, at least 256M; 0 for no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub qemu_memory: Option<u64>,
-    /// The user as which QEMU runs, which only root can choose.
+    /// The user as which QEMU runs. Only root can choose it.
     #[arg(long, value_name = "USER")]
     pub run_as: Option<String>,
     /// Run QEMU as the default user of the datastore.

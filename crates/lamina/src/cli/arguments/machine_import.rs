@@ -68,8 +68,8 @@ impl VmImport {
     pub fn request(&self) -> Result<MachineImport, String> {
         let link = match &self.network {
             NetworkArgument::Card(Link::Tap(_) | Link::Forward(_)) => {
-                let text = "a tap device and a forwarded port are for one card: import with '--network user', and add such a \
-                            card with 'lamina vm edit --add-network'";
+                let text = "'--network' is for all cards, and a tap device or a forwarded port is for one card: import \
+                            with '--network user', and add this card with 'lamina vm edit --add-network'";
                 return Err(text.into());
             }
             NetworkArgument::Card(link) => link.clone(),

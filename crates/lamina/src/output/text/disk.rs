@@ -165,11 +165,11 @@ fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     facts.push(("mapped", size(image.mapped)));
     facts.push(("dead", size(image.dead)));
     if image.importing {
-        let until = "until then the disk takes no snapshots and keeps its size";
-        facts.push(("live import", format!("the server copies it into the datastore; {until}")));
+        let until = "until the copy is complete, the disk takes no snapshots and keeps its size";
+        facts.push(("live import", format!("the server copies the images into the datastore; {until}")));
     }
     if image.consolidation_needed {
-        facts.push(("consolidation", "needed: levels are left that no snapshot needs".into()));
+        facts.push(("consolidation", "needed: the chain has levels that no snapshot needs".into()));
     }
     for (index, file) in image.files.iter().enumerate() {
         let note = if file.standing == "made" { String::new() } else { format!(" ({})", file.standing) };

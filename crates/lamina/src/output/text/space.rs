@@ -8,8 +8,8 @@ use std::io::{self, Write};
 /// Seconds of a day, for rates.
 const DAY: i128 = 86_400;
 
-/// The growth rate from which the time to full is computed, that of the last day if it is known; and the period of the
-/// rate.
+/// The growth rate from which the time to full is computed, and its period. It is the rate of the last day, if that
+/// rate is known.
 fn usual_rate(growth: &Growth) -> Option<(GrowthRate, &'static str)> {
     let day = growth.day.map(|rate| (rate, "24 h"));
     day.or_else(|| growth.week.map(|rate| (rate, "7 days"))).or_else(|| growth.hour.map(|rate| (rate, "hour")))

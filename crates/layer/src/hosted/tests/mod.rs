@@ -145,7 +145,7 @@ fn reading_changes_nothing() {
     assert_eq!(disk.operations(), before);
 }
 
-/// A write, or zeros over a parent, that need a new table are refused because the directory of the second copy has no
+/// A write, or zeros over a parent, is refused if it needs a new table, because the directory of the second copy has no
 /// space: the sectors of the first copy are used again, and no sectors are allocated for the grain.
 #[test]
 fn refused_tables_use_up_no_sectors() {

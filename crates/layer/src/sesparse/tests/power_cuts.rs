@@ -135,8 +135,8 @@ fn shrink_and_wipe_survive_a_power_cut_at_any_operation() {
     }
 }
 
-/// A wipe closes the batch of retired grains before the next commit. The region of these grains is marked before the
-/// tables drop them all the same, so that the next opening finds them.
+/// A wipe closes the batch of retired grains before the next commit. Nevertheless the region of these grains is marked
+/// before the tables drop the grains, so that the next opening finds them.
 #[test]
 fn grains_dropped_before_a_wipe_are_found_after_a_power_cut() {
     for cut in 0.. {

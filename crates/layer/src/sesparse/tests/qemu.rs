@@ -131,7 +131,7 @@ fn bytes(layer: &dyn Layer) -> Vec<u8> {
     bytes
 }
 
-/// QEMU's view of a copy of an image, as a power cut left it or after another opening.
+/// QEMU's view of a copy of an image. A power cut or another opening may have preceded.
 fn compare_copy(disk: &SimulatedDisk, seed: u64) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();

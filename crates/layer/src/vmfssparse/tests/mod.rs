@@ -94,8 +94,8 @@ fn the_directory_names_no_table_that_was_added_while_a_commit_writes_it() {
     create(Arc::clone(&file), "image", &CreateOptions { capacity: 400 * SPAN, grain_sectors: 1 }).unwrap();
     let watched: Arc<OnceLock<Weak<VmfsSparse>>> = Arc::default();
     let (flushes, seen) = (AtomicU32::new(0), Arc::clone(&watched));
-    // At the first write after the first flush of the commit, which is that of a sector of the directory, another table
-    // is added, whose entry is in a sector that the commit writes later.
+    // The first write after the first flush of the commit is that of a sector of the directory. At this write another
+    // table is added, with its entry in a sector that the commit writes later.
     let gate = move |request: Request| -> std::io::Result<()> {
         let Some(layer) = seen.get().and_then(Weak::upgrade) else { return Ok(()) };
         match (request, flushes.load(Ordering::SeqCst)) {

@@ -61,7 +61,7 @@ pub struct Admission {
     cache: u64,
     /// The number of dirty pages at which the cache limit requests a checkpoint.
     cache_soft: u64,
-    /// Pages for which the images file has room.
+    /// Number of pages for which the images file has room.
     capacity: AtomicU64,
     /// Bytes between tail and head.
     used: AtomicU64,
@@ -148,7 +148,7 @@ impl Admission {
         self.cache
     }
 
-    /// Pages for which the images file has room.
+    /// Number of pages for which the images file has room.
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Acquire)
     }

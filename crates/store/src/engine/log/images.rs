@@ -24,7 +24,7 @@
 //!
 //! 1. The file changes only while the superblock on the medium names no images.
 //! 2. The images are flushed before a superblock that names them is written.
-//! 3. Space for the images is reserved before pages become dirty that may need it.
+//! 3. Space for the images of pages is reserved before these pages become dirty.
 
 use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock, Unreported};
 use crate::engine::files;

@@ -61,7 +61,7 @@ pub struct CommitLog {
     announced_end: AtomicU64,
     /// Announced overwrites before this journal position are durable in the data files.
     settled: AtomicU64,
-    /// The journal durably contains the record that announced overwrites before this position are settled.
+    /// The journal durably records that announced overwrites before this position are settled.
     told: AtomicU64,
     /// Whether a batch was appended since the last trailer, and a new trailer was requested from maintenance.
     untrailed: AtomicBool,
@@ -179,7 +179,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Whether the medium can be read at all: reads the superblock past the page cache.
+    /// Whether the medium can be read at all: reads the superblock, bypassing the page cache.
     pub fn is_medium_readable(&self) -> bool {
         let mut bytes = Buffer::zeroed(1);
         let mut reads = |copy: u64| self.superblock_file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).is_ok();

@@ -10,7 +10,8 @@ use std::ops::Range;
 
 /// Pages that every operation may dirty in addition to its own: the catalog page of its disk, and summaries.
 const PAGES_BESIDE: u64 = 3;
-/// Pages that dropping one leaf dirties: the table pages of all its extents and of its node, and the parent node.
+/// Pages that become dirty when one leaf is dropped: the table pages of all its extents and of its node, and the parent
+/// node.
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
@@ -37,13 +38,13 @@ impl Touched {
     }
 }
 
-/// Pages of the data table that describe a run.
+/// Number of pages of the data table that describe a run.
 fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
 }
 
 impl Meta {
-    /// Pages that the next checkpoint would write.
+    /// Number of pages that the next checkpoint would write.
     pub fn dirty_pages(&self) -> u64 {
         let summaries = |regions: u64| regions / SUMMARY_ENTRIES + 1;
         self.pages.dirty() as u64
@@ -52,7 +53,7 @@ impl Meta {
             + self.map.changed_regions().min(summaries(self.map.regions()))
     }
 
-    /// Pages of all tables and summaries.
+    /// Number of pages of all tables and summaries.
     fn tables(&self) -> u64 {
         let regions = self.data.regions() + self.map.regions();
         regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2

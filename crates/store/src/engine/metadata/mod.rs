@@ -189,9 +189,9 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
-    /// After bitmaps were rebuilt from the table: marks those blocks as used that are free in the table but cannot be
-    /// reused yet, because their freeing is not durable or reads may refer to them. Does not find the blocks that
-    /// changes being appended have freed.
+    /// Called after bitmaps were rebuilt from the table. Some blocks are free in the table but cannot be reused yet,
+    /// because their freeing is not durable or reads may refer to them: these are marked as used. Blocks that were
+    /// freed by changes which are just being appended are not found.
     pub(crate) fn retain_freed(&mut self) {
         let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
         for run in pending.chain(self.freed.waiting()) {
@@ -204,7 +204,7 @@ impl Meta {
         self.data.losses() + self.map.losses()
     }
 
-    /// Makes blocks allocatable that were freed durably and to which no read refers any more.
+    /// Makes blocks allocatable if they were freed durably and no read refers to them any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;
         while let Some(runs) = self.freed.take() {

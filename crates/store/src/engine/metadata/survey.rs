@@ -99,7 +99,7 @@ impl Meta {
         self.data.survey_allocation(&mut self.pages, blocks);
     }
 
-    /// Surveys adding a reference to the root of each of these objects.
+    /// Determines the pages that are needed to add a reference to the root of each of these objects.
     pub(crate) fn survey_roots(&mut self, objects: &[u64]) {
         for object in objects {
             if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
@@ -151,7 +151,7 @@ impl Meta {
         }
     }
 
-    /// Surveys moving entries of a buffer into the map.
+    /// Determines the pages that are needed to move entries of a buffer into the map.
     pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[DirtyPiece]) {
         let mut blocks = 0;
         for piece in pieces {

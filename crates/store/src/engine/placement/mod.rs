@@ -43,7 +43,7 @@ use crate::tree::NodeId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
-/// The state of a mapped block that decides where it is written.
+/// The state of a mapped block. It decides where the block is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockState {
     /// References of the block in the current metadata.

@@ -186,7 +186,8 @@ impl Engine {
         ))
     }
 
-    /// Passes on the result `noted` of recording a reservation. After a failure, returns the space to the file system.
+    /// If the recording of a reservation failed, returns the space to the file system. `noted`, the result of the
+    /// recording, is returned.
     fn return_unrecorded(&self, run: Run, noted: Result<()>) -> Result<()> {
         if noted.is_err() && !self.running.is_stopped() {
             self.return_run(run)?;

@@ -66,7 +66,7 @@ pub struct Reserves {
     unreturned: Mutex<Vec<Run>>,
     /// Claimed blocks: buffered writes and operations under way may need them.
     claims: AtomicU64,
-    /// Free blocks on which writes may rely.
+    /// Number of free blocks on which writes may rely.
     headroom: AtomicU64,
     /// Counted map changes, in addition to one for each block of data in the buffers. See `nodes.rs`.
     changes: AtomicU64,
@@ -135,7 +135,7 @@ impl Reserves {
         self.claims.load(Ordering::SeqCst)
     }
 
-    /// Free blocks on which writes may rely.
+    /// Number of free blocks on which writes may rely.
     pub fn headroom(&self) -> u64 {
         self.headroom.load(Ordering::SeqCst)
     }

@@ -73,8 +73,8 @@ fn nodes_more(used: u64) -> u64 {
     (used / 16).clamp(*NODES.start(), *NODES.end())
 }
 
-/// The nodes that this many changes may need while a batch of write-back is in flight: the batch may move entries into
-/// the map that were replaced in the buffer meanwhile.
+/// The number of nodes that this many changes may need while a batch of write-back is in flight: the batch may move
+/// into the map entries that were replaced in the buffer meanwhile.
 fn needed(forest: &Forest, changes: u64) -> u64 {
     nodes_needed(forest, changes + changes.min(BATCH_MAX))
 }
@@ -142,8 +142,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether this many nodes are spare: free beyond `keep` and beyond those for all counted changes. For an operation
-    /// that is not counted, and that the caller applies next under the same lock.
+    /// Whether this many nodes are spare: free beyond `keep` and beyond those for all counted changes. The operation
+    /// that takes them is not counted, so the result holds only under the lock of `meta`.
     pub(crate) fn are_spare(&self, meta: &Meta, nodes: u64, keep: u64) -> bool {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
         // The maximum is published first, so that a change that is counted from now on takes these nodes into account.

@@ -1,7 +1,7 @@
 //! Finds which disks and snapshots refer to damaged places, and where: one walk over all trees of a view.
 //!
 //! A node that several trees share is walked again only if damage was found below it. So the walk takes as long as
-//! reading each node once, and the time for the damaged parts of each tree.
+//! reading each node once, plus the time for the damaged parts of each tree.
 
 use super::DamagedPlace;
 use crate::catalog::ObjectState;

@@ -8,8 +8,8 @@
 //!
 //! 1. Nothing undamaged is reported. A page that fails is read again while no checkpoint writes pages, and counts only
 //!    if the metadata in memory needs it. A block that fails is examined as in [`super::verify`].
-//! 2. The bytes come from the medium: files are opened a second time, past the page cache, where the file system allows
-//!    that.
+//! 2. The bytes come from the medium: files are opened a second time so that reads bypass the page cache, where the
+//!    file system allows that.
 //! 3. A copy replaces a damaged block only if it has the checksum of the table. No other write of the block begins
 //!    meanwhile, because the block counts as in flight.
 //!
@@ -149,7 +149,7 @@ pub struct ScrubStep {
 /// Reads a store for a scrub. Used by one thread only.
 pub struct Scrubber<'a> {
     engine: &'a Engine,
-    /// The files that were opened past the page cache, by name.
+    /// The files that were opened to bypass the page cache, by name.
     opened: RefCell<BTreeMap<String, Arc<dyn File>>>,
     /// Pages of `data.table` that were reported, and that the data of their blocks needs again.
     reported: RefCell<BTreeSet<PageKey>>,
@@ -247,7 +247,7 @@ impl Scrubber<'_> {
         }
     }
 
-    /// A file for reading past the page cache, or `otherwise` if the medium refuses that.
+    /// A file of which reads bypass the page cache, or `otherwise` if the medium refuses that.
     fn past_the_cache(&self, name: &str, otherwise: impl FnOnce() -> Result<Arc<dyn File>>) -> Result<Arc<dyn File>> {
         if let Some(file) = self.opened.borrow().get(name) {
             return Ok(Arc::clone(file));
@@ -346,7 +346,7 @@ impl Scrubber<'_> {
         let read = patiently(|| file.read_at(&mut bytes, key.offset()).during(|| format!("reading {key}")));
         let Err(error) = read.and_then(|()| check_page(&bytes, key)) else { return Ok(None) };
         let text = error.to_string();
-        // The advice of the error to run a check is for requests that need the page.
+        // Behind the semicolon the error advises a check. That advice is for requests that need the page.
         let problem = text.split(';').next().unwrap_or_default().to_owned();
         let needed = self.engine.meta.look(|meta| Ok(is_needed(meta, key, &bytes)))?;
         Ok(needed.then_some(problem))

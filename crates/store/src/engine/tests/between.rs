@@ -407,7 +407,7 @@ fn space_for_records_is_reserved_without_the_metadata_lock() {
             }
         }
     }));
-    // So many records that the space that a new datastore has for them does not suffice.
+    // More records than fit into the space that a new datastore has for them.
     for number in 0..600 {
         take(&engine, 1, &format!("s{number}"));
     }

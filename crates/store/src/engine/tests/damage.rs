@@ -371,8 +371,7 @@ fn leaf_of_large_disk(disk: &SimulatedDisk) -> u64 {
     leaf.unwrap()
 }
 
-/// A store in which a page is damaged that only the first disk needs: a leaf of its map, or a page of the table of its
-/// blocks.
+/// A store with a damaged page that only the first disk needs: a leaf of its map, or a page of the table of its blocks.
 fn with_damage(name: &str) -> (SimulatedDisk, Model) {
     let (disk, model) = prepared(true);
     open(&disk).unwrap().close().unwrap();
@@ -382,7 +381,7 @@ fn with_damage(name: &str) -> (SimulatedDisk, Model) {
     (disk, model)
 }
 
-/// Does all work in the background, and checks that the other disks can be written and read.
+/// Runs all background work to its end, and checks that the other disks can be written and read.
 fn others_go_on(engine: &Engine, model: &mut Model, block: u64) {
     for _ in 0..1000 {
         if !engine.pump().unwrap() {

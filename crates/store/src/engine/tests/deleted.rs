@@ -5,7 +5,7 @@ use super::between::lose_page;
 use super::unreadable::grown;
 use super::*;
 
-/// A store with a snapshot of disk 1 that is deleted and not dropped.
+/// A store in which a snapshot of disk 1 is deleted and not dropped.
 fn with_a_deleted_snapshot() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = with_a_block(256);
     let snapshot = take(&engine, 1, "s");

@@ -1,4 +1,5 @@
-//! No block is overwritten in place that recovery would assign to another disk, or would verify by an older checksum.
+//! A block that recovery would assign to another disk, or would verify by an older checksum, is not overwritten in
+//! place.
 
 use super::*;
 use crate::engine::metadata::Effects;
@@ -34,7 +35,7 @@ fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, clone)
 }
 
-/// A clone of a disk that shares its blocks. The snapshot between them is deleted.
+/// Makes a clone that shares the blocks of `disk`. The snapshot between them is deleted.
 fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
     let snapshot = take(engine, disk, "s");
     let clone = engine.clone_snapshot(snapshot, &[new]).unwrap()[0];

@@ -286,7 +286,7 @@ fn a_buffered_write_can_be_overwritten_on_a_full_file_system() {
     is_whole(&engine);
 }
 
-/// A store with a snapshot of disk 1 and a buffered write to the disk, which would overwrite a block in place.
+/// A store with a snapshot of disk 1. A buffered write to the disk would overwrite a block in place.
 fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();
     (0..8).for_each(|block| write(&engine, block, 1));

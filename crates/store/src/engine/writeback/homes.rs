@@ -31,7 +31,7 @@ pub const SLICES_MAX: usize = 1000;
 pub const LANE_DEPTH: u32 = 64;
 
 impl BlockWrite {
-    /// Surveys the metadata that moving the run into the map will need.
+    /// Surveys the metadata that will be needed when the run is moved into the map.
     fn survey(&self, meta: &mut Meta, disk: u64) {
         meta.survey_run(self.run);
         if self.placement != Placement::InPlace {

@@ -32,8 +32,8 @@ use std::sync::Arc;
 /// The most blocks of data per batch.
 pub(crate) const BATCH_MAX: u64 = 1024;
 
-/// Blocks of data per batch. Smaller batches need more announcements; with larger ones a flush would wait for the gate
-/// for longer than a few milliseconds.
+/// Number of blocks of data per batch. Smaller batches need more announcements; with larger ones a flush would wait for
+/// the gate for longer than a few milliseconds.
 pub(crate) fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => BATCH_MAX,

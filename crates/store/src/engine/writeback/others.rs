@@ -200,7 +200,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// The first block of a range that a disk maps.
+    /// The first block in `range` that the disk maps.
     fn first_mapped(&mut self, disk: u64, range: Range<u64>) -> Result<Option<u64>> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(None) };
         tree::first_mapped(&mut self.nodes(&mut Effects::default()), root, range)

@@ -29,7 +29,7 @@ impl TreeTrial {
         Self { store, roots, others: Vec::new(), before: 0, forest, changes: 0, highest: 0 }
     }
 
-    /// Starts counting changes. Snapshots will separate them into `layers`.
+    /// Starts counting changes. Snapshots will separate them into `layers` groups.
     fn begin(&mut self, layers: u64) {
         self.before = self.store.live_pages();
         let highest = self.roots.clone().into_iter().map(|root| levels(&mut self.store, root).unwrap()).max().unwrap();

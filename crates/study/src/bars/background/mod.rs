@@ -139,7 +139,7 @@ impl Stage {
         super::write_blocks(&self.datastore.endpoint(IMAGES), part, RUN)
     }
 
-    /// Discards random ranges that make up half of the disk, which wiping and shrinking return.
+    /// Discards random ranges that make up half of the disk. Wiping and shrinking return their space.
     fn discard_half(&self, disk_size: u64, random: &mut Random) -> Result<()> {
         let runs = u32::try_from(disk_size / RUN).unwrap_or(u32::MAX);
         let order = random.order(runs);

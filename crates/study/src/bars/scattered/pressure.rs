@@ -2,9 +2,9 @@
 //! checkpoints without a pause.
 //!
 //! The load rises in steps, up to as many writes as the server takes. During the load, three kinds of requests are sent
-//! at fixed low rates: writes of a client that are buffered, discards of another client, and snapshots of a quiet disk,
-//! which change the catalog and nothing else. The times of these requests may rise with the load, but no request may
-//! suddenly be delayed for as long as a checkpoint takes.
+//! at fixed low rates: writes of a client that are buffered, discards of another client, and snapshots of a quiet disk.
+//! These snapshots change the catalog and nothing else. The times of these requests may rise with the load, but no
+//! request may suddenly be delayed for as long as a checkpoint takes.
 
 use super::{CAPACITY, DEPTH, PROPERTY};
 use crate::bars::load::Load;

@@ -112,7 +112,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 
 const DISK: &str = "disk";
 
-/// Writes back dirty pages, and brings what the server reads into the state of the page cache that the cell needs.
+/// Writes back dirty pages. Then the page cache gets the server's data, or is emptied of it, as the cell needs.
 fn prepare(setting: &Setting, mode: Mode, cell: &Cell, server: &Server) -> Result<()> {
     process::go_on()?;
     setting.scratch.settle()?;

@@ -8,8 +8,8 @@
 //! Checked in every state: a read returns the last write to its block. A read that began before this write returns the
 //! value at the beginning of the read, or a later value. Checked after every power cut and recovery: each block has the
 //! value that its disk flushed last or a later value, or a mixture of the sectors of such values. A read never fails,
-//! and repeated reads return the same value. A block is not allocated while the durable metadata maps it. No block
-//! counts as backed whose hole may be punched. The snapshot of a linked clone exists.
+//! and repeated reads return the same value. A block is not allocated while the durable metadata maps it. A block does
+//! not count as backed while its hole may be punched. The snapshot of a linked clone exists.
 //!
 //! Not modelled: reservations of thick disks, free space, and failing media.
 //!

@@ -48,7 +48,7 @@ pub enum Action {
     Punch,
     /// Space is reserved for a free block that is not backed.
     Reserve(usize),
-    /// The append of the first pending operation begins, which a power cut may tear.
+    /// The append of the first pending operation begins. A power cut may tear this append.
     AppendBegin,
     AppendEnd,
     /// Write-back begins to announce the overwrites of the batch, and a power cut may tear the announcement.
