@@ -44,7 +44,8 @@ impl Attachments for Arriving {
     fn check_names(&self, disks: &[String]) -> Result<()> {
         let names: Vec<&str> = disks.iter().map(String::as_str).collect();
         match control::refuse_left(&self.location, &names) {
-            // The disks with these names are deleted now, so that the sender need not wait for the next command.
+            // An interrupted command has left a disk with one of these names. It is deleted now, so that the sender
+            // need not wait for the next command.
             Err(error) if error.kind() == ErrorKind::Busy => {
                 self.machines.recover()?;
                 control::refuse_left(&self.location, &names)

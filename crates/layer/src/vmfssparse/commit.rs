@@ -144,7 +144,7 @@ impl VmfsSparse {
     }
 
     /// Writes captured tables; `durable` are those that an earlier commit has flushed, and maybe named. The flag in the
-    /// error tells whether a flush failed.
+    /// error says whether a flush failed.
     fn write_tables(
         &self,
         writer: &Writer,

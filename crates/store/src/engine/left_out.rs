@@ -1,6 +1,6 @@
 //! Operations of the journal that replay leaves out, because the metadata that they change is damaged.
 //!
-//! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
+//! What must hold: no operation that a repair could still carry out is left out. An ordinary opening therefore refuses
 //! the datastore, because its checkpoint would release the journal. Drops of deleted trees are an exception, because
 //! they change no content (`replay/drops.rs`). A repair first restores all pages that it can, and then leaves out
 //! operations on objects with records on lost pages of the catalog, and the parts of operations below lost nodes of the
