@@ -13,6 +13,7 @@
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};
+use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use rustc_hash::FxHashMap;
@@ -42,6 +43,8 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,
+    /// When the change began, before it started again.
+    began: Option<Instant>,
     /// How often the change has started again.
     restarts: usize,
     held: Vec<Arc<Block>>,
@@ -101,6 +104,12 @@ impl Fetch {
                 Err(Error::new(ErrorKind::Busy, "metadata that a change needs is not in memory"))
             }
         }
+    }
+
+    /// When the change began. After [`Metadata::load_missing`] this is still the same attempt, although the medium may
+    /// have taken many seconds to fail a read. After [`Fetch::after_failure`] it is another one.
+    pub fn began(&mut self) -> Instant {
+        *self.began.get_or_insert_with(Instant::now)
     }
 
     /// Whether pages are lost that the lookups need. A survey would read them again.
