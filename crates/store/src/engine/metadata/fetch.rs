@@ -65,7 +65,7 @@ impl Fetch {
         look: impl FnOnce(&mut Meta) -> Result<T>,
     ) -> std::result::Result<Result<T>, Vec<PageKey>> {
         if self.looks >= LOOKS_MAX {
-            return Ok(look(meta));
+            return Ok(look_at_once(meta, look));
         }
         meta.pages.defer(std::mem::take(&mut self.lost));
         let outcome = look(meta);
@@ -95,7 +95,7 @@ impl Fetch {
     /// again.
     pub fn require<T>(&mut self, meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
         if self.restarts >= RESTARTS_MAX {
-            return look(meta);
+            return look_at_once(meta, look);
         }
         match self.look(meta, look) {
             Ok(outcome) => outcome,
@@ -131,6 +131,14 @@ impl Fetch {
     pub fn after_failure(self) -> Option<Self> {
         self.failed_in_vain.then(|| Self { failed_in_vain: true, ..Self::default() })
     }
+}
+
+/// Runs lookups that read missing pages under the lock.
+fn look_at_once<T>(meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
+    let outcome = look(meta);
+    // Surveys among the lookups have recorded missing pages. The change reads these pages itself.
+    drop(meta.pages.take_absent());
+    outcome
 }
 
 impl Metadata {

@@ -141,6 +141,22 @@ fn the_first_cold_change_after_many_hits_reads_nothing_under_the_metadata_lock()
 }
 
 #[test]
+fn a_survey_under_the_metadata_lock_records_no_page_for_later_lookups() {
+    let (_disk, engine) = with_a_block(64);
+    let mut meta = engine.meta.lock();
+    // As if no page were dirty.
+    drop(meta.pages.capture());
+    meta.pages.drop_clean();
+    let survey = |meta: &mut Meta| {
+        meta.survey_run(Run { start: 0, blocks: 1 });
+        assert_eq!(meta.pages.absent(), 1);
+        Ok(())
+    };
+    metadata::Fetch::under_the_lock().require(&mut meta, survey).unwrap();
+    assert_eq!(meta.pages.absent(), 0);
+}
+
+#[test]
 fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
     let engine = opened(&wide());
     let head = engine.head(1);
