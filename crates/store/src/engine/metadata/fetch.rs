@@ -50,6 +50,8 @@ pub(crate) struct Fetch {
     held: Vec<Arc<Block>>,
     /// Lost pages that the lookups have missed, with the errors of their reads.
     lost: FxHashMap<PageKey, Error>,
+    /// Lost pages that other threads have read while this thread waited for them, with the errors.
+    lost_to_others: FxHashMap<PageKey, Error>,
     /// The pages that [`Fetch::require`] has missed.
     missing: Vec<PageKey>,
     /// Whether the change has failed before, and nothing was found that prevents it.
@@ -176,12 +178,13 @@ impl Metadata {
                 survey(&mut meta);
                 meta.pages.take_absent()
             };
-            if absent.is_empty() || self.load_pages(absent, &mut fetch).is_err() {
+            if absent.is_empty() || self.load_pages(absent, &mut fetch).is_err() || !fetch.lost_to_others.is_empty() {
                 break;
             }
         }
         // The change reads a lost page again, because the next read may succeed.
         fetch.lost.clear();
+        fetch.lost_to_others.clear();
         fetch
     }
 
@@ -194,7 +197,12 @@ impl Metadata {
             return Ok(false);
         }
         fetch.restarts += 1;
-        match self.load_pages(missing, fetch) {
+        fetch.lost_to_others.clear();
+        let loaded = self.load_pages(missing, fetch);
+        // If each change read a lost page itself, changes that miss the same page would wait for each other's reads in
+        // turn, once for each restart.
+        fetch.lost.extend(fetch.lost_to_others.drain());
+        match loaded {
             Err(error) if is_lost(&error) => Ok(true),
             loaded => loaded.map(|()| true),
         }
@@ -213,13 +221,13 @@ impl Metadata {
     /// Reads pages without the lock. If another thread is reading a page, waits for that read.
     pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
-        let mut others: Vec<Arc<Load>> = Vec::new();
+        let mut others: Vec<(PageKey, Arc<Load>)> = Vec::new();
         {
             let mut meta = self.lock();
             for key in absent.into_iter().take(ABSENT_MAX) {
                 match meta.pages.begin_load(key) {
                     Some((true, load)) => own.push((key, load)),
-                    Some((false, load)) => others.push(load),
+                    Some((false, load)) => others.push((key, load)),
                     None => {}
                 }
             }
@@ -248,7 +256,18 @@ impl Metadata {
                 }
             }
         }
-        fetch.hold(others.into_iter().filter_map(|load| load.wait()));
+        let mut read_by_others = Vec::new();
+        for (key, load) in others {
+            match load.wait() {
+                Ok(page) => read_by_others.extend(page),
+                Err(error) if is_lost(&error) => {
+                    fetch.lost_to_others.insert(key, error);
+                }
+                // The next lookup reads the page again.
+                Err(_) => {}
+            }
+        }
+        fetch.hold(read_by_others);
         result
     }
 }

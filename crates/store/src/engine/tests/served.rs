@@ -147,3 +147,32 @@ fn a_change_that_reads_what_it_misses_is_still_the_same_attempt() {
         assert_eq!(engine.isolation.failing.lock()[isolate::ANY_PAGE].0, since, "way {number}");
     }
 }
+
+#[test]
+fn a_change_that_waits_for_a_failing_read_of_another_thread_does_not_repeat_it() {
+    let disk = grown();
+    let engine = open(&disk).unwrap();
+    let key = PageKey::new(PageFile::Map, leaves(&disk)[2].1);
+    let mut fetch = metadata::Fetch::default();
+    let load = {
+        let mut meta = engine.meta.lock();
+        meta.pages.drop_clean();
+        let missed = fetch.require(&mut meta, |meta| meta.pages.get(key).map(|_| ()));
+        assert_eq!(missed.unwrap_err().kind(), ErrorKind::Busy);
+        meta.pages.begin_load(key).unwrap().1
+    };
+    let other = Arc::clone(&engine);
+    let reader = std::thread::spawn(move || {
+        // This thread and the page cache refer to the read, and then the thread that waits for it.
+        while Arc::strong_count(&load) < 3 {
+            std::thread::yield_now();
+        }
+        let failed = crate::Error::new(ErrorKind::Io, "the medium cannot read the page");
+        assert!(other.meta.lock().pages.end_load(key, &load, Err(failed)).is_err());
+    });
+    assert!(engine.meta.load_missing(&mut fetch).unwrap());
+    reader.join().unwrap();
+    assert!(fetch.has_lost());
+    let failed = fetch.require(&mut engine.meta.lock(), |meta| meta.pages.get(key).map(|_| ()));
+    assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
+}
