@@ -25,7 +25,6 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
-use crate::sync::time::Instant;
 use crate::tree::{self, NodeId};
 use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -137,7 +136,8 @@ impl Engine {
         let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
         let (mut outrun, mut kept) = (None, None);
         loop {
-            let began = Instant::now();
+            let mut fetch: Fetch = kept.take().unwrap_or_default();
+            let began = fetch.began();
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
                 return Ok(());
@@ -149,11 +149,9 @@ impl Engine {
             self.make_journal_room()?;
             let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
             if buffered > self.payload_max() {
-                kept = None;
                 self.write_back_once()?;
                 continue;
             }
-            let mut fetch: Fetch = kept.take().unwrap_or_default();
             let _surveyed = if fetch.has_lost() { Vec::new() } else { self.bring_in_buffered() };
             let appends = self.admit_append()?;
             let gate = self.writeback.lock_for_flush();

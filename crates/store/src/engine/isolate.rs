@@ -36,9 +36,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// If more time than this passes between a failure and the beginning of the next attempt that fails, the failures
 /// belong to different events. The duration of an attempt does not count, because the medium may take many seconds to
 /// fail a read.
-const APART: Duration = Duration::from_secs(10);
+pub(super) const APART: Duration = Duration::from_secs(10);
 /// The key of failed reads of any page in [`Isolation::failing`].
-const ANY_PAGE: &str = "";
+pub(super) const ANY_PAGE: &str = "";
 
 /// The isolated ranges of one disk.
 #[derive(Default)]
@@ -63,7 +63,7 @@ pub struct Isolation {
     disks: Mutex<BTreeMap<u64, Isolated>>,
     /// When reads of metadata that a change needs began to fail, and when they failed last: of any page, and of each
     /// page by its error, which names the page.
-    failing: Mutex<BTreeMap<String, (Instant, Instant)>>,
+    pub(super) failing: Mutex<BTreeMap<String, (Instant, Instant)>>,
     /// The value of [`Engine::losses`] when a failed change was last tried again because a region was lost.
     losses: AtomicU64,
 }

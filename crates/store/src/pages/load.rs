@@ -41,22 +41,25 @@ enum Outcome {
     UnderWay,
     /// The page, if it was read and inserted.
     Ended(Option<Arc<Block>>),
+    Failed(Error),
 }
 
 impl Load {
-    /// Waits for the end of the read. `None`: the caller has to look the page up again.
-    pub fn wait(&self) -> Option<Arc<Block>> {
+    /// Waits for the end of the read. `None`: the caller has to look the page up again. Errors are returned only if the
+    /// registration was valid at the end of the read.
+    pub fn wait(&self) -> Result<Option<Arc<Block>>> {
         let mut outcome = self.outcome.lock();
         loop {
             match &*outcome {
                 Outcome::UnderWay => self.ended.wait(&mut outcome),
-                Outcome::Ended(page) => return page.clone(),
+                Outcome::Ended(page) => return Ok(page.clone()),
+                Outcome::Failed(error) => return Err(error.repeated()),
             }
         }
     }
 
-    fn end(&self, page: Option<Arc<Block>>) {
-        *self.outcome.lock() = Outcome::Ended(page);
+    fn end(&self, outcome: Outcome) {
+        *self.outcome.lock() = outcome;
         self.ended.notify_all();
     }
 }
@@ -190,7 +193,7 @@ impl Pages {
     /// the registration is valid.
     pub fn end_load(&mut self, key: PageKey, load: &Arc<Load>, read: Result<Block>) -> Result<Option<Arc<Block>>> {
         if self.loading.get(&key).is_none_or(|registered| !Arc::ptr_eq(registered, load)) {
-            load.end(None);
+            load.end(Outcome::Ended(None));
             return Ok(None);
         }
         self.loading.remove(&key);
@@ -198,11 +201,11 @@ impl Pages {
             Ok(page) => {
                 let page = Arc::new(page);
                 self.insert(key, Arc::clone(&page));
-                load.end(Some(Arc::clone(&page)));
+                load.end(Outcome::Ended(Some(Arc::clone(&page))));
                 Ok(Some(page))
             }
             Err(error) => {
-                load.end(None);
+                load.end(Outcome::Failed(error.repeated()));
                 Err(error)
             }
         }

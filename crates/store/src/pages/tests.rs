@@ -223,7 +223,7 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
         assert!(first && !pages.begin_load(key).unwrap().0, "one reads, others wait for it");
         let page = read(key);
         between(pages);
-        assert!(pages.end_load(key, &load, page).unwrap().is_none() && load.wait().is_none());
+        assert!(pages.end_load(key, &load, page).unwrap().is_none() && load.wait().unwrap().is_none());
     };
     outdated(&mut pages, &|pages| set_word(pages.get_mut(key).unwrap(), 2));
     assert_eq!(word(pages.get(key).unwrap()), 2);
@@ -236,7 +236,7 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     // No other load or change of the page happens in between.
     let (_, load) = pages.begin_load(key).unwrap();
     let held = pages.end_load(key, &load, read(key)).unwrap().unwrap();
-    assert!(pages.begin_load(key).is_none() && load.wait().is_some());
+    assert!(pages.begin_load(key).is_none() && load.wait().unwrap().is_some());
     assert_eq!((word(&held), word(pages.get(key).unwrap())), (3, 3));
     // A deferred lookup returns the missing pages; a reference on a page keeps it in memory.
     pages.defer(Default::default());

@@ -13,6 +13,7 @@
 
 use super::{Meta, Metadata};
 use crate::pages::{Load, PageKey, read_home};
+use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use rustc_hash::FxHashMap;
@@ -42,11 +43,15 @@ fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,
+    /// When the change began, before it started again.
+    began: Option<Instant>,
     /// How often the change has started again.
     restarts: usize,
     held: Vec<Arc<Block>>,
     /// Lost pages that the lookups have missed, with the errors of their reads.
     lost: FxHashMap<PageKey, Error>,
+    /// Lost pages that other threads have read while this thread waited for them, with the errors.
+    lost_to_others: FxHashMap<PageKey, Error>,
     /// The pages that [`Fetch::require`] has missed.
     missing: Vec<PageKey>,
     /// Whether the change has failed before, and nothing was found that prevents it.
@@ -62,7 +67,7 @@ impl Fetch {
         look: impl FnOnce(&mut Meta) -> Result<T>,
     ) -> std::result::Result<Result<T>, Vec<PageKey>> {
         if self.looks >= LOOKS_MAX {
-            return Ok(look(meta));
+            return Ok(look_at_once(meta, look));
         }
         meta.pages.defer(std::mem::take(&mut self.lost));
         let outcome = look(meta);
@@ -92,7 +97,7 @@ impl Fetch {
     /// again.
     pub fn require<T>(&mut self, meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
         if self.restarts >= RESTARTS_MAX {
-            return look(meta);
+            return look_at_once(meta, look);
         }
         match self.look(meta, look) {
             Ok(outcome) => outcome,
@@ -101,6 +106,12 @@ impl Fetch {
                 Err(Error::new(ErrorKind::Busy, "metadata that a change needs is not in memory"))
             }
         }
+    }
+
+    /// When the change began. After [`Metadata::load_missing`] this is still the same attempt, although the medium may
+    /// have taken many seconds to fail a read. After [`Fetch::after_failure`] it is another one.
+    pub fn began(&mut self) -> Instant {
+        *self.began.get_or_insert_with(Instant::now)
     }
 
     /// Whether pages are lost that the lookups need. A survey would read them again.
@@ -122,6 +133,14 @@ impl Fetch {
     pub fn after_failure(self) -> Option<Self> {
         self.failed_in_vain.then(|| Self { failed_in_vain: true, ..Self::default() })
     }
+}
+
+/// Runs lookups that read missing pages under the lock.
+fn look_at_once<T>(meta: &mut Meta, look: impl FnOnce(&mut Meta) -> Result<T>) -> Result<T> {
+    let outcome = look(meta);
+    // Surveys among the lookups have recorded missing pages. The change reads these pages itself.
+    drop(meta.pages.take_absent());
+    outcome
 }
 
 impl Metadata {
@@ -159,12 +178,13 @@ impl Metadata {
                 survey(&mut meta);
                 meta.pages.take_absent()
             };
-            if absent.is_empty() || self.load_pages(absent, &mut fetch).is_err() {
+            if absent.is_empty() || self.load_pages(absent, &mut fetch).is_err() || !fetch.lost_to_others.is_empty() {
                 break;
             }
         }
         // The change reads a lost page again, because the next read may succeed.
         fetch.lost.clear();
+        fetch.lost_to_others.clear();
         fetch
     }
 
@@ -177,7 +197,12 @@ impl Metadata {
             return Ok(false);
         }
         fetch.restarts += 1;
-        match self.load_pages(missing, fetch) {
+        fetch.lost_to_others.clear();
+        let loaded = self.load_pages(missing, fetch);
+        // If each change read a lost page itself, changes that miss the same page would wait for each other's reads in
+        // turn, once for each restart.
+        fetch.lost.extend(fetch.lost_to_others.drain());
+        match loaded {
             Err(error) if is_lost(&error) => Ok(true),
             loaded => loaded.map(|()| true),
         }
@@ -196,13 +221,13 @@ impl Metadata {
     /// Reads pages without the lock. If another thread is reading a page, waits for that read.
     pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
-        let mut others: Vec<Arc<Load>> = Vec::new();
+        let mut others: Vec<(PageKey, Arc<Load>)> = Vec::new();
         {
             let mut meta = self.lock();
             for key in absent.into_iter().take(ABSENT_MAX) {
                 match meta.pages.begin_load(key) {
                     Some((true, load)) => own.push((key, load)),
-                    Some((false, load)) => others.push(load),
+                    Some((false, load)) => others.push((key, load)),
                     None => {}
                 }
             }
@@ -231,7 +256,18 @@ impl Metadata {
                 }
             }
         }
-        fetch.hold(others.into_iter().filter_map(|load| load.wait()));
+        let mut read_by_others = Vec::new();
+        for (key, load) in others {
+            match load.wait() {
+                Ok(page) => read_by_others.extend(page),
+                Err(error) if is_lost(&error) => {
+                    fetch.lost_to_others.insert(key, error);
+                }
+                // The next lookup reads the page again.
+                Err(_) => {}
+            }
+        }
+        fetch.hold(read_by_others);
         result
     }
 }

@@ -140,6 +140,50 @@ fn the_first_cold_change_after_many_hits_reads_nothing_under_the_metadata_lock()
     is_whole(&engine);
 }
 
+/// After many hits, the first attempt of a write that bypasses the buffer is not surveyed. It needs more pages than it
+/// may start again.
+#[test]
+fn a_large_write_to_a_cold_part_after_many_hits_reads_nothing_under_the_metadata_lock() {
+    let (disk, cold) = (wide(), 20 * APART);
+    let engine = open(&disk).unwrap();
+    // The blocks are mapped, so that the write below overwrites them in place.
+    engine.write_blocks(&engine.head(1), cold, slice(2, 64)).unwrap();
+    engine.settle(&engine.head(1)).unwrap();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let before = {
+        let mut meta = engine.meta.lock();
+        while !meta.pages.is_warm() {
+            meta.entry(0).unwrap();
+        }
+        meta.pages.statistics()
+    };
+    engine.write_blocks(&engine.head(1), cold, slice(3, 64)).unwrap();
+    let after = engine.meta.lock().pages.statistics();
+    assert_eq!(engine.buffers.blocks(), 0, "the write was buffered");
+    assert!(after.misses > before.misses + 20, "{before:?} {after:?}");
+    assert_eq!(after.locked, before.locked, "the write read pages under the lock");
+    assert_eq!(value(&engine, cold + 1).unwrap(), 3);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_survey_under_the_metadata_lock_records_no_page_for_later_lookups() {
+    let (_disk, engine) = with_a_block(64);
+    let mut meta = engine.meta.lock();
+    // As if no page were dirty.
+    drop(meta.pages.capture());
+    meta.pages.drop_clean();
+    let survey = |meta: &mut Meta| {
+        meta.survey_run(Run { start: 0, blocks: 1 });
+        assert_eq!(meta.pages.absent(), 1);
+        Ok(())
+    };
+    metadata::Fetch::under_the_lock().require(&mut meta, survey).unwrap();
+    assert_eq!(meta.pages.absent(), 0);
+}
+
 #[test]
 fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
     let engine = opened(&wide());

@@ -1,11 +1,12 @@
 //! Requests of a disk do not wait for reads of metadata that a scrub, or the write of another disk, needs.
 
+use super::between::{before_next, lose_page};
 use super::unreadable::{flush_disk, grown, leaves, try_write};
 use super::*;
 use crate::pages::PageKey;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::simulated::Request;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A store in which a leaf of disk 1 has a wrong bit; disk 2 has a block.
 fn damaged() -> (SimulatedDisk, Arc<Engine>) {
@@ -119,4 +120,59 @@ fn a_write_is_kept_if_its_page_was_restored_after_the_read_of_it_failed() {
     flush_disk(&engine, 1).unwrap();
     assert_eq!(value(&engine, block).unwrap(), 9);
     is_whole(&engine);
+}
+
+/// The medium may take longer to fail a read than two failures of one event may be apart.
+#[test]
+fn a_change_that_reads_what_it_misses_is_still_the_same_attempt() {
+    let ways: [fn(&Engine); 3] = [
+        |engine| engine.flush().unwrap(),
+        |engine| engine.settle(&engine.head(1)).unwrap(),
+        |engine| assert!(engine.write_back_once().unwrap()),
+    ];
+    for (number, way) in ways.into_iter().enumerate() {
+        let disk = grown();
+        let (block, leaf) = leaves(&disk)[2];
+        let _mend = lose_page(&disk, "map", leaf);
+        let engine = open(&disk).unwrap();
+        write(&engine, block, 9);
+        let since = Instant::now().checked_sub(2 * isolate::APART).unwrap();
+        let other = Arc::clone(&engine);
+        // The attempt has begun before the limit, and starts again after it.
+        before_next(&disk, Request::Read, move || {
+            let last = Instant::now().checked_sub(isolate::APART).unwrap();
+            other.isolation.failing.lock().insert(isolate::ANY_PAGE.to_owned(), (since, last));
+        });
+        way(&engine);
+        assert_eq!(engine.isolation.failing.lock()[isolate::ANY_PAGE].0, since, "way {number}");
+    }
+}
+
+#[test]
+fn a_change_that_waits_for_a_failing_read_of_another_thread_does_not_repeat_it() {
+    let disk = grown();
+    let engine = open(&disk).unwrap();
+    let key = PageKey::new(PageFile::Map, leaves(&disk)[2].1);
+    let mut fetch = metadata::Fetch::default();
+    let load = {
+        let mut meta = engine.meta.lock();
+        meta.pages.drop_clean();
+        let missed = fetch.require(&mut meta, |meta| meta.pages.get(key).map(|_| ()));
+        assert_eq!(missed.unwrap_err().kind(), ErrorKind::Busy);
+        meta.pages.begin_load(key).unwrap().1
+    };
+    let other = Arc::clone(&engine);
+    let reader = std::thread::spawn(move || {
+        // This thread and the page cache refer to the read, and then the thread that waits for it.
+        while Arc::strong_count(&load) < 3 {
+            std::thread::yield_now();
+        }
+        let failed = crate::Error::new(ErrorKind::Io, "the medium cannot read the page");
+        assert!(other.meta.lock().pages.end_load(key, &load, Err(failed)).is_err());
+    });
+    assert!(engine.meta.load_missing(&mut fetch).unwrap());
+    reader.join().unwrap();
+    assert!(fetch.has_lost());
+    let failed = fetch.require(&mut engine.meta.lock(), |meta| meta.pages.get(key).map(|_| ()));
+    assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
 }

@@ -21,7 +21,6 @@ use super::metadata::Fetch;
 use super::{Engine, Head};
 use crate::buffer::{DirtyPiece, Held};
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::time::Instant;
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
@@ -192,7 +191,7 @@ impl Engine {
     fn write_back_next(&self) -> Result<bool> {
         let mut fetch = Fetch::default();
         loop {
-            let began = Instant::now();
+            let began = fetch.began();
             self.check_running()?;
             self.pace()?;
             let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_next() };
@@ -246,7 +245,7 @@ impl Engine {
     pub fn settle(&self, head: &Head) -> Result<()> {
         let mut fetch = Fetch::default();
         loop {
-            let began = Instant::now();
+            let began = fetch.began();
             self.check_running()?;
             self.pace()?;
             let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_batch(head) };

@@ -71,16 +71,18 @@ impl Engine {
         self.pace()?;
         // The survey includes the blocks that will get permits.
         let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
-        let mut fetch = self.meta.bring_in(|meta| {
+        let survey = |meta: &mut Meta| {
             let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
             meta.survey_disk(head.id, ahead.clone(), Aim::Read);
             if new > 0 && meta.pages.absent() == 0 {
                 meta.survey_allocation(new);
             }
-        });
+        };
+        let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
         while attempts > 0 {
+            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.meta.bring_in(survey) };
             let outcome = self.try_through(head, logical..logical + blocks, data, checksums, &mut fetch);
             if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
                 continue;
