@@ -170,8 +170,8 @@ impl Chain {
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
         drop(changing);
-        // Only in a merge up: in a merge down, the sources hide the target if this write is lost.
-        if job.side == Side::Up {
+        // In a merge down, the sources hide the target if this write is lost, until the owner's record is replaced.
+        if job.side == Side::Up || job.commits() {
             self.rearranged.note(&run);
         }
         if let Err(error) = written {
