@@ -152,6 +152,7 @@ impl Datastore {
         away: Option<&Peer>,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
+        self.end_whole_groups()?;
         let alone = self.uses.alone(name, "migrated")?;
         let _name = away.map(|peer| peer.datastore.reserve(name)).transpose()?;
         let source = match self.foreign.find(name) {
