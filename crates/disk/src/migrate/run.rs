@@ -372,7 +372,8 @@ impl Migration<'_> {
 
     fn turn_name(&self) -> Result<()> {
         let here = self.away.is_none();
-        if let Source::Foreign(_) = &self.source {
+        if let Source::Foreign(disk) = &self.source {
+            self.home.keep_overlay(&disk.entry);
             self.home.foreign.forget(self.name);
         }
         let aside = format!("{}-away", self.intent.hidden());
@@ -409,6 +410,7 @@ impl Migration<'_> {
                 Source::Foreign(disk) => {
                     let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
                     self.home.foreign.remove_moved(&folder, inner)?;
+                    self.home.release_overlay(&disk.entry);
                     self.home.sweep_overlays()?;
                 }
             }
