@@ -56,6 +56,10 @@ pub struct Chain {
     /// Ranges changed by other work than a client's write: filled by a merge up, or moved. Used as `unflushed`, but if
     /// such a change is lost, no acknowledged write is lost.
     pub(crate) rearranged: Unflushed,
+    /// Ranges that a merge down has copied since the last flush of its target. The caches lead reads to these copies.
+    pub(crate) copied: Unflushed,
+    /// Plans of later generations of levels do not refer to such copies. The largest number while a merge runs.
+    pub(crate) copies_until: AtomicU64,
     pub(crate) stopped: AtomicBool,
     /// Whether the chain was closed except for layers that lacked the space to be closed.
     closing: AtomicBool,
@@ -99,6 +103,8 @@ impl Chain {
             flushes: Flushes::default(),
             unflushed: Unflushed::new(if read_only { 0 } else { capacity }),
             rearranged: Unflushed::new(if read_only { 0 } else { capacity }),
+            copied: Unflushed::new(if read_only { 0 } else { capacity }),
+            copies_until: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             failure: Mutex::new(None),

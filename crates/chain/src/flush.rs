@@ -6,7 +6,8 @@
 //!    cleared by a flush that began and ended during the write.
 //! 3. The target of a merge down is left out until the commit: the sources hide its new content, which a repeated merge
 //!    copies again after a crash. So a guest's flush does not wait for the data of a merge; the merge flushes the
-//!    target itself. Every other level may contain guest writes and is flushed only here.
+//!    target itself. Every other level may contain guest writes and is flushed only here. After a failed flush of the
+//!    target, reads of copied ranges are refused if they were planned before the caches dropped the copies.
 //! 4. After a failed flush the state of earlier writes is unknown: the chain stops, and ranges changed since the last
 //!    successful flush are not read any more ([`crate::unflushed`]). A lack of space is no such failure: the layer
 //!    keeps the data in memory, and writes it with the next flush. A layer that cannot keep the data returns
@@ -82,6 +83,9 @@ impl Chain {
         self.rearranged.begin_flush();
         let levels = self.levels();
         let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
+        if left_out.is_none() {
+            self.copied.begin_flush();
+        }
         levels
             .stack
             .iter()
@@ -89,6 +93,9 @@ impl Chain {
             .try_for_each(|level| self.flush_level(level))?;
         self.unflushed.end_flush();
         self.rearranged.end_flush();
+        if left_out.is_none() {
+            self.copied.end_flush();
+        }
         Ok(())
     }
 
@@ -105,11 +112,13 @@ impl Chain {
         if !job.leaves_target_out() {
             return self.flush();
         }
-        self.flush_level(&job.target).inspect_err(|error| {
+        self.copied.begin_flush();
+        let flushed = self.flush_level(&job.target).inspect_err(|error| {
             if error.kind() != ErrorKind::NoSpace {
                 self.stop(error);
             }
-        })
+        });
+        flushed.map(|()| self.copied.end_flush())
     }
 
     /// Stops the chain after other work on a level, such as shrinking, has failed: the device may lack the content to
@@ -134,16 +143,31 @@ impl Chain {
     /// Fails for a range that was changed before a failed flush: the device may have its old content.
     pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
         if self.stopped.load(Ordering::SeqCst) && (self.unflushed.covers(range) || self.rearranged.covers(range)) {
-            return Err(Error::new(
-                ErrorKind::Io,
-                format!(
-                    "{}: an earlier flush failed, and bytes {} to {} were changed before it; open the disk again to read \
-                     what the storage device has",
-                    self.name, range.start, range.end
-                ),
-            ));
+            return Err(self.not_flushed(range));
         }
         Ok(())
+    }
+
+    /// As [`Self::check_flushed`], also for a range that was planned with this generation of levels, and that a merge
+    /// may have copied: the plan may refer to the copy.
+    pub(crate) fn check_planned(&self, range: &Range<u64>, generation: u64) -> Result<()> {
+        self.check_flushed(range)?;
+        let may_be_copy = || generation <= self.copies_until.load(Ordering::SeqCst) && self.copied.covers(range);
+        if self.stopped.load(Ordering::SeqCst) && may_be_copy() {
+            return Err(self.not_flushed(range));
+        }
+        Ok(())
+    }
+
+    fn not_flushed(&self, range: &Range<u64>) -> Error {
+        Error::new(
+            ErrorKind::Io,
+            format!(
+                "{}: an earlier flush failed, and bytes {} to {} were changed before it; open the disk again to read \
+                 what the storage device has",
+                self.name, range.start, range.end
+            ),
+        )
     }
 
     /// Fails after the chain was stopped or closed.

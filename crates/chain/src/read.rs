@@ -70,7 +70,7 @@ pub struct Plan {
     /// The parts in order.
     pub parts: Vec<Part>,
     token: Option<Token>,
-    _guard: Guard,
+    guard: Guard,
 }
 
 impl Part {
@@ -144,7 +144,7 @@ impl Chain {
                 false => self.plan_run(levels, range.clone(), &mut parts)?,
             };
             if planned {
-                return Ok(Plan { start: range.start, parts, token, _guard: guard });
+                return Ok(Plan { start: range.start, parts, token, guard });
             }
         }
     }
@@ -341,7 +341,7 @@ impl Chain {
     /// flush has failed since the plan was made.
     pub fn check_fetched(&self, plan: &Plan) -> Result<()> {
         let length: u64 = plan.parts.iter().map(|part| part.length as u64).sum();
-        self.check_flushed(&(plan.start..plan.start + length))
+        self.check_planned(&(plan.start..plan.start + length), plan.guard.levels.generation)
     }
 
     /// Offers the content of a planned read to the data cache. `contents` returns the bytes of the part with an index;

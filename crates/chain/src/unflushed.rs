@@ -5,7 +5,7 @@
 //! since the last successful flush are not read any more.
 //!
 //! 1. A change is noted when it has ended, after its level has been marked as written. So a flush that finds the note
-//!    also flushes the level.
+//!    also flushes the level. A change that is made in two levels is noted after each of them.
 //! 2. A flush separates the notes made before its beginning from later ones, and drops them when it has succeeded.
 //!    After a failed flush they remain.
 

@@ -193,6 +193,9 @@ impl Chain {
                 Ok(true) => self.tell(levels, job, &range, change),
                 _ => self.tell_of_a_part(job, &range),
             };
+            // A flush that began before the change was made in the target does not cover it there, and may have dropped
+            // the first note.
+            self.unflushed.note(&span);
             // If the change itself failed, the error of the change is returned instead.
             if result.is_ok() {
                 told?;

@@ -246,7 +246,8 @@ pub trait Layer: Send + Sync {
         false
     }
 
-    /// Flushes, and marks the image as properly closed. Later changes fail.
+    /// Flushes, and marks the image as properly closed. Later changes fail. Flushes succeed, because one may have begun
+    /// before.
     fn close(&self) -> Result<()> {
         self.flush()
     }

@@ -170,9 +170,12 @@ impl Chain {
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
         drop(changing);
-        // Only in a merge up: in a merge down, the sources hide the target if this write is lost.
-        if job.side == Side::Up {
+        // In a merge down, the sources hide the target if this write is lost, until the owner's record is replaced. But
+        // plans may refer to the target.
+        if job.side == Side::Up || job.commits() {
             self.rearranged.note(&run);
+        } else {
+            self.copied.note(&run);
         }
         if let Err(error) = written {
             self.metadata.forget(&run);

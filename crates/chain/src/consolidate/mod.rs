@@ -235,10 +235,11 @@ impl Chain {
             if job.target.layer.has_stopped() {
                 self.stop(error);
             }
-            let _control = self.control.lock();
-            self.publish(self.levels().stack.clone(), None);
             // Cached extents may already refer to copies in the target, which may be lost after a failed flush.
             self.metadata.purge(job.target.number());
+            let _control = self.control.lock();
+            self.copies_until.store(self.levels().generation, Ordering::SeqCst);
+            self.publish(self.levels().stack.clone(), None);
         })
     }
 
@@ -287,6 +288,7 @@ impl Chain {
             committing: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
+        self.copies_until.store(u64::MAX, Ordering::SeqCst);
         // From here on every write marks the dirty log.
         let (old, _) = self.publish(levels.stack.clone(), Some(Arc::clone(&job)));
         Ok((job, old))
@@ -348,6 +350,8 @@ impl Chain {
         commit()?;
         let missed = self.copy_missed(job);
         let _control = self.control.lock();
+        // All copies are flushed, except those of missed changes, which are noted like changes of the target.
+        self.copies_until.store(self.levels().generation, Ordering::SeqCst);
         let stays = |level: &&Arc<Level>| !job.sources.contains(&level.key());
         let (old, pause) = self.publish(self.levels().stack.iter().filter(stays).cloned().collect(), None);
         merged.pause = merged.pause.max(pause);

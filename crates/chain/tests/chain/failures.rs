@@ -1,10 +1,12 @@
 //! Layers that fail: the error is returned, other ranges are unaffected, and the caches get no wrong extent.
 
 use crate::merges::filled;
-use crate::mock::{Manner, Mock};
+use crate::mock::{Manner, MemoryFile, Mock, Table};
+use backend::File;
 use chain::{Chain, Options};
 use error::ErrorKind;
 use layer::Layer;
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use work::NoProgress;
@@ -294,7 +296,56 @@ fn a_write_that_fails_in_the_target_during_the_commit_of_a_merge_does_not_revert
             true => assert_eq!(read(&chain, 8192, 4096).unwrap_err().kind(), ErrorKind::Io),
         }
         assert_eq!(chain.failure().is_some(), lasting);
+        if !lasting {
+            // The flush during the commit did not cover the copy in the target.
+            target.faults.flush.store(true, Ordering::SeqCst);
+            assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Io);
+            assert_eq!(read(&chain, 8192, 4096).unwrap_err().kind(), ErrorKind::Io);
+        }
     }
+}
+
+/// A file that calls a function before a write.
+struct Hooked {
+    inner: Arc<dyn File>,
+    hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl File for Hooked {
+    backend::forward_file!(inner: len, set_len, read_at, sync, punch);
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
+        let hook = self.hook.lock().take();
+        if let Some(hook) = hook {
+            hook();
+        }
+        self.inner.write_at(slices, offset, durable)
+    }
+}
+
+/// A flush between the write to the top and the write to the target covers the former only. After the merge, reads are
+/// made in the target.
+#[test]
+fn a_flush_between_both_writes_of_a_change_during_the_commit_of_a_merge_does_not_cover_the_second() {
+    let manner = Manner::new(1 << 20, 4096);
+    let file = Arc::new(Hooked { inner: Arc::new(MemoryFile::default()), hook: Mutex::default() });
+    let target = Mock::over(manner, file.clone(), Table::default());
+    let layers = vec![Mock::new(manner) as Arc<dyn Layer>, target.clone() as Arc<dyn Layer>];
+    let chain = Arc::new(Chain::open("both", layers, Options::default()).unwrap());
+    chain.write(0, &[1; 16_384]).unwrap();
+    let mut commit = || {
+        let flushed = Arc::clone(&chain);
+        *file.hook.lock() = Some(Box::new(move || flushed.flush().unwrap()));
+        chain.write(8192, &[9; 4096]).unwrap();
+        assert!(file.hook.lock().is_none());
+        Ok(())
+    };
+    chain.consolidate(&NoProgress, &mut commit).unwrap();
+    assert_eq!(read(&chain, 8192, 4096).unwrap(), [9; 4096]);
+    target.faults.flush.store(true, Ordering::SeqCst);
+    assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(read(&chain, 8192, 4096).unwrap_err().kind(), ErrorKind::Io);
+    assert!(chain.abandon(), "the write may be lost");
 }
 
 #[test]

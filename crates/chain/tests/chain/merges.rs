@@ -2,9 +2,10 @@
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
-use chain::{Chain, Condition, Options};
+use chain::{Chain, Condition, Options, Place};
 use error::ErrorKind;
 use layer::Layer;
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -394,6 +395,32 @@ fn a_level_is_replaced_only_after_plans_made_several_snapshots_before() {
         assert!(!early, "the plan uses the old opening");
         work.join().unwrap().unwrap();
     });
+    assert_content(&chain, &content);
+}
+
+/// The caches lead reads to the copies that a merge has made. After a failed flush of the target, the device may have the
+/// target's old content there.
+#[test]
+fn reads_of_copies_that_were_planned_before_a_failed_flush_of_the_target_are_refused() {
+    let (chain, layers, mut content) = filled(2, 1 << 20, 4096, 15);
+    content[..65_536].fill(7);
+    chain.write(0, &[7; 65_536]).unwrap();
+    chain.flush().unwrap();
+    assert_content(&chain, &content);
+    let planned = Mutex::new(None);
+    let midway = Midway(|at| {
+        let mut planned = planned.lock();
+        if at > 0 && planned.is_none() {
+            *planned = Some(chain.plan(0, 4096).unwrap());
+        }
+    });
+    layers[1].faults.flush.store(true, Ordering::SeqCst);
+    assert_eq!(chain.consolidate(&midway, &mut || Ok(())).err().unwrap().kind(), ErrorKind::Io);
+    let plan = planned.lock().take().unwrap();
+    let Place::Media { file, .. } = &plan.parts[0].place else { panic!("the range is stored") };
+    assert!(Arc::ptr_eq(file, layers[1].file(0).unwrap()), "the plan refers to the copy");
+    assert_eq!(chain.check_fetched(&plan).unwrap_err().kind(), ErrorKind::Io);
+    // Reads that are planned now are made in the sources.
     assert_content(&chain, &content);
 }
 

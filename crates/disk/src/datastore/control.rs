@@ -321,10 +321,10 @@ impl Datastore {
         self.end_groups_but(|_| false)
     }
 
-    /// Removes the records of complete groups before a snapshot is deleted, because recovery compares the records with
-    /// the snapshots that exist. Removing a record needs no space. The records of abandoned groups may be updated
-    /// later.
-    fn end_whole_groups(&self) -> Result<()> {
+    /// Removes the records of complete groups before a snapshot is deleted, or gets another identity with its disk,
+    /// because recovery compares the records with the snapshots that exist. Removing a record needs no space. The
+    /// records of abandoned groups may be updated later.
+    pub(crate) fn end_whole_groups(&self) -> Result<()> {
         self.end_groups_but(UnderWay::is_given_up)
     }
 
@@ -503,6 +503,7 @@ impl Datastore {
     /// Merges the chain of a disk into its base, while the disk is in use. The snapshots of all merged images are
     /// deleted.
     pub fn consolidate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "it has no chain to consolidate")?;
         self.foreign.consolidate(&entry, progress)?;

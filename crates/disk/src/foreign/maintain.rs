@@ -123,9 +123,9 @@ impl Foreign {
         let home = self.folders.home(folder)?;
         let listing = |error| Error::io(format!("listing the folder of disk '{folder}'"), error);
         let names = home.directory().list().map_err(listing)?;
-        // The lock of the disk is free because the disk is closed, and the lock of the datastore excludes other
-        // processes.
-        let options = OpenOptions { held: true, ..OpenOptions::default() };
+        // Each image is locked while it is repaired: a client may open the disk meanwhile, as soon as its images can be
+        // opened. An image that is open for writing already is skipped.
+        let options = OpenOptions::default();
         for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
             let place = Place { folder: home.clone(), name };
             // Extents without a descriptor of their own are checked together with the image whose descriptor names
@@ -148,5 +148,38 @@ impl Foreign {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::datastore::{Datastore, InitOptions, QueueChoice};
+    use crate::testbed::options;
+    use layer::image::ImageKind;
+    use work::NoProgress;
+
+    #[test]
+    fn an_image_that_was_opened_for_writing_meanwhile_is_not_repaired() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ds");
+        Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+        let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+        let foreign = &datastore.foreign;
+        let new = vmdk::NewDisk::new("vm", 8 << 20, ImageKind::MonolithicSparse, None);
+        foreign.create_disk(&new, &NoProgress).unwrap();
+        let chain = foreign.find("vm").unwrap().disk.chain().unwrap();
+        chain.write(0, &[1; 65_536]).unwrap();
+        let file = path.join("images/vm/vm.vmdk");
+        let before = std::fs::read(&file).unwrap();
+        foreign.mend_images("vm", &NoProgress, &mut CheckReport::default()).unwrap();
+        assert!(std::fs::read(&file).unwrap() == before, "the grain is not in a durable table yet");
+        chain.flush().unwrap();
+        let mut content = [0; 4096];
+        chain.read(4096, &mut content).unwrap();
+        assert_eq!(content, [1; 4096]);
+        drop(chain);
+        datastore.close().unwrap();
     }
 }

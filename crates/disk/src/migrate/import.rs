@@ -5,7 +5,8 @@
 //!
 //! 1. The images are never changed.
 //! 2. The disk exists once all of its parts are durable. After a crash before that, no part of it remains.
-//! 3. The disk's record names its overlay; an overlay that no record names is removed.
+//! 3. The disk's record names its overlay; an overlay that no record names is removed. An overlay is not removed while
+//!    its disk is not in the list of disks yet, or not any more ([`Datastore::keep_overlay`]).
 //! 4. An interrupted migration is started again when the datastore is served again.
 
 use super::native_layer::NativeLayer;
@@ -22,6 +23,7 @@ use error::{Error, ErrorKind, IoContext, Result};
 use layer::Layer;
 use layer::image::{Image, Place, Signature};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -105,6 +107,8 @@ pub(crate) struct Imports {
     /// Whether the datastore is being closed, so that no further migration begins.
     closed: AtomicBool,
     running: parking_lot::Mutex<Vec<Import>>,
+    /// Overlays that are in use although their disks may not be in the list of disks.
+    pub(super) kept: parking_lot::Mutex<BTreeSet<String>>,
 }
 
 /// The migration of one disk.
@@ -188,6 +192,9 @@ impl Datastore {
                 disk.close()?;
                 drop(disk);
                 self.foreign.open_folder(&folder)?;
+                if let Some(entry) = self.foreign.find(name) {
+                    self.release_overlay(&entry);
+                }
                 self.disk(name)
             }
             Err(error) => {
@@ -244,18 +251,35 @@ impl Datastore {
     }
 
     /// Creates the hidden overlay above adopted images, and records it in the record of their disk.
-    fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
+    pub(super) fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
         let disk = &adopted.entry.disk;
         let native = format!("{OVERLAY}{}", names::uuid_text(&names::new_uuid()?));
-        let capacity = disk.chain()?.capacity();
-        let replica = self.native.replica(&native, capacity, Provisioning::Thin, &NoProgress)?;
-        self.native.engine.complete_disk(replica.id)?;
-        replica.head()?.flush()?;
-        let overlay = Overlay { native, target: options.target.clone(), rate: options.rate };
+        let overlay = Overlay { native: native.clone(), target: options.target.clone(), rate: options.rate };
         let text = serde_json::to_string(&overlay)
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))?;
-        disk.set_overlay(Some(text))?;
-        self.foreign.complete(&adopted.entry.folder)
+        let capacity = disk.chain()?.capacity();
+        self.imports.kept.lock().insert(native.clone());
+        let made = (|| {
+            let replica = self.native.replica(&native, capacity, Provisioning::Thin, &NoProgress)?;
+            self.native.engine.complete_disk(replica.id)?;
+            replica.head()?.flush()?;
+            disk.set_overlay(Some(text))?;
+            self.foreign.complete(&adopted.entry.folder)
+        })();
+        made.inspect_err(|_| _ = self.imports.kept.lock().remove(&native))
+    }
+
+    /// Keeps the overlay of a disk, if it has one, until [`Datastore::release_overlay`]. Called before the disk is
+    /// removed from the list of disks while requests may use it.
+    pub(super) fn keep_overlay(&self, entry: &ForeignDisk) {
+        self.imports.kept.lock().extend(self.overlay_of(entry));
+    }
+
+    /// Called when the disk is in the list of disks, or when no request uses it any more.
+    pub(super) fn release_overlay(&self, entry: &ForeignDisk) {
+        if let Some(overlay) = self.overlay_of(entry) {
+            self.imports.kept.lock().remove(&overlay);
+        }
     }
 
     /// The hidden native disk above the images of a disk, if it has one.
@@ -269,7 +293,9 @@ impl Datastore {
             // A record that cannot be read may name an overlay, so no overlay is removed.
             return Ok(());
         }
-        let mut named = Vec::new();
+        // Locked to the end, so that no overlay changes between this set and the list of disks meanwhile.
+        let kept = self.imports.kept.lock();
+        let mut named: BTreeSet<String> = kept.clone();
         for entry in self.foreign.entries() {
             named.extend(Overlay::of(&entry.disk.record())?.map(|overlay| overlay.native));
         }

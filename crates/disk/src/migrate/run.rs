@@ -152,6 +152,7 @@ impl Datastore {
         away: Option<&Peer>,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
+        self.end_whole_groups()?;
         let alone = self.uses.alone(name, "migrated")?;
         let _name = away.map(|peer| peer.datastore.reserve(name)).transpose()?;
         let source = match self.foreign.find(name) {
@@ -371,7 +372,8 @@ impl Migration<'_> {
 
     fn turn_name(&self) -> Result<()> {
         let here = self.away.is_none();
-        if let Source::Foreign(_) = &self.source {
+        if let Source::Foreign(disk) = &self.source {
+            self.home.keep_overlay(&disk.entry);
             self.home.foreign.forget(self.name);
         }
         let aside = format!("{}-away", self.intent.hidden());
@@ -408,6 +410,7 @@ impl Migration<'_> {
                 Source::Foreign(disk) => {
                     let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
                     self.home.foreign.remove_moved(&folder, inner)?;
+                    self.home.release_overlay(&disk.entry);
                     self.home.sweep_overlays()?;
                 }
             }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::migrate::MigrateOptions;
 use crate::testbed::options;
 use crate::{Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions};
 use backend::local::{LocalDirectory, LocalQueues};
@@ -442,6 +443,33 @@ fn a_failed_write_of_the_group_record_is_repeated() {
     drop(datastore);
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec!["b@group".to_owned()], 0));
+    datastore.close().unwrap();
+}
+
+#[test]
+fn a_complete_group_whose_record_was_not_removed_stays_when_disks_are_consolidated_or_migrated() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    for disk in ["a", "b", "n"] {
+        take(&datastore, &[disk], "group");
+    }
+    // The state after the record of a complete group could not be removed.
+    let leave_record = |native: &[[u8; 16]], images: &[(&str, u32)]| {
+        let group = UnderWay::new(datastore.directory(), native, of_group(&datastore, images)).unwrap();
+        group.begin().unwrap();
+        datastore.unended.lock().push(group);
+    };
+    leave_record(&[], &[("a", 1), ("b", 1)]);
+    datastore.consolidate_disk("a", &NoProgress).unwrap();
+    assert_eq!(records(&path), 0, "the next opening would find a snapshot less");
+    leave_record(&[native_snapshot(&datastore, "group")], &[("b", 1)]);
+    let to = MigrateOptions { format: DiskFormat::Vmdk, provisioning: Provisioning::Thin, delta: None };
+    datastore.migrate("n", &to, &NoProgress).unwrap();
+    assert_eq!(records(&path), 0, "the next opening would find no native snapshot");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    assert_eq!(snapshots(&datastore), ["b@group", "n@group"]);
     datastore.close().unwrap();
 }
 

@@ -429,7 +429,10 @@ impl Layer for Flat {
         if !self.writable {
             return Ok(());
         }
-        self.check_open()?;
+        // The image may have been closed since the caller has found something to flush.
+        if self.state.load(Ordering::Acquire) != CLOSED {
+            self.check_open()?;
+        }
         self.file.sync().map_err(|error| {
             self.state.store(FAILED, Ordering::Release);
             Error::io(format!("flushing '{}'; it takes no more changes until it is opened again", self.name), error)

@@ -415,6 +415,19 @@ fn after_a_failed_flush_changes_are_refused() {
 }
 
 #[test]
+fn a_flush_succeeds_after_the_image_was_closed() {
+    let world = disk(1);
+    let directory = world.directory();
+    made(&*directory, 4 * MIB, Provisioning::Thin);
+    let flat = open(&*directory, "disk", IoMode::Buffered, options(true)).unwrap();
+    flat.write(0, &[&[1; 4096]]).unwrap();
+    flat.close().unwrap();
+    flat.flush().unwrap();
+    assert!(!flat.has_stopped());
+    assert_eq!(flat.write(0, &[&[2; 4096]]).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
 fn a_failed_write_leaves_the_counters_correct() {
     for seed in 0..40 {
         let world = disk(seed);

@@ -53,6 +53,8 @@ impl SeSparse {
     /// Makes a commit that begins after this call, or waits for one that another thread makes.
     pub(super) fn commit_for_flush(&self) -> Result<()> {
         match self.commits.turn_for(self.commits.call()) {
+            // The flush waited while the image was closed, and closing has made everything durable.
+            Some(_) if self.closed.load(Ordering::Acquire) => Ok(()),
             Some(mut turn) => self.commit(&mut turn),
             None => Ok(()),
         }

@@ -258,7 +258,7 @@ impl Layer for SeSparse {
         if !self.options.write {
             return Ok(());
         }
-        self.check_changeable()?;
+        self.commits.check_changeable(&self.name, true)?;
         self.count_request();
         self.commit_for_flush()
     }

@@ -1,30 +1,83 @@
 //! Background migrations of live imports.
 
-use super::super::import::Background;
+use super::super::import::{Background, OVERLAY};
 use super::super::{ImportMode, ImportOptions, MigrateOptions, Overlay};
 use crate::testbed::options;
 use crate::{Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice};
+use layer::image::Place;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-/// While an import waits for its next attempt, users may rename the disk and give its name to another disk.
-#[test]
-fn a_live_import_follows_its_disk_and_moves_no_other() {
+/// A datastore in a folder, and an image of 8 KiB beside it.
+fn made() -> (tempfile::TempDir, Arc<Datastore>, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let (path, image) = (folder.path().join("ds"), folder.path().join("web.img"));
     Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
     let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
     std::fs::write(&image, [7u8; 8192]).unwrap();
-    let target = MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::Thin, delta: None };
-    let import = ImportOptions {
+    (folder, datastore, image)
+}
+
+fn live(image: PathBuf) -> ImportOptions {
+    ImportOptions {
         path: image,
         format: None,
         way: ImportMode::Live,
-        target,
+        target: MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::Thin, delta: None },
         permitted: Vec::new(),
         force_parent: false,
         replay_journal: false,
         rate: 0,
-    };
-    let uuid = datastore.import("web", &import, &NoProgress).unwrap().uuid;
+    }
+}
+
+/// Another import that fails, or another migration that ends, removes overlays that no disk names.
+#[test]
+fn the_overlay_of_a_disk_that_is_not_listed_yet_or_any_more_is_kept() {
+    let (_folder, datastore, image) = made();
+    let overlays = || datastore.native.hidden(OVERLAY).len();
+    let (import, place) = (live(image.clone()), Place::local(&image, &[]).unwrap());
+    let opening = datastore.foreign.options().clone();
+    let adopted = datastore.foreign.adopt("web", &place, vmdk::Adopt::ReadOnly, &opening).unwrap();
+    datastore.put_above(&adopted, &import).unwrap();
+    datastore.sweep_overlays().unwrap();
+    assert_eq!(overlays(), 1, "the disk is not in the list yet");
+    let folder = adopted.entry.folder.clone();
+    adopted.entry.disk.close().unwrap();
+    drop(adopted);
+    datastore.foreign.open_folder(&folder).unwrap();
+    let entry = datastore.foreign.find("web").unwrap();
+    datastore.release_overlay(&entry);
+    datastore.sweep_overlays().unwrap();
+    assert_eq!(overlays(), 1, "the list has the disk");
+    datastore.keep_overlay(&entry);
+    datastore.foreign.forget("web").unwrap();
+    datastore.sweep_overlays().unwrap();
+    assert_eq!(overlays(), 1, "requests may still use the disk");
+    datastore.release_overlay(&entry);
+    datastore.sweep_overlays().unwrap();
+    assert_eq!(overlays(), 0);
+    drop(entry);
+    datastore.close().unwrap();
+}
+
+#[test]
+fn imports_and_their_migrations_leave_no_overlay_kept() {
+    let (_folder, datastore, image) = made();
+    let uuid = datastore.import("web", &live(image), &NoProgress).unwrap().uuid;
+    assert!(datastore.imports.kept.lock().is_empty());
+    let overlay = Overlay::of(&datastore.foreign.find("web").unwrap().disk.record()).unwrap().unwrap();
+    datastore.move_in_once(&uuid, &overlay, &Background::default()).unwrap().unwrap();
+    assert!(datastore.imports.kept.lock().is_empty());
+    assert_eq!(datastore.native.hidden(OVERLAY), Vec::<String>::new());
+    datastore.close().unwrap();
+}
+
+/// While an import waits for its next attempt, users may rename the disk and give its name to another disk.
+#[test]
+fn a_live_import_follows_its_disk_and_moves_no_other() {
+    let (_folder, datastore, image) = made();
+    let uuid = datastore.import("web", &live(image), &NoProgress).unwrap().uuid;
     let overlay = Overlay::of(&datastore.foreign.find("web").unwrap().disk.record()).unwrap().unwrap();
     datastore.rename_disk("web", "renamed").unwrap();
     let format = "thin".parse().unwrap();

@@ -135,6 +135,30 @@ fn closing_ends_wipe_and_shrink() {
     });
 }
 
+/// A client's flush of a chain may reach an image that is being closed, because a merge into it has ended.
+#[test]
+fn flushes_succeed_while_an_image_is_closed_and_afterwards() {
+    let disk = simulated(1);
+    let layer = create(&disk, IoMode::Buffered, 64 * MIB, writing());
+    layer.write(0, &[&stamped(100, 1)]).unwrap();
+    let closed = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !closed.load(Ordering::SeqCst) {
+                layer.flush().unwrap();
+            }
+        });
+        let outcome = layer.close();
+        closed.store(true, Ordering::SeqCst);
+        outcome.unwrap();
+    });
+    layer.flush().unwrap();
+    assert_eq!(layer.write(0, &[&stamped(1, 2)]).unwrap_err().kind(), ErrorKind::ReadOnly);
+    drop(layer);
+    let layer = open(&*disk.crash().directory(), IoMode::Buffered, Options::default()).unwrap();
+    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; SECTORS as usize]);
+}
+
 /// A file that calls a function once, when it has read at an offset.
 struct Hooked {
     inner: Arc<dyn File>,
