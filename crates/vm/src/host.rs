@@ -20,7 +20,7 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::machine::{Change, Machine};
-use crate::machines::{self, Machines, lock_file};
+use crate::machines::{self, Machines, Snapshot, lock_file};
 use crate::qemu::features::Features;
 use crate::{durable, snapshots};
 use error::{ErrorKind, IoContext, Result};
@@ -218,6 +218,30 @@ impl Host {
             Err(error) if error.kind() == ErrorKind::Busy => snapshots::recover(change, self).and(Err(error)),
             gone_on => gone_on.and_then(|_| snapshots::recover(change, self)),
         }
+    }
+
+    /// Deletes a machine with its disks, unless `keep_disks`. Snapshots taken for its clones are deleted with the last
+    /// clone. With `force`, a machine whose definition cannot be read is deleted too. Its disks stay, because they are
+    /// not known without the definition.
+    ///
+    /// # Errors
+    /// See [`Machines::delete`].
+    pub fn delete(&self, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
+        let machine = self.machines.get(name)?;
+        // Locked before the definition is read: a disk that another command removes from the machine must stay.
+        let change = machine.change()?;
+        let there = self.disks().all()?;
+        let disks = match machine.definition() {
+            _ if keep_disks => Vec::new(),
+            Err(_) if force => Vec::new(),
+            definition => definition?.disk_names(),
+        };
+        let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
+        let snapshots = origins
+            .filter(|(_, snapshot)| self.is_only_for_clones(snapshot))
+            .map(|(disk, name)| Snapshot { disk, name })
+            .collect();
+        self.machines.delete(&change, &disks, snapshots, promote)
     }
 
     /// Whether a snapshot of a disk was taken only for clones, so that it is deleted together with the last of these

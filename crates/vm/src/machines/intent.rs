@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::Path;
 
 /// Name of the file with an intent.
-const INTENT: &str = "intent.toml";
+pub const INTENT: &str = "intent.toml";
 /// Version of the intent file.
 const VERSION: u32 = 1;
 /// Most bytes of an intent that is read: enough for a hundred thousand machines.

@@ -1,0 +1,104 @@
+//! Disks of other commands, and disks that get their names meanwhile, are not deleted.
+
+use super::*;
+
+/// Begins to create a machine with the disk `data`, which is created for it.
+fn begin(machines: &Machines, name: &str) -> Making {
+    let mut definition = Definition::new(name, 1, 64 << 20).unwrap();
+    definition.add_disk("data").unwrap();
+    let own = |_: &Definition| vec![OwnDisk { name: "data".into(), origin: None }];
+    machines.make(&[definition], own, Vec::new()).unwrap()
+}
+
+#[test]
+fn recovery_keeps_the_disk_of_a_machine_that_another_command_creates() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let (first, second) = (begin(&machines, "web"), begin(&machines, "db"));
+    disks.add("data", None);
+    second.made(["data".to_owned()]);
+    let within = folder_of(&first);
+    killed(first);
+    machines.recover().unwrap();
+    assert_eq!(disks.names(), ["data"], "the second command still runs");
+    assert!(disks_left(machines.folder()).unwrap().contains("data"), "the next command tries again");
+    drop(second);
+    released(&within);
+    machines.recover().unwrap();
+    assert!(disks.names().is_empty() && disks_left(machines.folder()).unwrap().is_empty());
+}
+
+#[test]
+fn recovery_keeps_the_disk_of_a_complete_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let (first, second) = (begin(&machines, "web"), begin(&machines, "db"));
+    disks.add("data", None);
+    second.made(["data".to_owned()]);
+    second.finish("db").unwrap();
+    second.settle().unwrap();
+    killed(first);
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!((disks.names(), machines.recover().unwrap()), (vec!["data".to_owned()], 0));
+    // The disk of a deletion that could not be completed was added to a machine.
+    let own = vec![OwnDisk { name: "data".into(), origin: None }];
+    let intent = Intent::new(vec![Intended { name: "app".into(), disks: own }], Vec::new());
+    let (within, lock) = machines.begin(OLD, &intent).unwrap();
+    fs::create_dir(within.join("app")).unwrap();
+    drop(lock);
+    released(&within);
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!((disks.names(), machines.recover().unwrap()), (vec!["data".to_owned()], 0));
+}
+
+#[test]
+fn no_disk_gets_a_name_while_a_disk_with_that_name_is_being_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    // A deletion that runs. If it fails after it has deleted a disk, the next command deletes that disk again.
+    let own = vec![OwnDisk { name: "data".into(), origin: None }];
+    let intent = Intent::new(vec![Intended { name: "app".into(), disks: own }], Vec::new());
+    let (within, lock) = machines.begin(OLD, &intent).unwrap();
+    assert!(disks_left(machines.folder()).unwrap().contains("data"));
+    fs::remove_dir_all(within).unwrap();
+    drop(lock);
+    // Recovery of a creation.
+    let making = make(&machines, &["web"]).unwrap();
+    assert!(disks_left(machines.folder()).unwrap().is_empty(), "the command itself creates the disk");
+    let within = folder_of(&making);
+    killed(making);
+    released(&within.join(INTENT));
+    let (seen, all) = (Arc::new(Mutex::new(None)), machines.folder().to_owned());
+    let look = Arc::clone(&seen);
+    *disks.2.lock() = Some(Box::new(move || *look.lock() = Some(disks_left(&all).unwrap())));
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert!(seen.lock().take().unwrap().contains("web-disk"));
+    assert!(disks_left(machines.folder()).unwrap().is_empty() && disks.names().is_empty());
+}
+
+#[test]
+fn a_disk_that_is_removed_from_a_machine_during_its_deletion_stays() {
+    let top = tempfile::tempdir().unwrap();
+    let path = top.path().to_path_buf();
+    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
+    let disks = Arc::new(Names::default());
+    let shared: Arc<dyn Disks> = Arc::<Names>::clone(&disks);
+    let host = Host::open(&places, shared).unwrap();
+    let making = begin(host.machines(), "web");
+    disks.add("data", None);
+    making.made(["data".to_owned()]);
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let (machine, removed) = (host.machines().get("web").unwrap(), Arc::new(AtomicBool::new(false)));
+    let done = Arc::clone(&removed);
+    *disks.2.lock() = Some(Box::new(move || {
+        if let Ok(change) = machine.change() {
+            let disks = Vec::new();
+            change.define(&Definition { disks, ..machine.definition().unwrap() }).unwrap();
+            done.store(true, Ordering::SeqCst);
+        }
+    }));
+    host.delete("web", false, false, false).unwrap();
+    let left = disks.names();
+    assert_eq!(left.is_empty(), !removed.load(Ordering::SeqCst), "{left:?}");
+}
