@@ -34,6 +34,7 @@ use crate::durable;
 use crate::identity::new_uuid;
 use crate::instant::freeze;
 use crate::machine::{Change, Machine, MachineState, of_another_user};
+use crate::snapshots;
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::{INTENT, Intent};
@@ -349,9 +350,9 @@ fn list_if_there(folder: &Path) -> Result<Vec<Machine>> {
     }
 }
 
-/// Maps each disk to the machine that uses it, or that is being created with it, in a folder that need not exist. If a
-/// definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow the
-/// deletion of a disk.
+/// Maps each disk to the machine that uses it, that is being created with it, or that gets it back by an incomplete
+/// revert, in a folder that need not exist. If a definition cannot be read, every disk that its text names counts as
+/// used: a mistake in the file must not allow the deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     match folder.exists() {
         true => Ok(users(list_with_new(folder)?)),
@@ -363,10 +364,11 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
 fn users(machines: Vec<Machine>) -> BTreeMap<String, String> {
     let mut users = BTreeMap::new();
     for machine in machines {
-        let disks = match machine.definition() {
+        let mut disks = match machine.definition() {
             Ok(definition) => definition.disk_names(),
             Err(_) => machine.named_disks(),
         };
+        disks.extend(snapshots::disks_of_revert(&machine));
         for disk in disks {
             users.entry(disk).or_insert_with(|| machine.name());
         }
