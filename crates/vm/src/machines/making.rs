@@ -176,7 +176,8 @@ pub(super) fn take_away(
                 DiskSelection::MadeSince(begun)
                     if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) =>
                 {
-                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
+                    // A user may have cloned the disk. Without the handover, no command could complete the removal.
+                    delete(disks, &disk.name, true, DISK_OF_ENDED_PROCESS)?;
                 }
                 DiskSelection::Named { promote, patience } => delete(disks, &disk.name, *promote, *patience)?,
                 _ => {}

@@ -82,7 +82,10 @@ impl Disks for Names {
         self.add(name, None);
         Ok(())
     }
-    fn delete(&self, disk: &str, _: bool) -> Result<()> {
+    fn delete(&self, disk: &str, promote: bool) -> Result<()> {
+        if !promote && self.snapshots(disk)?.iter().any(|snapshot| !snapshot.clones.is_empty()) {
+            return Err(Error::new(ErrorKind::Busy, format!("clones are based on '{disk}@s'")));
+        }
         if self.1.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Busy, format!("snapshot '{disk}@s' is in use")));
         }

@@ -51,6 +51,20 @@ fn recovery_keeps_the_disk_of_a_complete_machine() {
     assert_eq!((disks.names(), machines.recover().unwrap()), (vec!["data".to_owned()], 0));
 }
 
+/// Otherwise no command could remove what the killed command left, and the names of its disks would stay refused.
+#[test]
+fn recovery_hands_the_snapshots_of_a_left_disk_over_to_a_clone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let making = begin(&machines, "web");
+    disks.add("data", None);
+    killed(making);
+    disks.add("copy", Some(("data", "s")));
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!(disks.names(), ["copy"]);
+    assert!(disks_left(machines.folder()).unwrap().is_empty());
+}
+
 #[test]
 fn no_disk_gets_a_name_while_a_disk_with_that_name_is_being_deleted() {
     let folder = tempfile::tempdir().unwrap();
@@ -74,6 +88,25 @@ fn no_disk_gets_a_name_while_a_disk_with_that_name_is_being_deleted() {
     assert_eq!(machines.recover().unwrap(), 1);
     assert!(seen.lock().take().unwrap().contains("web-disk"));
     assert!(disks_left(machines.folder()).unwrap().is_empty() && disks.names().is_empty());
+}
+
+#[test]
+fn the_lock_of_a_renamed_machine_does_not_lock_the_machine_that_has_its_name_now() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, _disks) = open(folder.path());
+    let create = || {
+        let making = begin(&machines, "web");
+        making.finish("web").unwrap();
+        making.settle().unwrap();
+    };
+    create();
+    let machine = machines.get("web").unwrap();
+    // A command opens the folder, and then other commands rename the machine and create one with its name.
+    let opened = File::open(machine.folder()).unwrap();
+    fs::rename(machine.folder(), machines.folder().join("db")).unwrap();
+    create();
+    assert_eq!(machine.locked(opened).err().unwrap().kind(), ErrorKind::Busy);
+    drop(machine.change().unwrap());
 }
 
 #[test]
