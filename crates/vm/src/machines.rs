@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! NAME/            a machine
-//! .new-ID/         machines that are being created: intent.toml, and NAME/ for each incomplete machine
+//! .new-ID/         machines that are being created: intent.toml, NAME/ for each incomplete machine, and .begun, if the
+//!                  disks are created one after the other: the disks whose creation has begun
 //! .old-ID/         a machine that is being deleted, with the same files
 //! .lock            held while a command creates or lists .new-* and .old-* folders
 //! .disks           held while a command looks whether disks are free and adds them to a machine
@@ -283,7 +284,7 @@ impl Machines {
                 Ok(Some(intent)) => {
                     let selection = match deleting {
                         true => making::DiskSelection::Named { promote: true, patience: DISK_OF_ENDED_PROCESS },
-                        false => making::DiskSelection::MadeSince(intent.begun),
+                        false => making::DiskSelection::MadeSinceBegun,
                     };
                     making::take_away((folder, lock), &intent, &*self.disks, selection)
                 }

@@ -51,6 +51,24 @@ fn recovery_keeps_the_disk_of_a_complete_machine() {
     assert_eq!((disks.names(), machines.recover().unwrap()), (vec!["data".to_owned()], 0));
 }
 
+/// An import takes long, so a user may have created a disk with the name of one that the import had not begun.
+#[test]
+fn recovery_deletes_only_disks_that_the_command_has_begun() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    for begun in [false, true] {
+        let making = begin(&machines, "web");
+        making.begin_disks(&["other"]).unwrap();
+        if begun {
+            making.begin_disks(&["data"]).unwrap();
+        }
+        disks.add("data", None);
+        killed(making);
+        assert_eq!(machines.recover().unwrap(), 1);
+        assert_eq!(disks.names().is_empty(), begun);
+    }
+}
+
 /// Otherwise no command could remove what the killed command left, and the names of its disks would stay refused.
 #[test]
 fn recovery_hands_the_snapshots_of_a_left_disk_over_to_a_clone() {
