@@ -472,8 +472,18 @@ fn check_revert(host: &Host, machine: &Machine, record: &Record) -> Result<()> {
             let remedy = format!("remove it from there with 'lamina vm edit {user} --remove-disk {disk}'");
             return refused(ErrorKind::Busy, format!("its disk '{disk}' belongs to machine '{user}' now: {remedy}"));
         }
-        if exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })?.is_none() {
-            return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more"));
+        match exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })? {
+            None => return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more")),
+            // The memory of one state with the disk of another state would destroy file systems. The record was written
+            // after the snapshots of the disks were taken. Times are rounded to seconds.
+            Some(created) if record.has_memory() && created > record.created + 1 => {
+                let why = format!(
+                    "the snapshot '{name}' of disk '{disk}' was taken after the memory was saved, so it is not the one \
+                     that belongs to the memory; 'lamina snapshot revert' reverts the disk alone"
+                );
+                return refused(ErrorKind::WrongState, why);
+            }
+            Some(_) => {}
         }
     }
     Ok(())

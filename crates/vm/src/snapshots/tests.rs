@@ -232,3 +232,22 @@ fn a_disk_that_is_being_reverted_belongs_to_no_other_machine() {
     assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("machine 'db' now"), "{error}");
     assert!(!is_unfinished(change.machine()));
 }
+
+#[test]
+fn memory_is_not_continued_with_a_disk_snapshot_that_was_taken_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    let taken = take(&host, &change, "s", Options::default()).unwrap().record;
+    // The simulated disks state the present as the time of their snapshots.
+    let earlier = Record { created: taken.created - 100, ..taken };
+    let record = folder_of(change.machine(), "s").join(RECORD);
+    durable::write_toml(&record, &Record { consistency: "memory".into(), ..earlier.clone() }).unwrap();
+    let error = revert(&host, &change, "s", false).unwrap_err();
+    assert!(error.kind() == ErrorKind::WrongState && error.to_string().contains("after the memory"), "{error}");
+    assert!(!is_unfinished(change.machine()));
+    durable::write_toml(&record, &earlier).unwrap();
+    revert(&host, &change, "s", false).unwrap();
+}
