@@ -14,10 +14,10 @@ use work::Progress;
 
 mod left;
 
-/// Simulated disks: their names, with the snapshots on which they are based, whether clients have snapshots open, and
-/// what happens before all disks are listed the next time.
+/// Simulated disks: their names, with the snapshots on which they are based, whether clients have snapshots open, what
+/// happens before all disks are listed the next time, and whether requests of killed commands are still running.
 #[derive(Default)]
-struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool, Mutex<Option<Event>>);
+struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool, Mutex<Option<Event>>, AtomicBool);
 
 type Event = Box<dyn FnOnce() + Send>;
 
@@ -95,7 +95,10 @@ impl Disks for Names {
         }
     }
     fn settle(&self) -> Result<()> {
-        Ok(())
+        match self.3.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::Busy, "requests are still running")),
+            false => Ok(()),
+        }
     }
 }
 

@@ -10,6 +10,39 @@ fn begin(machines: &Machines, name: &str) -> Making {
     machines.make(&[definition], own, Vec::new()).unwrap()
 }
 
+fn host(folder: &Path) -> (Host, Arc<Names>) {
+    let path = folder.to_owned();
+    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
+    let disks = Arc::new(Names::default());
+    let shared: Arc<dyn Disks> = Arc::<Names>::clone(&disks);
+    (Host::open(&places, shared).unwrap(), disks)
+}
+
+/// The guest of a command that was killed executes again, although the server has not ended the command's
+/// requests.
+#[test]
+fn a_paused_guest_does_not_wait_for_the_removal_of_machines() {
+    use crate::machine::Hold;
+    let top = tempfile::tempdir().unwrap();
+    let (host, disks) = host(top.path());
+    let making = begin(host.machines(), "web");
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let machine = host.machines().get("web").unwrap();
+    machine.change().unwrap().hold(Hold { resume: true, thaw: false }).unwrap().keep();
+    let making = begin(host.machines(), "db");
+    let within = folder_of(&making);
+    killed(making);
+    disks.3.store(true, Ordering::SeqCst);
+    released(machine.folder());
+    assert_eq!(host.recover().unwrap_err().kind(), ErrorKind::Busy);
+    assert!(!machine.is_held());
+    disks.3.store(false, Ordering::SeqCst);
+    released(&within);
+    host.recover().unwrap();
+    assert!(disks_left(host.machines().folder()).unwrap().is_empty());
+}
+
 #[test]
 fn recovery_keeps_the_disk_of_a_machine_that_another_command_creates() {
     let folder = tempfile::tempdir().unwrap();
@@ -130,11 +163,7 @@ fn the_lock_of_a_renamed_machine_does_not_lock_the_machine_that_has_its_name_now
 #[test]
 fn a_disk_that_is_removed_from_a_machine_during_its_deletion_stays() {
     let top = tempfile::tempdir().unwrap();
-    let path = top.path().to_path_buf();
-    let places = Places { datastore: path.clone(), memory: Some(path), qemu: "qemu-system-x86_64".into() };
-    let disks = Arc::new(Names::default());
-    let shared: Arc<dyn Disks> = Arc::<Names>::clone(&disks);
-    let host = Host::open(&places, shared).unwrap();
+    let (host, disks) = host(top.path());
     let making = begin(host.machines(), "web");
     disks.add("data", None);
     making.made(["data".to_owned()]);
