@@ -20,12 +20,13 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::machine::{Change, Machine};
-use crate::machines::{self, Machines, lock_file};
+use crate::machines::{self, Machines, Snapshot, lock_file};
 use crate::qemu::features::Features;
 use crate::{durable, snapshots};
 use error::{ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -172,15 +173,17 @@ impl Host {
 
     /// Completes or undoes the work of killed commands, and removes files that no machine needs.
     pub fn recover(&self) -> Result<()> {
+        // Guests are resumed first: the next steps wait until the server has ended the requests of killed commands.
+        let stuck = self.resume_held()?;
         self.machines.recover()?;
         for machine in self.machines.list()? {
-            if !machine.is_held() && !snapshots::is_unfinished(&machine) {
+            if !snapshots::is_unfinished(&machine) || stuck.contains(&machine.name()) {
                 continue;
             }
             // This fails if another command is changing the machine, or if root may not change the machine because it
             // belongs to another user.
             let Ok(change) = machine.change() else { continue };
-            if let Err(error) = self.recover_one(&change) {
+            if let Err(error) = snapshots::recover(&change, self) {
                 tracing::error!("machine '{}': {error}", machine.name());
             }
         }
@@ -188,6 +191,34 @@ impl Host {
             tracing::error!("removing unused memory images failed and is repeated by the next command: {error}");
         }
         Ok(())
+    }
+
+    /// Resumes the guests that killed commands have paused. Returns the machines that could not be resumed; their
+    /// snapshots are left to the next command.
+    fn resume_held(&self) -> Result<BTreeSet<String>> {
+        let mut stuck = BTreeSet::new();
+        for machine in self.machines.list()? {
+            if !machine.is_held() {
+                continue;
+            }
+            let Ok(change) = machine.change() else { continue };
+            let name = machine.name();
+            match change.let_go_on() {
+                Ok(true) => tracing::warn!(
+                    machine = name,
+                    "an interrupted command had left the machine paused; the machine runs again"
+                ),
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::error!("machine '{name}': {error}");
+                    // File systems that may still be frozen do not prevent the rest of the recovery.
+                    if error.kind() != ErrorKind::Busy {
+                        stuck.insert(name);
+                    }
+                }
+            }
+        }
+        Ok(stuck)
     }
 
     /// Removes files that no machine needs, unless another command is running. In a datastore of another user, root
@@ -204,20 +235,28 @@ impl Host {
         Ok(())
     }
 
-    fn recover_one(&self, change: &Change) -> Result<()> {
-        let name = change.machine().name();
-        let gone_on = change.let_go_on();
-        if matches!(gone_on, Ok(true)) {
-            tracing::warn!(
-                machine = name,
-                "an interrupted command had left the machine paused; the machine runs again"
-            );
-        }
-        match gone_on {
-            // File systems that may still be frozen do not prevent the rest of the recovery.
-            Err(error) if error.kind() == ErrorKind::Busy => snapshots::recover(change, self).and(Err(error)),
-            gone_on => gone_on.and_then(|_| snapshots::recover(change, self)),
-        }
+    /// Deletes a machine with its disks, unless `keep_disks`. Snapshots taken for its clones are deleted with the last
+    /// clone. With `force`, a machine whose definition cannot be read is deleted too. Its disks stay, because they are
+    /// not known without the definition.
+    ///
+    /// # Errors
+    /// See [`Machines::delete`].
+    pub fn delete(&self, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
+        let machine = self.machines.get(name)?;
+        // Locked before the definition is read: a disk that another command removes from the machine must stay.
+        let change = machine.change()?;
+        let there = self.disks().all()?;
+        let disks = match machine.definition() {
+            _ if keep_disks => Vec::new(),
+            Err(_) if force => Vec::new(),
+            definition => definition?.disk_names(),
+        };
+        let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
+        let snapshots = origins
+            .filter(|(_, snapshot)| self.is_only_for_clones(snapshot))
+            .map(|(disk, name)| Snapshot { disk, name })
+            .collect();
+        self.machines.delete(&change, &disks, snapshots, promote)
     }
 
     /// Whether a snapshot of a disk was taken only for clones, so that it is deleted together with the last of these

@@ -1,15 +1,16 @@
 //! Starting and stopping machines.
 
 use crate::busy::DISK_OF_CLIENTS;
-use crate::definition::{Definition, NewIdentity};
+use crate::definition::{Definition, Network, NewIdentity};
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
 use crate::machine::{Change, Hold, Holding, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::personality;
-use crate::qemu::command::{Memory, network_device};
+use crate::qemu::command::{Memory, RunFolder, network_device};
 use crate::qemu::features::Features;
+use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::thread;
@@ -60,16 +61,14 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
                 machine.name()
             ))
         })?;
-        let mut successor = child::set_up(change, machines, &image, features, image.record.passt)?;
+        // If this command is killed from here on, the next command ends the new process or resumes its guest.
         let holding = change.hold(Hold { resume: !paused, thaw: false })?;
-        change.take_over(&successor)?;
-        // From here on the machine's disks may change, so it must not be started from the image again.
-        freeze::forget(machine)?;
+        let successor = child::set_up(change, machines, &image, features, image.record.passt)?;
         // The machine itself continues, not a copy of it. So its network cards, which `child::set_up` disconnected, are
         // connected again, unless its guest has the identity of the machine from which it was cloned.
-        for network in image.record.machine.networks.iter().filter(|_| definition.new_identity.is_none()) {
-            successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
-        }
+        let all = image.record.machine.networks.as_slice();
+        let cards: &[Network] = if definition.new_identity.is_none() { all } else { &[] };
+        let mut successor = hand_over(change, successor, cards, true)?;
         go(&holding, &mut successor, paused)?;
         if !paused
             && image.record.agent == Some(true)
@@ -93,12 +92,13 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     };
     // If this command is killed from here on, the next command ends the new process or resumes its guest.
     let holding = change.hold(Hold { resume: !paused, thaw: false })?;
-    let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
+    // A guest with the identity of its source has no network, also if the next command resumes it.
+    let cards: &[Network] = if definition.new_identity.is_some() { definition.networks.as_slice() } else { &[] };
+    let begun = change.set_up(start).and_then(|successor| hand_over(change, successor, cards, false));
     match begun {
         Ok(mut successor) => match definition.new_identity {
             None => go(&holding, &mut successor, paused),
             Some(how) => {
-                connect(&mut successor, &definition, false)?;
                 go(&holding, &mut successor, false)?;
                 drop(holding);
                 give_identity(change, successor, definition, how)
@@ -109,6 +109,28 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
             Err(error)
         }
     }
+}
+
+/// As [`take_over`]; after an error the new process has ended.
+fn hand_over(change: &Change, mut successor: Successor, cards: &[Network], up: bool) -> Result<Successor> {
+    match take_over(change, &successor.run, &mut successor.monitor, cards, up) {
+        Ok(()) => Ok(successor),
+        Err(error) => {
+            successor.process.end()?;
+            Err(error)
+        }
+    }
+}
+
+/// Connects or disconnects network cards of a process whose guest does not execute yet, and makes it the machine's
+/// process. The next command may resume its guest from then on. After an error a frozen machine is still frozen.
+fn take_over(change: &Change, run: &RunFolder, monitor: &mut Client, cards: &[Network], up: bool) -> Result<()> {
+    for card in cards {
+        monitor.execute("set_link", json!({ "name": network_device(card), "up": up }))?;
+    }
+    change.link(run)?;
+    // From here on the machine's disks may change, so it must not be started from the image again.
+    freeze::forget(change.machine())
 }
 
 fn go(holding: &Holding, successor: &mut Successor, paused: bool) -> Result<()> {
@@ -254,4 +276,42 @@ pub fn resume(change: &Change) -> Result<()> {
     // step is made here, because the resumed guest changes the disks.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::definition::Link;
+    use crate::identity::Mac;
+    use std::fs;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+
+    /// Otherwise the guest of a frozen machine could stay paused or without its network, and a guest with the identity
+    /// of its source could be resumed with a network.
+    #[test]
+    fn a_process_becomes_the_process_of_its_machine_after_its_network_is_set() {
+        let folder = tempfile::tempdir().unwrap();
+        let change = Machine::at(folder.path()).change().unwrap();
+        let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
+        definition.add_network(Mac::new().unwrap(), Link::User).unwrap();
+        let run = RunFolder(folder.path().join("run.1"));
+        for answer in ["{\"error\": {\"class\": \"GenericError\", \"desc\": \"no\"}}\n", "{\"return\": {}}\n"] {
+            let up = answer.contains("error");
+            fs::write(folder.path().join("frozen"), "image").unwrap();
+            let (own, peer) = UnixStream::pair().unwrap();
+            let qemu = thread::spawn(move || {
+                let command = BufReader::new(peer.try_clone().unwrap()).lines().next().unwrap().unwrap();
+                (&peer).write_all(answer.as_bytes()).unwrap();
+                command
+            });
+            let mut monitor = Client::over(own, folder.path(), Duration::from_secs(5)).unwrap();
+            let connected = take_over(&change, &run, &mut monitor, &definition.networks, up).is_ok();
+            assert!(qemu.join().unwrap().contains(&format!("\"up\":{up}")));
+            assert_eq!(connected, answer.contains("return"));
+            assert_eq!(freeze::frozen(change.machine()).unwrap().is_none(), connected);
+            assert_eq!(change.linked().is_ok(), connected);
+        }
+    }
 }

@@ -179,8 +179,22 @@ impl Machine {
     pub fn change(&self) -> Result<Change> {
         self.check_owner()?;
         let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
+        self.locked(lock)
+    }
+
+    /// Locks the machine by its open folder. `Busy` also if the folder was renamed or deleted since it was opened: the
+    /// machine that has this name now is not locked then.
+    pub(crate) fn locked(&self, lock: fs::File) -> Result<Change> {
         match lock.try_lock() {
-            Ok(()) => Ok(Change { machine: self.clone(), _lock: lock }),
+            Ok(()) => {
+                let looking = || format!("looking at '{}'", self.folder.display());
+                let (locked, there) = (lock.metadata().during(looking)?, fs::metadata(&self.folder).during(looking)?);
+                if (locked.dev(), locked.ino()) != (there.dev(), there.ino()) {
+                    let text = format!("machine '{}' was just replaced by another machine; try again", self.name());
+                    return Err(Error::new(ErrorKind::Busy, text));
+                }
+                Ok(Change { machine: self.clone(), _lock: lock })
+            }
             Err(fs::TryLockError::WouldBlock) => {
                 let text = format!("machine '{}' is being changed by another command; try again", self.name());
                 Err(Error::new(ErrorKind::Busy, text))

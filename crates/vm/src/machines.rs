@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! NAME/            a machine
-//! .new-ID/         machines that are being created: intent.toml, and NAME/ for each incomplete machine
+//! .new-ID/         machines that are being created: intent.toml, NAME/ for each incomplete machine, and .begun, if the
+//!                  disks are created one after the other: the disks whose creation has begun
 //! .old-ID/         a machine that is being deleted, with the same files
 //! .lock            held while a command creates or lists .new-* and .old-* folders
 //! .disks           held while a command looks whether disks are free and adds them to a machine
@@ -13,8 +14,10 @@
 //!    into a folder `.old-*`.
 //! 2. `intent.toml` is durable before the first disk is created. If the command is killed, [`Machines::recover`]
 //!    deletes the disks of every machine whose folder is still in the folder `.new-*` or `.old-*`.
-//! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
-//! 4. In a datastore of another user, a command of root removes only its own folder, if the folder is empty. The next
+//! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders. Recovery also locks
+//!    the file `intent.toml` of the folder, so that no disk gets a name that recovery may delete ([`disks_left`]).
+//! 4. Recovery deletes no disk of another machine: of a complete one, or of one that a running command creates.
+//! 5. In a datastore of another user, a command of root removes only its own folder, if the folder is empty. The next
 //!    command of that user removes the rest.
 
 mod intent;
@@ -31,10 +34,11 @@ use crate::disks::Disks;
 use crate::durable;
 use crate::identity::new_uuid;
 use crate::instant::freeze;
-use crate::machine::{Machine, MachineState, of_another_user};
+use crate::machine::{Change, Machine, MachineState, of_another_user};
+use crate::snapshots;
 use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
-use intent::Intent;
+use intent::{INTENT, Intent};
 use rustix::fs::OFlags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -160,28 +164,27 @@ impl Machines {
     }
 
     /// Deletes a machine that does not run, with the given disks of it, and then `snapshots`, unless clones are based
-    /// on them. With `promote`, snapshots that clones of its disks are based on are handed over to the clones. A clone
-    /// that receives a snapshot which was taken only for clones keeps the snapshot as long as other clones are based on
-    /// it.
+    /// on them. The caller has read the machine's definition since it locked the machine. With `promote`, snapshots
+    /// that clones of its disks are based on are handed over to the clones. A clone that receives a snapshot which was
+    /// taken only for clones keeps the snapshot as long as other clones are based on it.
     ///
     /// # Errors
     /// `Busy`, without effect, while the machine runs, its disks or a snapshot of the first disk are in use, or clones
     /// are based on the disks.
-    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
-        self.delete_within(name, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
+    pub fn delete(&self, change: &Change, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+        self.delete_within(change, disks, snapshots, promote, DISK_OF_ENDED_PROCESS)
     }
 
     /// As [`Machines::delete`]; clients of the disks have the time `patience` to disconnect.
     fn delete_within(
         &self,
-        name: &str,
+        change: &Change,
         disks: &[String],
         mut snapshots: Vec<Snapshot>,
         promote: bool,
         patience: Duration,
     ) -> Result<()> {
-        let machine = self.get(name)?;
-        let change = machine.change()?;
+        let (machine, name) = (change.machine(), change.machine().name());
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
         if machine.state()? != MachineState::Stopped {
             return busy(format!("machine '{name}' runs; stop it first"));
@@ -219,9 +222,9 @@ impl Machines {
         })?;
         change.sweep()?;
         let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
-        let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
+        let intent = Intent::new(vec![Intended { name: name.clone(), disks: own }], snapshots);
         let (folder, lock) = self.begin(OLD, &intent)?;
-        fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
+        fs::rename(machine.folder(), folder.join(&name)).during(|| format!("deleting machine '{name}'"))?;
         durable::sync(&folder)?;
         durable::sync(&self.folder)?;
         let selection = making::DiskSelection::Named { promote, patience };
@@ -232,7 +235,7 @@ impl Machines {
             let there = self.disks.all()?;
             if disks.iter().all(|disk| there.contains_key(disk)) {
                 // A client has a snapshot of the first disk open, for example for a backup.
-                fs::rename(folder.join(name), machine.folder()).during(|| format!("keeping machine '{name}'"))?;
+                fs::rename(folder.join(&name), machine.folder()).during(|| format!("keeping machine '{name}'"))?;
                 durable::sync(&self.folder)?;
                 Intent::remove(&folder)?;
             }
@@ -258,9 +261,15 @@ impl Machines {
                 let folder = self.folder.join(&name);
                 let Ok(lock) = File::open(&folder) else { continue };
                 // If the folder is locked, another command is using it.
-                if lock.try_lock().is_ok() {
-                    left.push((folder, name.starts_with(OLD), lock));
+                if lock.try_lock().is_err() {
+                    continue;
                 }
+                // Until its lock is released, no disk gets a name that the intent contains.
+                let intent = open_for_lock(&folder.join(INTENT));
+                if intent.as_ref().is_ok_and(|file| file.try_lock().is_err()) {
+                    continue;
+                }
+                left.push((folder, name.starts_with(OLD), lock, intent));
             }
         }
         if left.is_empty() {
@@ -268,13 +277,14 @@ impl Machines {
         }
         // Requests of the killed command may still be running.
         self.disks.settle()?;
-        for (folder, deleting, lock) in &left {
+        for (folder, deleting, lock, _) in &left {
             tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
-            let outcome = match Intent::read(folder) {
+            let intent = Intent::read(folder).and_then(|intent| intent.map(|one| self.spare_others(one)).transpose());
+            let outcome = match intent {
                 Ok(Some(intent)) => {
                     let selection = match deleting {
                         true => making::DiskSelection::Named { promote: true, patience: DISK_OF_ENDED_PROCESS },
-                        false => making::DiskSelection::MadeSince(intent.begun),
+                        false => making::DiskSelection::MadeSinceBegun,
                     };
                     making::take_away((folder, lock), &intent, &*self.disks, selection)
                 }
@@ -286,6 +296,33 @@ impl Machines {
             }
         }
         Ok(left.len())
+    }
+
+    /// Removes from the intent of a killed command the disks that belong to complete machines: after the command began,
+    /// another command created them or added them to its machine.
+    ///
+    /// # Errors
+    /// `Busy` if a running command creates a machine with one of the disks: which of the commands created the disk is
+    /// unknown until the running one has ended.
+    fn spare_others(&self, mut intent: Intent) -> Result<Intent> {
+        let _others = self.lock()?;
+        let mut new = Vec::new();
+        for name in self.folders()?.into_iter().filter(|name| name.starts_with(NEW)) {
+            let folder = self.folder.join(name);
+            if is_creating(&folder) {
+                new.extend(list_if_there(&folder)?);
+            }
+        }
+        let (complete, new) = (users(list(&self.folder)?), users(new));
+        for machine in &mut intent.machines {
+            machine.disks.retain(|disk| !complete.contains_key(&disk.name));
+        }
+        let mut disks = intent.machines.iter().flat_map(|machine| &machine.disks);
+        if let Some((disk, machine)) = disks.find_map(|disk| Some((&disk.name, new.get(&disk.name)?))) {
+            let text = format!("another command creates machine '{machine}' with disk '{disk}' now");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        Ok(intent)
     }
 }
 
@@ -301,37 +338,49 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
 pub(crate) fn list_with_new(folder: &Path) -> Result<Vec<Machine>> {
     let mut all = list(folder)?;
     for name in durable::names(folder)?.into_iter().filter(|name| name.starts_with(NEW)) {
-        match list(&folder.join(name)) {
-            // The command that creates the machine has finished meanwhile.
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            new => all.extend(new?),
-        }
+        all.extend(list_if_there(&folder.join(name))?);
     }
     Ok(all)
 }
 
-/// Maps each disk to the machine in a folder that uses the disk or is being created with it. The folder need not exist.
-/// If a definition cannot be read, every disk that its text names counts as used: a mistake in the file must not allow
-/// the deletion of a disk.
-pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
-    let mut users = BTreeMap::new();
-    if !folder.exists() {
-        return Ok(users);
+/// The machines in the folder of a command, which the command may have removed meanwhile.
+fn list_if_there(folder: &Path) -> Result<Vec<Machine>> {
+    match list(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        machines => machines,
     }
-    for machine in list_with_new(folder)? {
-        let disks = match machine.definition() {
+}
+
+/// Maps each disk to the machine that uses it, that is being created with it, or that gets it back by an incomplete
+/// revert, in a folder that need not exist. If a definition cannot be read, every disk that its text names counts as
+/// used: a mistake in the file must not allow the deletion of a disk.
+pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
+    match folder.exists() {
+        true => Ok(users(list_with_new(folder)?)),
+        false => Ok(BTreeMap::new()),
+    }
+}
+
+/// Maps the disks of machines to the names of the machines.
+fn users(machines: Vec<Machine>) -> BTreeMap<String, String> {
+    let mut users = BTreeMap::new();
+    for machine in machines {
+        let mut disks = match machine.definition() {
             Ok(definition) => definition.disk_names(),
             Err(_) => machine.named_disks(),
         };
+        disks.extend(snapshots::disks_of_revert(&machine));
         for disk in disks {
             users.entry(disk).or_insert_with(|| machine.name());
         }
     }
-    Ok(users)
+    users
 }
 
-/// Names of disks that the next command about machines deletes, because a command that created or deleted their
-/// machines was interrupted. The folder of machines need not exist.
+/// Names of disks that a command about machines may delete: the next command, because a command that created or deleted
+/// their machines was interrupted, or a running one, which completes such work or deletes machines. After a running
+/// deletion has deleted a disk, it may fail, and the next command deletes a disk with that name again. The folder of
+/// machines need not exist.
 ///
 /// # Errors
 /// `Busy` if another process keeps the folder locked.
@@ -342,10 +391,7 @@ pub fn disks_left(folder: &Path) -> Result<BTreeSet<String>> {
 /// As [`disks_left`]; another process has the time `patience` to unlock the folder.
 fn disks_left_within(folder: &Path, patience: Duration) -> Result<BTreeSet<String>> {
     let mut left = BTreeSet::new();
-    // A server of root must not wait for a pipe that the owner of the datastore has put there.
-    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-    let open = |path: PathBuf| File::options().read(true).custom_flags(flags).open(path);
-    let lock = match open(folder.join(LOCK)) {
+    let lock = match open_for_lock(&folder.join(LOCK)) {
         // No command has created or deleted machines.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(left),
         lock => lock.during(|| format!("locking '{}'", folder.display()))?,
@@ -360,10 +406,9 @@ fn disks_left_within(folder: &Path, patience: Duration) -> Result<BTreeSet<Strin
     })?;
     let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     for name in durable::names(folder)?.into_iter().filter(unfinished) {
-        let folder = folder.join(name);
-        let Ok(own) = open(folder.clone()) else { continue };
-        // If the folder is locked, the command is running.
-        if own.try_lock().is_err() {
+        let folder = folder.join(&name);
+        // The command gives the names to its own disks.
+        if name.starts_with(NEW) && is_creating(&folder) {
             continue;
         }
         if let Ok(Some(intent)) = Intent::read(&folder) {
@@ -371,6 +416,22 @@ fn disks_left_within(folder: &Path, patience: Duration) -> Result<BTreeSet<Strin
         }
     }
     Ok(left)
+}
+
+/// Whether the command that creates the machines in a folder runs, and no recovery removes them. The caller has the
+/// folder of machines locked, because a command must not find its own folder locked for this check.
+fn is_creating(folder: &Path) -> bool {
+    let is_locked = |path: &Path| {
+        open_for_lock(path).is_ok_and(|file| matches!(file.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
+    };
+    is_locked(folder) && !is_locked(&folder.join(INTENT))
+}
+
+/// Opens a file or folder that exists. A server of root must not wait for a pipe that the owner of the datastore has
+/// put there.
+fn open_for_lock(path: &Path) -> io::Result<File> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    File::options().read(true).custom_flags(flags).open(path)
 }
 
 /// Opens an existing file for locking.

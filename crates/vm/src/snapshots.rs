@@ -14,7 +14,8 @@
 //! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
 //!    from a memory image, from which the guest continues (see `instant::running`).
 //! 3. A revert that was interrupted is repeated, which gives the same result. Until the revert is complete, the machine
-//!    is not started or changed: the repetition would discard what its guest has written since.
+//!    is not started or changed: the repetition would discard what its guest has written since. The disks of the
+//!    snapshot belong to the machine, so that no other machine gets them.
 
 use crate::busy::{DISK_OF_ENDED_PROCESS, while_busy};
 use crate::definition::Definition;
@@ -29,7 +30,7 @@ use crate::machines::Snapshot;
 use crate::nvram;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
-use backend::{clock, private};
+use backend::{clock, private, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -43,6 +44,8 @@ const REVERTING: &str = "reverting";
 const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 pub(crate) const VERSION: u32 = 1;
+/// Most bytes of a record whose disks are listed. Besides a definition, a record names only snapshots.
+const RECORD_MAX: u64 = 4 << 20;
 /// Longest name of a snapshot.
 pub(crate) const NAME_MAX: usize = 63;
 
@@ -409,8 +412,11 @@ pub struct Reverted {
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
+    let claim = host.machines().claim_disks()?;
     check_revert(host, machine, &record)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
+    // From here on, the disks belong to the machine.
+    drop(claim);
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
         return Ok(Reverted { state: MachineState::Stopped, clock: None });
@@ -466,11 +472,37 @@ fn check_revert(host: &Host, machine: &Machine, record: &Record) -> Result<()> {
             let remedy = format!("remove it from there with 'lamina vm edit {user} --remove-disk {disk}'");
             return refused(ErrorKind::Busy, format!("its disk '{disk}' belongs to machine '{user}' now: {remedy}"));
         }
-        if exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })?.is_none() {
-            return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more"));
+        match exists(host.disks(), &Snapshot { disk: disk.clone(), name: name.clone() })? {
+            None => return refused(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}' any more")),
+            // The memory of one state with the disk of another state would destroy file systems. The record was written
+            // after the snapshots of the disks were taken. Times are rounded to seconds.
+            Some(created) if record.has_memory() && created > record.created + 1 => {
+                let why = format!(
+                    "the snapshot '{name}' of disk '{disk}' was taken after the memory was saved, so it is not the one \
+                     that belongs to the memory; 'lamina snapshot revert' reverts the disk alone"
+                );
+                return refused(ErrorKind::WrongState, why);
+            }
+            Some(_) => {}
         }
     }
     Ok(())
+}
+
+/// The disks that an incomplete revert of the machine will revert and give back to the machine.
+pub(crate) fn disks_of_revert(machine: &Machine) -> Vec<String> {
+    // A server of root reads these files in a datastore of another user, who could have put pipes or links there.
+    let read = |path: &Path, most: u64| {
+        let bytes = regular::read_own(path, most, "record of a revert").ok()?;
+        String::from_utf8(bytes).ok()
+    };
+    let record = || {
+        let text = read(&machine.folder().join(REVERTING), 2 * NAME_MAX as u64)?;
+        let name = text.trim();
+        check_name(name).ok()?;
+        toml::from_str::<Record>(&read(&folder_of(machine, name).join(RECORD), RECORD_MAX)?).ok()
+    };
+    record().map_or_else(Vec::new, |record| record.disks.into_iter().map(|one| one.disk).collect())
 }
 
 /// The steps of a revert that are repeated after an interruption.

@@ -62,15 +62,16 @@ pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
     Ok(vm::machines::users_of_disks(&folder.join(vm::machines::FOLDER))?.remove(disk))
 }
 
-/// Returns `Busy` if a new disk would have the name of a disk that an interrupted command about machines has left: the
-/// next command about machines deletes the disk with that name.
+/// Returns `Busy` if a new disk would have a name with which a command about machines may delete a disk: the next
+/// command, because an earlier one was interrupted, or a command that deletes machines now.
 pub fn refuse_left(datastore: &Location, names: &[&str]) -> Result<()> {
     let Some(folder) = datastore.local_path() else { return Ok(()) };
     let left = vm::machines::disks_left(&folder.join(vm::machines::FOLDER))?;
     let Some(name) = names.iter().find(|name| left.contains(**name)) else { return Ok(()) };
     let text = format!(
-        "no disk can get the name '{name}' now: an interrupted command about machines left a disk with that name, \
-         which the next such command deletes; run 'lamina -D {datastore} vm list' first"
+        "no disk can get the name '{name}' now: a command about machines that was interrupted, or that still runs, has \
+         a disk with that name to delete; run 'lamina -D {datastore} vm list', which completes what was interrupted, \
+         and try again"
     );
     Err(Error::new(ErrorKind::Busy, text))
 }

@@ -14,6 +14,7 @@ use work::Unreported;
 pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let Task { host, source, names, options, progress } = *task;
     let (point, definitions, making) = task.begin(CloneKind::Full)?;
+    making.begin_disks(&[])?;
     let (quiet, stun) = match source.take(host, &point, options.quiesce) {
         Ok(taken) => taken,
         Err(error) => return Err(making.failed(error)),
@@ -43,6 +44,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
 
 fn copy(host: &Host, definition: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
     for (disk, snapshot) in definition.disks.iter().zip(from) {
+        making.begin_disks(&[disk.name.as_str()])?;
         host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &sum.part())?;
         making.made([disk.name.clone()]);
     }

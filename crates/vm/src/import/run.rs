@@ -101,11 +101,13 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
         plan.disks.iter().map(|disk| OwnDisk { name: disk.name.clone(), origin: None }).collect()
     };
     let making = host.machines().make(std::slice::from_ref(definition), own, Vec::new())?;
+    making.begin_disks(&[])?;
     let sum = Sum::new(plan.disks.len().max(1), progress);
     for PlannedDisk { name, content, label, .. } in &plan.disks {
         if progress.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "stopped on request; the machine was not made"));
         }
+        making.begin_disks(&[name.as_str()])?;
         let imported = match content {
             Content::Empty { capacity } => host.disks().create(name, *capacity),
             content => host.disks().import(name, content, how, &sum.part()),

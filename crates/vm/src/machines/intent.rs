@@ -11,7 +11,9 @@ use std::fs::{self, File};
 use std::path::Path;
 
 /// Name of the file with an intent.
-const INTENT: &str = "intent.toml";
+pub const INTENT: &str = "intent.toml";
+/// Name of the file with the disks whose creation has begun: a line `SECONDS NAME` for each.
+const BEGUN: &str = ".begun";
 /// Version of the intent file.
 const VERSION: u32 = 1;
 /// Most bytes of an intent that is read: enough for a hundred thousand machines.
@@ -102,6 +104,29 @@ impl Intent {
         Ok(Some(intent))
     }
 
+    /// Writes durably which disks of the intent were begun, and when. Once the file exists, the command has created no
+    /// other disk.
+    pub fn write_begun(folder: &Path, begun: &[(u64, String)]) -> Result<()> {
+        let lines: Vec<String> = begun.iter().map(|(since, disk)| format!("{since} {disk}")).collect();
+        durable::write(&folder.join(BEGUN), format!("{}\n", lines.join("\n")).as_bytes())
+    }
+
+    /// When the command that wrote the intent has begun to create the disk; `None` if it has not. `lines` is the result
+    /// of [`Intent::read_begun`].
+    pub fn disk_begun(&self, disk: &str, lines: Option<&str>) -> Option<u64> {
+        let Some(lines) = lines else { return Some(self.begun) };
+        let mut begun = lines.lines().filter_map(|line| line.split_once(' '));
+        begun.find(|(_, name)| *name == disk).and_then(|(since, _)| since.parse().ok())
+    }
+
+    /// Reads which disks were begun; `None` if the command wrote no such file.
+    pub fn read_begun(folder: &Path) -> Result<Option<String>> {
+        match regular::read_own(&folder.join(BEGUN), TEXT_MAX, "record of a command about machines") {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            bytes => Ok(Some(String::from_utf8_lossy(&bytes?).into_owned())),
+        }
+    }
+
     /// Removes the intent, and the folder if it is empty.
     pub fn remove(folder: &Path) -> Result<()> {
         crate::machine::remove_if_there(&folder.join(INTENT))?;
@@ -115,10 +140,12 @@ impl Intent {
         let removing = || format!("removing '{}'", folder.display());
         for entry in Dir::read_from(opened).map_err(std::io::Error::from).during(removing)? {
             let entry = entry.map_err(std::io::Error::from).during(removing)?;
-            if ![".", "..", INTENT].iter().any(|name| entry.file_name().to_bytes() == name.as_bytes()) {
+            if ![".", "..", INTENT, BEGUN].iter().any(|name| entry.file_name().to_bytes() == name.as_bytes()) {
                 return Ok(());
             }
         }
+        // Most commands do not write this file.
+        let _ = unlinkat(opened, BEGUN, AtFlags::empty());
         unlinkat(opened, INTENT, AtFlags::empty()).map_err(std::io::Error::from).during(removing)?;
         // The removal succeeds only for an empty folder, even if the user has replaced the folder. The next command of
         // the user removes a folder that stays.

@@ -7,6 +7,7 @@ use crate::definition::Definition;
 use crate::disks::{Disks, Facts};
 use crate::durable;
 use crate::machine::{DEFINITION, Machine, of_another_user};
+use backend::clock;
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +25,8 @@ pub struct Making {
     intent: Intent,
     /// Disks that exist and were created by this process.
     made: Mutex<BTreeSet<String>>,
+    /// Disks whose creation was announced, with the time.
+    begun: Mutex<Vec<(u64, String)>>,
     open: bool,
     lock: File,
 }
@@ -32,8 +35,8 @@ pub struct Making {
 pub(super) enum DiskSelection<'a> {
     /// Disks that this process has created.
     Made(&'a BTreeSet<String>),
-    /// Disks that match the intent and were created after this time.
-    MadeSince(u64),
+    /// Disks that match the intent and were created after the command has begun to create them.
+    MadeSinceBegun,
     /// All disks that the intent names.
     Named {
         /// Whether snapshots are handed over to the linked clones that are based on them.
@@ -69,6 +72,7 @@ impl Machines {
             disks: Arc::clone(&self.disks),
             intent,
             made: Mutex::default(),
+            begun: Mutex::default(),
             open: true,
             lock,
         };
@@ -82,6 +86,16 @@ impl Machines {
 }
 
 impl Making {
+    /// Records durably that the given disks are about to be created. If this process is killed, recovery deletes no
+    /// disk that was not announced, provided that this was called before the first disk was created. A command that
+    /// takes long calls this, because users may create disks with the names meanwhile.
+    pub fn begin_disks(&self, disks: &[&str]) -> Result<()> {
+        let mut begun = self.begun.lock();
+        let now = clock::seconds();
+        begun.extend(disks.iter().map(|disk| (now, (*disk).to_owned())));
+        Intent::write_begun(&self.folder, &begun)
+    }
+
     /// Records that the given disks were created by this process.
     pub fn made(&self, disks: impl IntoIterator<Item = String>) {
         self.made.lock().extend(disks);
@@ -163,9 +177,13 @@ pub(super) fn take_away(
         machine.remove_own_memory()?;
     }
     // One query lists the disks for all machines.
-    let there = match (&selection, left.iter().any(|machine| !machine.disks.is_empty())) {
-        (DiskSelection::MadeSince(_), true) => disks.all()?,
-        _ => BTreeMap::new(),
+    let (there, begun) = match (&selection, left.iter().any(|machine| !machine.disks.is_empty())) {
+        (DiskSelection::MadeSinceBegun, true) => (disks.all()?, Intent::read_begun(folder)?),
+        _ => (BTreeMap::new(), None),
+    };
+    let is_left = |disk: &OwnDisk| {
+        let since = intent.disk_begun(&disk.name, begun.as_deref());
+        there.get(&disk.name).zip(since).is_some_and(|(facts, since)| is_ours(disk, facts, since))
     };
     for machine in left {
         for disk in &machine.disks {
@@ -173,10 +191,9 @@ pub(super) fn take_away(
                 DiskSelection::Made(made) if made.contains(&disk.name) => {
                     delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
                 }
-                DiskSelection::MadeSince(begun)
-                    if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) =>
-                {
-                    delete(disks, &disk.name, false, DISK_OF_ENDED_PROCESS)?;
+                DiskSelection::MadeSinceBegun if is_left(disk) => {
+                    // A user may have cloned the disk. Without the handover, no command could complete the removal.
+                    delete(disks, &disk.name, true, DISK_OF_ENDED_PROCESS)?;
                 }
                 DiskSelection::Named { promote, patience } => delete(disks, &disk.name, *promote, *patience)?,
                 _ => {}
@@ -200,8 +217,8 @@ pub(crate) fn is_uncertain(error: &Error) -> bool {
     error.kind() == ErrorKind::Io
 }
 
-/// Whether an existing disk is the one that the intent names: it has the same origin and is not older than the intent.
-/// One second of difference is allowed, because times are rounded to seconds.
+/// Whether an existing disk is the one that the intent names: it has the same origin, and is not older than the time at
+/// which its creation has begun. One second of difference is allowed, because times are rounded to seconds.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
     let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));

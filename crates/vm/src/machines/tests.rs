@@ -12,9 +12,14 @@ use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
-/// Simulated disks: their names, with the snapshots on which they are based, and whether clients have snapshots open.
+mod left;
+
+/// Simulated disks: their names, with the snapshots on which they are based, whether clients have snapshots open, what
+/// happens before all disks are listed the next time, and whether requests of killed commands are still running.
 #[derive(Default)]
-struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool);
+struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool, Mutex<Option<Event>>, AtomicBool);
+
+type Event = Box<dyn FnOnce() + Send>;
 
 impl Names {
     fn add(&self, name: &str, origin: Option<(&str, &str)>) {
@@ -33,6 +38,8 @@ impl Disks for Names {
         Ok("/nbd".into())
     }
     fn all(&self) -> Result<BTreeMap<String, Facts>> {
+        let event = self.2.lock().take();
+        event.into_iter().for_each(|event| event());
         Ok(self.0.lock().clone())
     }
     fn create(&self, disk: &str, _: u64) -> Result<()> {
@@ -75,7 +82,10 @@ impl Disks for Names {
         self.add(name, None);
         Ok(())
     }
-    fn delete(&self, disk: &str, _: bool) -> Result<()> {
+    fn delete(&self, disk: &str, promote: bool) -> Result<()> {
+        if !promote && self.snapshots(disk)?.iter().any(|snapshot| !snapshot.clones.is_empty()) {
+            return Err(Error::new(ErrorKind::Busy, format!("clones are based on '{disk}@s'")));
+        }
         if self.1.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Busy, format!("snapshot '{disk}@s' is in use")));
         }
@@ -85,7 +95,10 @@ impl Disks for Names {
         }
     }
     fn settle(&self) -> Result<()> {
-        Ok(())
+        match self.3.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::Busy, "requests are still running")),
+            false => Ok(()),
+        }
     }
 }
 
@@ -111,6 +124,10 @@ fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     machines.disks().clone_linked("base", "s", &disks)?;
     making.made(disks);
     Ok(making)
+}
+
+fn delete(machines: &Machines, name: &str, disks: &[String], promote: bool) -> Result<()> {
+    machines.delete(&machines.get(name)?.change()?, disks, Vec::new(), promote)
 }
 
 /// Leaves the state after a kill: nothing is removed, but the locks are released.
@@ -150,8 +167,8 @@ fn machines_are_created_listed_and_deleted() {
     assert_eq!(machines.get("none").unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(machines.get("../web").unwrap_err().kind(), ErrorKind::Invalid);
     assert_eq!(machines.recover().unwrap(), 0);
-    machines.delete("web", &[], Vec::new(), false).unwrap();
-    machines.delete("db", &["db-disk".into()], Vec::new(), false).unwrap();
+    delete(&machines, "web", &[], false).unwrap();
+    delete(&machines, "db", &["db-disk".into()], false).unwrap();
     assert!(machines.list().unwrap().is_empty());
     assert_eq!(disks.names(), ["web-disk"]);
     let left: Vec<String> = machines.folders().unwrap().into_iter().filter(|name| name != LOCK).collect();
@@ -228,11 +245,11 @@ fn a_parent_of_clones_is_not_deleted() {
     let making = make(&machines, &["web"]).unwrap();
     making.finish("web").unwrap();
     making.settle().unwrap();
-    let error = machines.delete("base", &["base".into()], Vec::new(), false).unwrap_err();
+    let error = delete(&machines, "base", &["base".into()], false).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(error.to_string().contains("web-disk"), "{error}");
     assert_eq!(machines.list().unwrap().len(), 2);
-    machines.delete("base", &["base".into()], Vec::new(), true).unwrap();
+    delete(&machines, "base", &["base".into()], true).unwrap();
     assert_eq!(disks.names(), ["web-disk"]);
 }
 
@@ -571,7 +588,10 @@ fn a_machine_whose_disk_is_in_use_is_not_deleted() {
     making.finish("web").unwrap();
     making.settle().unwrap();
     let clients = |count| disks.0.lock().get_mut("web-disk").unwrap().clients = count;
-    let delete = || machines.delete_within("web", &["web-disk".into()], Vec::new(), false, Duration::ZERO);
+    let delete = || {
+        let change = machines.get("web")?.change()?;
+        machines.delete_within(&change, &["web-disk".into()], Vec::new(), false, Duration::ZERO)
+    };
     clients(1);
     assert_eq!(delete().unwrap_err().kind(), ErrorKind::Busy);
     assert!(machines.has("web") && disks.names() == ["web-disk"]);

@@ -203,3 +203,51 @@ fn a_machine_is_not_changed_until_its_revert_is_complete() {
     host.recover().unwrap();
     drop(host.change("web").unwrap());
 }
+
+/// The disks of a snapshot need not be the machine's present disks.
+#[test]
+fn a_disk_that_is_being_reverted_belongs_to_no_other_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    take(&host, &change, "s", Options::default()).unwrap();
+    change.define(&Definition::new("web", 1, 64 << 20).unwrap()).unwrap();
+    assert!(host.machines().users_of_disks().unwrap().is_empty());
+    // A step of a revert has failed.
+    let reverting = change.machine().folder().join(REVERTING);
+    durable::write(&reverting, b"s").unwrap();
+    assert_eq!(host.machines().users_of_disks().unwrap()["web-disk"], "web");
+    fs::remove_file(reverting).unwrap();
+    // Another command adds the disk to a machine when the revert begins.
+    let error = std::thread::scope(|scope| {
+        let claim = host.machines().claim_disks().unwrap();
+        let reverted = scope.spawn(|| revert(&host, &change, "s", false));
+        std::thread::sleep(Duration::from_millis(200));
+        make(&host, "db", "web-disk");
+        drop(claim);
+        reverted.join().unwrap().unwrap_err()
+    });
+    assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("machine 'db' now"), "{error}");
+    assert!(!is_unfinished(change.machine()));
+}
+
+#[test]
+fn memory_is_not_continued_with_a_disk_snapshot_that_was_taken_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    let change = host.change("web").unwrap();
+    let taken = take(&host, &change, "s", Options::default()).unwrap().record;
+    // The simulated disks state the present as the time of their snapshots.
+    let earlier = Record { created: taken.created - 100, ..taken };
+    let record = folder_of(change.machine(), "s").join(RECORD);
+    durable::write_toml(&record, &Record { consistency: "memory".into(), ..earlier.clone() }).unwrap();
+    let error = revert(&host, &change, "s", false).unwrap_err();
+    assert!(error.kind() == ErrorKind::WrongState && error.to_string().contains("after the memory"), "{error}");
+    assert!(!is_unfinished(change.machine()));
+    durable::write_toml(&record, &earlier).unwrap();
+    revert(&host, &change, "s", false).unwrap();
+}

@@ -25,7 +25,7 @@ use vm::host::{Host, Places};
 use vm::identity::Mac;
 use vm::lifecycle::{self, Stop};
 use vm::machine::{Hold, MachineState};
-use vm::machines::{OwnDisk, Snapshot};
+use vm::machines::OwnDisk;
 use vm::snapshots;
 
 /// How long the guest agent may take to answer.
@@ -91,7 +91,7 @@ impl Work<'_> {
             MachineVerb::List => show::all(host),
             MachineVerb::Delete { names, keep_disks, promote, force } => self.each(names, &|name| {
                 let _working = host.work()?;
-                delete(host, name, keep_disks, promote, force)
+                host.delete(name, keep_disks, promote, force)
             }),
             MachineVerb::SnapshotCreate { snapshot, memory, quiesce } => {
                 take(host, snapshot, snapshots::Options { memory, quiesce })
@@ -252,24 +252,6 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
 /// The absolute path of an existing file, for QEMU.
 fn readable(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for '{}'", path.display()))
-}
-
-/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone. With `force`, a machine whose
-/// definition cannot be read is deleted too. Its disks stay, because without the definition they are not known.
-fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
-    let machine = host.machines().get(name)?;
-    let disks = match machine.definition() {
-        _ if keep_disks => Vec::new(),
-        Err(_) if force => Vec::new(),
-        definition => definition?.disk_names(),
-    };
-    let there = host.disks().all()?;
-    let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
-    let snapshots = origins
-        .filter(|(_, snapshot)| host.is_only_for_clones(snapshot))
-        .map(|(disk, name)| Snapshot { disk, name })
-        .collect();
-    host.machines().delete(name, &disks, snapshots, promote)
 }
 
 fn take(host: &Host, snapshot: MachineSnapshot, options: snapshots::Options) -> Result<MachineReply> {
