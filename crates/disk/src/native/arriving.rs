@@ -169,6 +169,11 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
     }
 
+    /// The capacity of a hidden disk in bytes, if it exists.
+    pub fn hidden_capacity(&self, name: &str) -> Option<u64> {
+        self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.capacity))
+    }
+
     /// Writes whole blocks of a hidden disk; `sums` are their checksums.
     pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8], sums: &Checksums) -> Result<()> {
         BulkWriter::new(&self.engine, id).write_summed(block, bytes, sums)
