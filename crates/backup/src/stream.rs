@@ -230,6 +230,10 @@ impl<R: Read> StreamLevel<R> {
 }
 
 impl<R: Read> Level for StreamLevel<R> {
+    fn capacity(&self) -> u64 {
+        self.stream.description.capacity
+    }
+
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         while self.manifest.is_none() && self.current.as_ref().is_none_or(|(head, ..)| head.end <= segment) {
             self.step()?;
@@ -478,6 +482,10 @@ impl FileLevel {
 }
 
 impl Level for FileLevel {
+    fn capacity(&self) -> u64 {
+        self.manifest.backup.capacity
+    }
+
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         let Some(pack) = self.manifest.pack_of(segment) else { return Ok(None) };
         if self.current.as_ref().is_none_or(|(current, ..)| *current != pack) {

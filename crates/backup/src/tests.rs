@@ -82,6 +82,26 @@ fn increments_have_only_changes_and_every_backup_of_a_chain_is_restored_equal() 
 }
 
 #[test]
+fn a_disk_that_shrank_and_grew_between_backups_is_restored_without_its_old_end() {
+    let mut here = Fixture::new(CAPACITY, 15);
+    let disk = SimulatedDisk::new(15, SimulatedOptions::default());
+    let repository = repository(&disk);
+    let there = Fixture::empty(CAPACITY);
+    let capacities = [CAPACITY, 2 * SEGMENT + 3 * BLOCK + 512, CAPACITY];
+    for (round, capacity) in capacities.into_iter().enumerate() {
+        here.datastore.resize_disk("vm", capacity, true).unwrap();
+        here.content.resize(capacity as usize, 0);
+        let (snapshot, name) = (format!("s{round}"), format!("r{round}"));
+        let content = here.snapshot(&snapshot);
+        assert_eq!(create(&repository, &here, &snapshot).based_on.is_some(), round > 0);
+        assert!(content_of(&mut Chain::of(&repository, "vm", None).unwrap().1) == content, "{snapshot}");
+        restore_from(&repository, "vm", &there, &name);
+        assert!(there.content_of(&name) == content, "{name}");
+    }
+    assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty());
+}
+
+#[test]
 fn a_backup_cut_anywhere_continues_and_is_complete() {
     let here = Fixture::new(CAPACITY, 3);
     let content = here.snapshot("s");
