@@ -78,6 +78,8 @@ impl Repository {
         let usable = |manifest: &Manifest| self.chain(manifest.clone()).is_ok_and(|chain| chain.iter().all(same_key));
         let with = |point: &str| manifests.iter().rfind(|known| known.backup.point.uuid == point && usable(known));
         if let Some(known) = with(&outgoing.point().uuid).filter(|known| !full || known.backup.parent.is_none()) {
+            // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
+            self.objects().settle()?;
             return Ok(Created::already(known));
         }
         let parent = match full {

@@ -378,6 +378,52 @@ fn encrypted_backups_continue_and_need_their_key() {
     assert!(content_of(&mut chain) == first);
 }
 
+#[test]
+fn a_backup_that_a_killed_attempt_has_completed_is_durable_when_it_is_reported() {
+    let here = Fixture::new(SEGMENT, 16);
+    let content = here.snapshot("s");
+    for seed in 0..10 {
+        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let repository = repository(&disk);
+        let made = create(&repository, &here, "s");
+        // The attempt is killed after it has renamed the manifest, and before it has flushed the folder.
+        let directory = disk.directory();
+        let name = format!("backup-{}", made.id);
+        let length = repository.objects().length(&name).unwrap().unwrap();
+        let manifest = repository.objects().read(&name, 0..length).unwrap();
+        directory.remove(&name).unwrap();
+        directory.sync().unwrap();
+        backend::replace::prepare(&*directory, "manifest", &manifest).unwrap();
+        directory.rename("manifest", &name).unwrap();
+        assert!(create(&repository, &here, "s").already);
+        let repository = self::repository(&disk.crash());
+        let mut chain = Chain::of(&repository, &made.id, None).unwrap().1;
+        assert!(content_of(&mut chain) == content, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_file_has_one_writer_and_is_no_pipe() {
+    let here = Fixture::new(SEGMENT, 17);
+    here.snapshot("s");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    let source = (&here.outgoing("s"), "vm");
+    let make = |path: &std::path::Path| create_file(path, source, None, SMALL_PACKS, &NoProgress);
+    // Another writer has created the file, and has written nothing yet.
+    let other = std::fs::File::create_new(&path).unwrap();
+    other.try_lock().unwrap();
+    assert_eq!(make(&path).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(other.metadata().unwrap().len(), 0);
+    drop(other);
+    make(&path).unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    assert_eq!(make(&pipe).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(manifest_of(&pipe).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(FileLevel::open(&pipe, None).err().unwrap().kind(), ErrorKind::Invalid);
+}
+
 /// Cancels work after a number of reports.
 struct Impatient(AtomicU64);
 
