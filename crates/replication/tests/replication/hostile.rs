@@ -6,12 +6,14 @@ use connections::{TlsIdentity, TlsStream};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
 use disk::{NoProgress, Provisioning};
 use error::ErrorKind;
+use parking_lot::Mutex;
 use replication::frame::{Head, Kind};
 use replication::message::{Known, Message, Offer};
 use replication::stream::Conversation;
-use replication::{Receiver, send};
+use replication::{Attachments, Making, NoAttachments, Receiver, ReceiverConfig, send};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 
 type Line = Conversation<TlsStream>;
 
@@ -162,6 +164,54 @@ fn an_incomplete_disk_is_not_visible() {
     let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
     assert!(matches!(answer, Some(Message::Failure { kind, .. }) if kind == "invalid"));
     drop(data);
+}
+
+/// Holds the receiver while it completes disks.
+struct Held {
+    checks: AtomicUsize,
+    reached: mpsc::Sender<()>,
+    released: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Attachments for Held {
+    fn check_names(&self, _: &[String]) -> error::Result<()> {
+        // The first check is made for the offer, the second one before the disks get their names.
+        if self.checks.fetch_add(1, Ordering::SeqCst) == 1 {
+            self.reached.send(()).unwrap();
+            self.released.lock().recv().unwrap();
+        }
+        Ok(())
+    }
+
+    fn check(&self, text: &str, disks: &[String]) -> error::Result<()> {
+        NoAttachments.check(text, disks)
+    }
+
+    fn begin(&self, text: &str, disks: &[String]) -> error::Result<Box<dyn Making>> {
+        NoAttachments.begin(text, disks)
+    }
+}
+
+#[test]
+fn no_data_connection_joins_while_disks_become_visible() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let ((reached, is_reached), (release, released)) = (mpsc::channel(), mpsc::channel());
+    let held = Held { checks: AtomicUsize::new(0), reached, released: Mutex::new(released) };
+    let config = ReceiverConfig { listen: "127.0.0.1:0".parse().unwrap(), tls: keys.server(), clients: Vec::new() };
+    let receiver = Receiver::start(&config, Arc::clone(&there.datastore), Arc::new(held)).unwrap();
+    let mut control = dial(&keys, &receiver);
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", SEGMENT)) else {
+        panic!("an ordinary offer is accepted");
+    };
+    control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
+    is_reached.recv().unwrap();
+    let mut data = dial(&keys, &receiver);
+    data.tell(&Message::Join { session, token }).unwrap();
+    let joined = data.hear().unwrap();
+    release.send(()).unwrap();
+    assert!(matches!(joined, Message::Failure { .. }), "{joined:?}");
+    let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
+    assert_eq!(answer, Some(Message::Committed { disks: vec!["case".into()] }));
 }
 
 fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
