@@ -95,6 +95,14 @@ impl Chain {
     pub fn of(repository: &Repository, which: &str, key: Option<&Arc<Key>>) -> Result<(crate::Manifest, Self)> {
         let chain = repository.chain(repository.find(which)?)?;
         let newest = chain[0].clone();
+        if let Some(other) = chain.iter().find(|manifest| manifest.backup.key != newest.backup.key) {
+            let (id, base) = (&newest.backup.id, &other.backup.id);
+            let text = format!(
+                "backup {id} in '{}' cannot be used: backup {base}, on which it is based, has another key or none",
+                repository.place()
+            );
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
         let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(chain.len());
         for manifest in chain {
             levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest, key)?));

@@ -42,7 +42,11 @@ fn written(repository: &Repository, description: &Description, key: Option<&Arc<
             return Ok(written);
         }
         let mut fetch = |range| objects.read(&name, range);
-        let reader = PackReader::new(head, key, &mut fetch)?;
+        let reader = match PackReader::new(head, key, &mut fetch) {
+            Ok(reader) => reader,
+            Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(written),
+            Err(error) => return Err(error),
+        };
         let Ok(index) = reader.read(head.index_range(), &mut fetch).and_then(|bytes| head.decode_index(&bytes)) else {
             return Ok(written);
         };

@@ -424,6 +424,42 @@ fn a_file_has_one_writer_and_is_no_pipe() {
     assert_eq!(FileLevel::open(&pipe, None).err().unwrap().kind(), ErrorKind::Invalid);
 }
 
+#[test]
+fn packs_without_encryption_are_no_part_of_an_encrypted_backup() {
+    let mut here = Fixture::new(SEGMENT, 18);
+    let content = here.snapshot("s");
+    let folder = tempfile::tempdir().unwrap();
+    let key = Arc::new(Key::create(&folder.path().join("key")).unwrap());
+    let sealed = CreateOptions { key: Some(&key), ..SMALL_PACKS };
+    let repositories = [18, 19].map(|seed| repository(&SimulatedDisk::new(seed, SimulatedOptions::default())));
+    let [ours, theirs] = &repositories;
+    ours.create(&here.outgoing("s"), "vm", false, sealed, &NoProgress).unwrap();
+    here.write(0, &[7; BLOCK as usize]);
+    here.snapshot("t");
+    ours.create(&here.outgoing("t"), "vm", false, sealed, &NoProgress).unwrap();
+    let plain = create(theirs, &here, "t");
+    let read = |key| Chain::of(ours, "vm@s", Some(key)).map(|(_, mut chain)| content_of(&mut chain));
+    assert!(read(&key).unwrap() == content);
+    // The pack is replaced by one with other content, and its record in the manifest is adapted.
+    let mut manifest = ours.find("vm@s").unwrap();
+    let name = |id: &str| format!("pack-{id}-00000000");
+    let length = theirs.objects().length(&name(&plain.id)).unwrap().unwrap();
+    let mut pack = theirs.objects().read(&name(&plain.id), 0..length).unwrap();
+    let head = Head { backup: manifest.backup.id_bytes().unwrap(), ..Head::decode(&pack).unwrap() };
+    pack[..HEAD].copy_from_slice(&head.encode());
+    manifest.packs[0] = crate::level::record_of(&head, &pack);
+    ours.objects().put(&name(&manifest.backup.id), &pack).unwrap();
+    let record = format!("backup-{}", manifest.backup.id);
+    ours.objects().put(&record, &manifest.encode().unwrap()).unwrap();
+    let (_, mut chain) = Chain::of(ours, "vm@s", Some(&key)).unwrap();
+    assert_eq!(chain.plan(0).err().map(|error| error.kind()), Some(ErrorKind::Corrupt));
+    assert_eq!(ours.verify(&["vm@s".into()], Some(&key), &NoProgress).unwrap().problems.len(), 1);
+    // The backup claims to have no key.
+    manifest.backup.key = None;
+    ours.objects().put(&record, &manifest.encode().unwrap()).unwrap();
+    assert_eq!(Chain::of(ours, "vm@t", Some(&key)).err().map(|error| error.kind()), Some(ErrorKind::Corrupt));
+}
+
 /// Cancels work after a number of reports.
 struct Impatient(AtomicU64);
 
