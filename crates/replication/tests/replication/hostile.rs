@@ -4,7 +4,7 @@ use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use connections::tls::CertificateName;
 use connections::{TlsIdentity, TlsStream};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
-use disk::{NoProgress, Provisioning};
+use disk::{NoProgress, Progress, Provisioning};
 use error::ErrorKind;
 use parking_lot::Mutex;
 use replication::frame::{Head, Kind};
@@ -12,8 +12,9 @@ use replication::message::{Known, Message, Offer};
 use replication::stream::Conversation;
 use replication::{Attachments, Making, NoAttachments, Receiver, ReceiverConfig, send};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 type Line = Conversation<TlsStream>;
 
@@ -313,4 +314,40 @@ fn invalid_replies_of_a_receiver_are_refused() {
     }
     same(&here.content("web"), &here.content("web@monday"));
     here.check();
+}
+
+/// Cancels the sender when the receiver has got a ping. Until then, the sender does not continue to read the map.
+struct UntilPing {
+    pings: Mutex<mpsc::Receiver<()>>,
+    seen: AtomicBool,
+}
+
+impl Progress for UntilPing {
+    fn cancelled(&self) -> bool {
+        if !self.seen.load(Ordering::SeqCst) && self.pings.lock().recv_timeout(Duration::from_secs(30)).is_ok() {
+            self.seen.store(true, Ordering::SeqCst);
+        }
+        true
+    }
+}
+
+#[test]
+fn the_session_is_kept_alive_while_the_sender_reads_the_map() {
+    let (keys, here) = (Keys::new(), Site::new());
+    drop(furnished(&here, "web", 4));
+    here.snapshot("web", "monday");
+    let (ping, pings) = mpsc::channel();
+    let port = hostile_server(&keys, move |line, _| {
+        let disks = vec![Known { base: None, done: Vec::new(), bytes: 0 }];
+        let _ = line.tell(&Message::Accept { session: "s".into(), token: "t".into(), disks });
+        while let Ok(Message::Ping) = line.hear() {
+            let _ = ping.send(());
+            let _ = line.tell(&Message::Pong { bytes: 0 });
+        }
+    });
+    let until = UntilPing { pings: Mutex::new(pings), seen: AtomicBool::new(false) };
+    let shipment = here.shipment(&[("web", "monday", "web")]);
+    let error = send(&shipment, &remote_at(port), &options(&keys, 1), &until).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    assert!(until.seen.load(Ordering::SeqCst), "no ping while the map is read");
 }
