@@ -10,6 +10,7 @@ use backend::BLOCK_SIZE;
 use error::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
+use store::engine::NewSnapshot;
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -101,4 +102,36 @@ fn a_disk_with_data_in_more_places_than_a_record_lists_is_received() {
     for number in 0..count {
         assert!(device.read(2 * number * SEGMENT, BLOCK_SIZE).unwrap() == content(number), "segment {}", 2 * number);
     }
+}
+
+#[test]
+fn a_disk_equals_the_snapshot_that_an_interrupted_attempt_has_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    let native = &datastore.native;
+    let new = offer(SEGMENT, Vec::new());
+    let send = |reception: &Reception| {
+        reception.write(0, 0, &[7; BLOCK_SIZE], None).unwrap();
+        reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
+    };
+    let reception = receive(&datastore, &new);
+    send(&reception);
+    // The first attempt ends before the disk becomes visible, and before its record lists the segment.
+    let disk = native.hidden_id(&hidden_name(&reception.id(), 0)).unwrap();
+    native.commit_hidden(disk).unwrap();
+    let point = &new.disks[0].point;
+    let uuid = names::parse_uuid(&point.uuid).unwrap();
+    native.engine.snapshot(&[NewSnapshot { disk, name: point.name.clone(), uuid, incomplete: false }]).unwrap();
+    drop(reception);
+    let reception = receive(&datastore, &new);
+    assert!(reception.progress()[0].done.is_empty());
+    send(&reception);
+    reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
+    // Otherwise the next transfer could not update the disk.
+    let base = native.unchanged_base(&native.visible("web").unwrap()).unwrap();
+    assert_eq!(base.uuid, uuid);
+    let device = datastore.device("web", true).unwrap();
+    assert!(device.read(0, BLOCK_SIZE).unwrap() == [7_u8; BLOCK_SIZE]);
 }
