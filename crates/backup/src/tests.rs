@@ -460,6 +460,92 @@ fn packs_without_encryption_are_no_part_of_an_encrypted_backup() {
     assert_eq!(Chain::of(ours, "vm@t", Some(&key)).err().map(|error| error.kind()), Some(ErrorKind::Corrupt));
 }
 
+#[test]
+fn only_damaged_manifests_are_deleted_without_a_check_of_increments() {
+    let mut here = Fixture::new(SEGMENT, 20);
+    here.snapshot("a");
+    let disk = SimulatedDisk::new(20, SimulatedOptions::default());
+    let repository = repository(&disk);
+    let base = create(&repository, &here, "a");
+    here.write(0, &[7; BLOCK as usize]);
+    here.snapshot("b");
+    create(&repository, &here, "b");
+    let name = format!("backup-{}", base.id);
+    let good = repository.find("vm@a").unwrap().encode().unwrap();
+    let newer = String::from_utf8(good.clone()).unwrap().replacen("lamina backup 1 ", "lamina backup 2 ", 1);
+    repository.objects().put(&name, newer.as_bytes()).unwrap();
+    assert!(!repository.delete_damaged(&base.id).unwrap());
+    assert_eq!(repository.find(&base.id).unwrap_err().kind(), ErrorKind::Unsupported);
+    let increment = repository.find("vm@b").unwrap();
+    let refused = repository.delete(std::slice::from_ref(&increment)).unwrap_err();
+    assert!(refused.to_string().contains("version of lamina"), "{refused}");
+    repository.objects().put(&name, &good).unwrap();
+    assert!(!repository.delete_damaged(&base.id).unwrap());
+    repository.chain(increment).unwrap();
+    repository.objects().put(&name, &good[..good.len() / 2]).unwrap();
+    assert!(repository.delete_damaged(&base.id).unwrap());
+}
+
+/// Lists an object that does not exist any more.
+struct Late {
+    inner: Folder,
+    gone: &'static str,
+}
+
+impl Objects for Late {
+    fn place(&self) -> &str {
+        self.inner.place()
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> error::Result<()> {
+        self.inner.put(name, bytes)
+    }
+
+    fn read(&self, name: &str, range: std::ops::Range<u64>) -> error::Result<Vec<u8>> {
+        self.inner.read(name, range)
+    }
+
+    fn length(&self, name: &str) -> error::Result<Option<u64>> {
+        self.inner.length(name)
+    }
+
+    fn list(&self) -> error::Result<Vec<String>> {
+        let mut names = self.inner.list()?;
+        names.push(self.gone.to_owned());
+        Ok(names)
+    }
+
+    fn remove(&self, name: &str) -> error::Result<()> {
+        self.inner.remove(name)
+    }
+
+    fn settle(&self) -> error::Result<()> {
+        self.inner.settle()
+    }
+
+    fn sweep(&self, is_one: &dyn Fn(&str) -> bool) -> error::Result<()> {
+        self.inner.sweep(is_one)
+    }
+
+    fn lock(&self) -> error::Result<Option<Box<dyn backend::Lock>>> {
+        self.inner.lock()
+    }
+}
+
+#[test]
+fn an_unfinished_backup_that_ends_meanwhile_is_not_listed() {
+    let here = Fixture::new(SEGMENT, 21);
+    here.snapshot("s");
+    let disk = SimulatedDisk::new(21, SimulatedOptions::default());
+    drop(repository(&disk));
+    let inner = Folder::of(disk.directory(), "the repository");
+    let late = Late { inner, gone: "unfinished-0f0e0d0c-0b0a-4908-8706-050403020101" };
+    let repository = Repository::open(Arc::new(late)).unwrap();
+    assert!(repository.unfinished().unwrap().is_empty());
+    create(&repository, &here, "s");
+    assert_eq!(repository.list().unwrap().len(), 1);
+}
+
 /// Cancels work after a number of reports.
 struct Impatient(AtomicU64);
 
