@@ -1,11 +1,15 @@
 //! Receptions that continue after an interruption: while a hidden disk was being made, and with data in many places.
+//! Disks of which a snapshot is sent.
 
 #![allow(clippy::unwrap_used)]
 
 use super::record::{RANGES_MAX, hidden_name, hidden_prefix};
 use super::{NewArrival, NewReception, Opened, Reception, SEGMENT, SnapshotIdentity, new_identity};
+use crate::migrate::MigrateOptions;
 use crate::testbed::options;
-use crate::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions, names};
+use crate::{
+    Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions, names,
+};
 use backend::BLOCK_SIZE;
 use error::ErrorKind;
 use std::path::Path;
@@ -68,6 +72,25 @@ fn a_reception_ends_if_its_clone_was_not_resized_yet() {
     }
     receive(&datastore, &new).commit(&[(0, 0)]).unwrap();
     assert_eq!(datastore.disk("web").unwrap().capacity, 2 * CAPACITY);
+}
+
+#[test]
+fn a_disk_is_not_migrated_while_a_snapshot_of_it_is_sent() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    datastore.create_disk("a", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let options = MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::Thin, delta: None };
+    let outgoing = datastore.outgoing("a", "s").unwrap();
+    let refused = datastore.migrate("a", &options, &NoProgress).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
+    drop(outgoing);
+    let migration = datastore.uses.alone("a", "migrated").unwrap();
+    assert_eq!(datastore.outgoing("a", "s").err().map(|error| error.kind()), Some(ErrorKind::Busy));
+    drop(migration);
+    drop(datastore.outgoing("a", "s").unwrap());
 }
 
 #[test]
