@@ -140,8 +140,8 @@ impl Chain {
             if decided.is_full() {
                 break;
             }
-            // An older level may have blocks beyond the end of the disk in this level. They were discarded when the disk
-            // shrank, and are zero if the disk has grown since.
+            // An older level may have blocks beyond the end of the disk in this level. They were discarded when the
+            // disk shrank, and are zero if the disk has grown since.
             end_at(&mut decided, reader.capacity());
             let Some(content) = reader.content(number)? else { continue };
             for chunk in content.chunks {

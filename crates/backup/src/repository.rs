@@ -133,7 +133,7 @@ impl Repository {
         Ok(Self { objects, record })
     }
 
-    /// As [`Repository::open`]; makes a new repository in an empty place.
+    /// As [`Repository::open`]; makes a new repository in an empty place: `Busy` while another command does so.
     pub fn open_or_create(objects: Arc<dyn Objects>) -> Result<Self> {
         if objects.length(RECORD_NAME)?.is_none() {
             if let Some(name) = objects.list()?.first() {
@@ -144,8 +144,13 @@ impl Repository {
                 );
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
-            let record = RepositoryRecord { id: disk::transfer::new_identity()?, created: clock::seconds() };
-            objects.put(RECORD_NAME, &record.encode()?)?;
+            // A second record would replace the identity by which another command has named the snapshot of its
+            // backup.
+            let _lock = objects.lock()?;
+            if objects.length(RECORD_NAME)?.is_none() {
+                let record = RepositoryRecord { id: disk::transfer::new_identity()?, created: clock::seconds() };
+                objects.put(RECORD_NAME, &record.encode()?)?;
+            }
         }
         Self::open(objects)
     }

@@ -279,14 +279,14 @@ fn parts_of_objects_that_interrupted_backups_leave_are_removed() {
     let repository = repository(&disk);
     let id = "0f0e0d0c-0b0a-4908-8706-050403020101";
     let left = [format!("pack-{id}-00000003.new"), format!("unfinished-{id}.new"), format!("backup-{id}.new")];
-    // A command that makes the repository writes its record without the lock. The last file is no part of an object.
+    // The record of the repository is no object of a backup, and the last file is no part of an object.
     for name in left.iter().map(String::as_str).chain(["repository.new", "pack-of-photos.new"]) {
         backend::replace::prepare(&*disk.directory(), name, &[7; 4096]).unwrap();
     }
     assert_eq!(repository.sweep().unwrap(), 0);
     let mut files = disk.directory().list().unwrap();
     files.sort();
-    assert_eq!(files, ["pack-of-photos.new", "repository", "repository.new"]);
+    assert_eq!(files, ["lock", "pack-of-photos.new", "repository", "repository.new"]);
 }
 
 #[test]
@@ -484,6 +484,18 @@ fn only_damaged_manifests_are_deleted_without_a_check_of_increments() {
     repository.chain(increment).unwrap();
     repository.objects().put(&name, &good[..good.len() / 2]).unwrap();
     assert!(repository.delete_damaged(&base.id).unwrap());
+}
+
+#[test]
+fn two_commands_make_one_repository() {
+    let disk = SimulatedDisk::new(22, SimulatedOptions::default());
+    let objects = Arc::new(Folder::of(disk.directory(), "the repository"));
+    let lock = objects.lock().unwrap();
+    assert_eq!(Repository::open_or_create(objects.clone()).err().map(|error| error.kind()), Some(ErrorKind::Busy));
+    assert_eq!(objects.length("repository").unwrap(), None);
+    drop(lock);
+    let made = Repository::open_or_create(objects.clone()).unwrap();
+    assert_eq!(Repository::open_or_create(objects).unwrap().id(), made.id());
 }
 
 /// Lists an object that does not exist any more.

@@ -288,8 +288,8 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Makes the plans in another thread, and keeps the session alive meanwhile: the receiver ends a session in which it
-    /// hears nothing for [`SILENCE_MAX`], and reading the maps of large disks may take longer.
+    /// Makes the plans in another thread, and keeps the session alive meanwhile: the receiver ends a session in which
+    /// it hears nothing for [`SILENCE_MAX`], and reading the maps of large disks may take longer.
     fn plan_alive(&self, line: &mut Line, known: &[Known]) -> Attempted<Vec<DiskPlan>> {
         let given_up = AtomicBool::new(false);
         std::thread::scope(|scope| {
