@@ -1,6 +1,7 @@
 //! A chain: a backup and all backups on which it is based, as one range of bytes.
 //!
-//! 1. A block has the content of the newest level that has it. A block that no level has is zero.
+//! 1. A block has the content of the newest level that has it. A block that no level has is zero, and so is a block of
+//!    which only levels have content that are older than a level in which the disk ends before the block.
 //! 2. Which blocks a segment takes from which level is decided by the indexes alone, before any data is read.
 //! 3. Data is returned only after both of its checksums were verified.
 
@@ -94,6 +95,14 @@ impl Chain {
     pub fn of(repository: &Repository, which: &str, key: Option<&Arc<Key>>) -> Result<(crate::Manifest, Self)> {
         let chain = repository.chain(repository.find(which)?)?;
         let newest = chain[0].clone();
+        if let Some(other) = chain.iter().find(|manifest| manifest.backup.key != newest.backup.key) {
+            let (id, base) = (&newest.backup.id, &other.backup.id);
+            let text = format!(
+                "backup {id} in '{}' cannot be used: backup {base}, on which it is based, has another key or none",
+                repository.place()
+            );
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
         let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(chain.len());
         for manifest in chain {
             levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest, key)?));
@@ -121,14 +130,19 @@ impl Chain {
     pub fn plan(&mut self, number: u32) -> Result<SegmentPlan> {
         let mut plan = SegmentPlan { number, data: Blocks::default(), zeros: Blocks::default(), takes: Vec::new() };
         let mut decided = Blocks::default();
-        // Blocks beyond the end of the disk, which a parent of a larger capacity may have.
         let start = u64::from(number) * SEGMENT_BLOCKS;
-        let end = self.capacity.div_ceil(BLOCK_SIZE as u64);
-        (end.saturating_sub(start)..SEGMENT_BLOCKS).for_each(|block| decided.add(block));
+        let end_at = |decided: &mut Blocks, capacity: u64| {
+            let end = capacity.div_ceil(BLOCK_SIZE as u64).saturating_sub(start);
+            (end..SEGMENT_BLOCKS).for_each(|block| decided.add(block));
+        };
+        end_at(&mut decided, self.capacity);
         for (level, reader) in self.levels.iter_mut().enumerate() {
             if decided.is_full() {
                 break;
             }
+            // An older level may have blocks beyond the end of the disk in this level. They were discarded when the
+            // disk shrank, and are zero if the disk has grown since.
+            end_at(&mut decided, reader.capacity());
             let Some(content) = reader.content(number)? else { continue };
             for chunk in content.chunks {
                 let mut wanted = false;

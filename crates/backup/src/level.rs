@@ -11,6 +11,9 @@ use std::sync::Arc;
 
 /// A backup that is being read.
 pub trait Level {
+    /// Capacity of the disk in this backup, in bytes.
+    fn capacity(&self) -> u64;
+
     /// The content of a segment; `None` if the backup has no content in this segment. Segments of streams are read in
     /// ascending order only.
     fn content(&mut self, segment: u32) -> Result<Option<Content>>;
@@ -82,6 +85,10 @@ pub(crate) fn record_of(head: &Head, bytes: &[u8]) -> PackRecord {
 }
 
 impl Level for StoredLevel {
+    fn capacity(&self) -> u64 {
+        self.manifest.backup.capacity
+    }
+
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         // A parent may be smaller than the disk is now.
         let Some(number) = self.manifest.pack_of(segment) else { return Ok(None) };

@@ -34,7 +34,7 @@ pub trait Objects: Send + Sync {
     /// Removes an object that may be missing.
     fn remove(&self, name: &str) -> Result<()>;
 
-    /// Makes removals durable.
+    /// Makes removals durable, and what interrupted writes have left.
     fn settle(&self) -> Result<()>;
 
     /// Removes what interrupted writes have left of the objects whose names `is_one` accepts. The caller has excluded

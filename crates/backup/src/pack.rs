@@ -241,17 +241,23 @@ impl Head {
         }
     }
 
-    /// Checks the stored bytes of the body, decrypts them if necessary, and decodes the index.
+    /// Checks that the pack is encrypted if and only if its backup is.
+    pub(crate) fn check_sealed(&self, with_key: bool) -> Result<()> {
+        match (self.sealed, with_key) {
+            (true, false) => Err(Error::new(ErrorKind::Invalid, "the pack is encrypted: give its key with --key-file")),
+            (false, true) => Err(corrupt("is not encrypted, but its backup is")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the stored bytes of the body, decrypts them with the key of the backup, if the backup is encrypted, and
+    /// decodes the index.
     pub fn decode_body<'a>(&self, stored: &'a [u8], key: Option<&Key>) -> Result<(Index, Cow<'a, [u8]>)> {
         self.check_body(stored)?;
-        let body = match (self.sealed, key) {
-            (false, _) => Cow::Borrowed(stored),
-            (true, Some(key)) => {
-                Cow::Owned(key.open(self, &stored[..SALT], &(0..u64::from(self.body)), &stored[SALT..])?)
-            }
-            (true, None) => {
-                return Err(Error::new(ErrorKind::Invalid, "the pack is encrypted: give its key with --key-file"));
-            }
+        self.check_sealed(key.is_some())?;
+        let body = match key {
+            None => Cow::Borrowed(stored),
+            Some(key) => Cow::Owned(key.open(self, &stored[..SALT], &(0..u64::from(self.body)), &stored[SALT..])?),
         };
         Ok((self.decode_index(&body[..self.index as usize])?, body))
     }

@@ -133,7 +133,7 @@ impl Repository {
         Ok(Self { objects, record })
     }
 
-    /// As [`Repository::open`]; makes a new repository in an empty place.
+    /// As [`Repository::open`]; makes a new repository in an empty place: `Busy` while another command does so.
     pub fn open_or_create(objects: Arc<dyn Objects>) -> Result<Self> {
         if objects.length(RECORD_NAME)?.is_none() {
             if let Some(name) = objects.list()?.first() {
@@ -144,8 +144,13 @@ impl Repository {
                 );
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
-            let record = RepositoryRecord { id: disk::transfer::new_identity()?, created: clock::seconds() };
-            objects.put(RECORD_NAME, &record.encode()?)?;
+            // A second record would replace the identity by which another command has named the snapshot of its
+            // backup.
+            let _lock = objects.lock()?;
+            if objects.length(RECORD_NAME)?.is_none() {
+                let record = RepositoryRecord { id: disk::transfer::new_identity()?, created: clock::seconds() };
+                objects.put(RECORD_NAME, &record.encode()?)?;
+            }
         }
         Self::open(objects)
     }
@@ -231,7 +236,12 @@ impl Repository {
     pub fn unfinished(&self) -> Result<Vec<Description>> {
         let mut found = Vec::new();
         for id in &self.unfinished_ids()? {
-            let bytes = self.record(&format!("{UNFINISHED}{id}"), Description::LENGTH_MAX)?;
+            let bytes = match self.record(&format!("{UNFINISHED}{id}"), Description::LENGTH_MAX) {
+                Ok(bytes) => bytes,
+                // The backup was completed or deleted after the objects were listed.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(error),
+            };
             match Description::decode(&bytes) {
                 Ok(description) if description.id == *id => found.push(description),
                 Ok(_) => {}
@@ -317,14 +327,18 @@ impl Repository {
         let all = self.found()?;
         let gone: BTreeSet<&String> = manifests.iter().map(|manifest| &manifest.backup.id).collect();
         for found in all.iter().filter(|found| !gone.contains(&found.id)) {
-            let Ok(other) = &found.manifest else {
+            let other = found.manifest.as_ref().map_err(|error| {
+                let remedy = match error.kind() {
+                    ErrorKind::Corrupt => "delete it first",
+                    _ => "make it readable, or use the version of lamina that made it",
+                };
                 let text = format!(
-                    "the manifest of backup {} cannot be read, so it is unknown on which backups it is based: delete \
-                     it first",
+                    "the manifest of backup {} cannot be read, so it is unknown on which backups it is based: {remedy} \
+                     ({error})",
                     found.id
                 );
-                return Err(Error::new(ErrorKind::Corrupt, text));
-            };
+                Error::new(ErrorKind::Corrupt, text)
+            })?;
             let parent = other.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref());
             if let Some(parent) = parent.filter(|parent| gone.contains(parent)) {
                 let text = format!(
@@ -364,10 +378,12 @@ impl Repository {
         self.objects.remove(&format!("{UNFINISHED}{id}"))
     }
 
-    /// Deletes the backup whose manifest cannot be read, or the unfinished backup, whose identity is `which` or begins
-    /// with it. False if there is none, or more than one. The caller holds the lock.
+    /// Deletes the backup whose manifest is damaged, or the unfinished backup, whose identity is `which` or begins with
+    /// it. False if there is none, or more than one. A manifest of a later version, or that cannot be read now, is not
+    /// damaged: other backups may be based on it. The caller holds the lock.
     pub fn delete_damaged(&self, which: &str) -> Result<bool> {
-        let damaged = self.found()?.into_iter().filter(|found| found.manifest.is_err()).map(|found| found.id);
+        let is_damaged = |found: &Found| found.manifest.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt);
+        let damaged = self.found()?.into_iter().filter(is_damaged).map(|found| found.id);
         let all: BTreeSet<String> = damaged.chain(self.unfinished_ids()?).collect();
         let named = |id: &&String| which.len() >= PREFIX_MIN && id.starts_with(which);
         let [id] = all.iter().filter(named).collect::<Vec<_>>()[..] else { return Ok(false) };

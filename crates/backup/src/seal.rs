@@ -10,7 +10,8 @@
 //!    is the number of the piece, so no nonce is used twice with a key.
 //! 3. The authenticated data is the beginning of the head: a piece cannot be moved to another pack, and the lengths and
 //!    places in the head cannot be changed.
-//! 4. The names and sizes in manifests are not encrypted.
+//! 4. With a key, only encrypted packs are read, so that no pack can be replaced by one without encryption.
+//! 5. The names and sizes in manifests are not encrypted.
 
 use crate::pack::{HEAD, Head};
 use backend::{private, random};
@@ -185,12 +186,10 @@ pub(crate) struct PackReader {
 pub(crate) type Fetch<'a> = &'a mut dyn FnMut(Range<u64>) -> Result<Vec<u8>>;
 
 impl PackReader {
-    /// A reader of the pack with that head.
+    /// A reader of the pack with that head. `key` is the key of the backup, if the backup is encrypted.
     pub fn new(head: Head, key: Option<&Arc<Key>>, fetch: Fetch<'_>) -> Result<Self> {
+        head.check_sealed(key.is_some())?;
         let salt = if head.sealed { fetch(HEAD as u64..(HEAD + SALT) as u64)? } else { Vec::new() };
-        if head.sealed && key.is_none() {
-            return Err(Error::new(ErrorKind::Invalid, "the pack is encrypted: give its key with --key-file"));
-        }
         Ok(Self { head, key: key.cloned(), salt })
     }
 

@@ -43,7 +43,11 @@ fn written(repository: &Repository, description: &Description, key: Option<&Arc<
             return Ok(written);
         }
         let mut fetch = |range| objects.read(&name, range);
-        let reader = PackReader::new(head, key, &mut fetch)?;
+        let reader = match PackReader::new(head, key, &mut fetch) {
+            Ok(reader) => reader,
+            Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(written),
+            Err(error) => return Err(error),
+        };
         let Ok(index) = reader.read(head.index_range(), &mut fetch).and_then(|bytes| head.decode_index(&bytes)) else {
             return Ok(written);
         };
@@ -79,6 +83,8 @@ impl Repository {
         let usable = |manifest: &Manifest| self.chain(manifest.clone()).is_ok_and(|chain| chain.iter().all(same_key));
         let with = |point: &str| manifests.iter().rfind(|known| known.backup.point.uuid == point && usable(known));
         if let Some(known) = with(&outgoing.point().uuid).filter(|known| !full || known.backup.parent.is_none()) {
+            // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
+            self.objects().settle()?;
             return Ok(Created::already(known));
         }
         let parent = match full {

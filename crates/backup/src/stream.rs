@@ -11,6 +11,8 @@
 //!
 //! 1. Every byte is covered by a checksum or a fixed value, so that a damaged byte is found without the disk.
 //! 2. A stream that was cut anywhere continues after its last complete pack.
+//! 3. One writer at a time changes a file. A backup in a file is reported as complete after the file and its name are
+//!    durable, also if an earlier attempt wrote it and was killed before it flushed the file.
 
 use crate::create::{CreateOptions, Created, Sink, Written, describe, is_same, run};
 use crate::level::{Level, check_head, record_of};
@@ -22,7 +24,7 @@ use checksums::checksum;
 use disk::transfer::{Outgoing, SnapshotIdentity};
 use error::{Error, ErrorKind, IoContext, Result};
 use std::borrow::Cow;
-use std::fs::File;
+use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
@@ -230,6 +232,10 @@ impl<R: Read> StreamLevel<R> {
 }
 
 impl<R: Read> Level for StreamLevel<R> {
+    fn capacity(&self) -> u64 {
+        self.stream.description.capacity
+    }
+
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         while self.manifest.is_none() && self.current.as_ref().is_none_or(|(head, ..)| head.end <= segment) {
             self.step()?;
@@ -301,7 +307,7 @@ pub fn create_stream(
 /// As [`create_stream`], to a file. A file that an interrupted attempt has left continues after its last complete pack.
 ///
 /// # Errors
-/// `Exists` if the file has another content.
+/// `Exists` if the file has another content; `Busy` while another command writes it.
 pub fn create_file(
     path: &Path,
     (outgoing, disk): (&Outgoing, &str),
@@ -319,9 +325,15 @@ pub fn create_file(
         }
         Err(error) => return Err(Error::io(during(), error)),
     };
+    check_regular(&file.metadata().during(during)?, &name)?;
+    lock(&file, &name)?;
+    // The length is read after the lock was acquired, because another command may have completed the file before.
     let length = file.metadata().during(during)?.len();
     let (description, written, at) = match resume(&mut file, length, &name, (outgoing, from), options)? {
-        Resumed::Complete(manifest) => return Ok(Created::already(&manifest)),
+        Resumed::Complete(manifest) => {
+            flush(&file, path).during(|| format!("flushing {name}"))?;
+            return Ok(Created::already(&manifest));
+        }
         Resumed::Partial(description, written, at) => (*description, written, at),
         Resumed::Nothing => {
             let description = describe(outgoing, disk, parent, options)?;
@@ -335,8 +347,42 @@ pub fn create_file(
         let writer = &mut file;
         run(outgoing, &description, written, &mut StreamSink { writer, name: &name }, options, progress)?
     };
-    file.sync_all().during(|| format!("flushing {name}"))?;
+    flush(&file, path).during(|| format!("flushing {name}"))?;
     Ok(created)
+}
+
+fn check_regular(metadata: &Metadata, name: &str) -> Result<()> {
+    if metadata.is_file() {
+        return Ok(());
+    }
+    let text = format!("{name} is a folder, a pipe or a device, and not a file: give '-' for a pipe");
+    Err(Error::new(ErrorKind::Invalid, text))
+}
+
+/// Excludes other writers of a file until it is closed.
+fn lock(file: &File, name: &str) -> Result<()> {
+    match file.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => {
+            let text = format!("another command writes {name}: wait until that command ends");
+            Err(Error::new(ErrorKind::Busy, text))
+        }
+        // Some network file systems have no locks.
+        Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+        Err(TryLockError::Error(error)) => Err(Error::io(format!("locking {name}"), error)),
+    }
+}
+
+/// Makes a file and its name durable.
+fn flush(file: &File, path: &Path) -> io::Result<()> {
+    file.sync_all()?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match File::open(folder) {
+        Ok(folder) => folder.sync_all(),
+        // The user may create files in the folder, but not list them. Then the folder cannot be flushed.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// What an earlier attempt has left in a file.
@@ -394,6 +440,8 @@ fn resume(
 pub fn manifest_of(path: &Path) -> Result<Manifest> {
     let name = format!("'{}'", path.display());
     let during = || format!("reading {name}");
+    // Checked before the file is opened, because opening a pipe waits for the other end of the pipe.
+    check_regular(&std::fs::metadata(path).during(during)?, &name)?;
     let mut file = File::open(path).during(during)?;
     let length = file.metadata().during(during)?.len();
     let mut at = length.saturating_sub(TAIL as u64);
@@ -478,6 +526,10 @@ impl FileLevel {
 }
 
 impl Level for FileLevel {
+    fn capacity(&self) -> u64 {
+        self.manifest.backup.capacity
+    }
+
     fn content(&mut self, segment: u32) -> Result<Option<Content>> {
         let Some(pack) = self.manifest.pack_of(segment) else { return Ok(None) };
         if self.current.as_ref().is_none_or(|(current, ..)| *current != pack) {

@@ -82,6 +82,26 @@ fn increments_have_only_changes_and_every_backup_of_a_chain_is_restored_equal() 
 }
 
 #[test]
+fn a_disk_that_shrank_and_grew_between_backups_is_restored_without_its_old_end() {
+    let mut here = Fixture::new(CAPACITY, 15);
+    let disk = SimulatedDisk::new(15, SimulatedOptions::default());
+    let repository = repository(&disk);
+    let there = Fixture::empty(CAPACITY);
+    let capacities = [CAPACITY, 2 * SEGMENT + 3 * BLOCK + 512, CAPACITY];
+    for (round, capacity) in capacities.into_iter().enumerate() {
+        here.datastore.resize_disk("vm", capacity, true).unwrap();
+        here.content.resize(capacity as usize, 0);
+        let (snapshot, name) = (format!("s{round}"), format!("r{round}"));
+        let content = here.snapshot(&snapshot);
+        assert_eq!(create(&repository, &here, &snapshot).based_on.is_some(), round > 0);
+        assert!(content_of(&mut Chain::of(&repository, "vm", None).unwrap().1) == content, "{snapshot}");
+        restore_from(&repository, "vm", &there, &name);
+        assert!(there.content_of(&name) == content, "{name}");
+    }
+    assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty());
+}
+
+#[test]
 fn a_backup_cut_anywhere_continues_and_is_complete() {
     let here = Fixture::new(CAPACITY, 3);
     let content = here.snapshot("s");
@@ -259,15 +279,14 @@ fn parts_of_objects_that_interrupted_backups_leave_are_removed() {
     let repository = repository(&disk);
     let id = "0f0e0d0c-0b0a-4908-8706-050403020101";
     let left = [format!("pack-{id}-00000003.new"), format!("unfinished-{id}.new"), format!("backup-{id}.new")];
-    // The last two files have to stay: a command that makes the repository writes `repository.new` without holding the
-    // lock, and `pack-of-photos.new` is no part of an object.
+    // The record of the repository is no object of a backup, and the last file is no part of an object.
     for name in left.iter().map(String::as_str).chain(["repository.new", "pack-of-photos.new"]) {
         backend::replace::prepare(&*disk.directory(), name, &[7; 4096]).unwrap();
     }
     assert_eq!(repository.sweep().unwrap(), 0);
     let mut files = disk.directory().list().unwrap();
     files.sort();
-    assert_eq!(files, ["pack-of-photos.new", "repository", "repository.new"]);
+    assert_eq!(files, ["lock", "pack-of-photos.new", "repository", "repository.new"]);
 }
 
 #[test]
@@ -357,6 +376,186 @@ fn encrypted_backups_continue_and_need_their_key() {
     }
     let mut chain = Chain::new(vec![Box::new(FileLevel::open(&path, Some(&key)).unwrap())], CAPACITY);
     assert!(content_of(&mut chain) == first);
+}
+
+#[test]
+fn a_backup_that_a_killed_attempt_has_completed_is_durable_when_it_is_reported() {
+    let here = Fixture::new(SEGMENT, 16);
+    let content = here.snapshot("s");
+    for seed in 0..10 {
+        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let repository = repository(&disk);
+        let made = create(&repository, &here, "s");
+        // The attempt is killed after it has renamed the manifest, and before it has flushed the folder.
+        let directory = disk.directory();
+        let name = format!("backup-{}", made.id);
+        let length = repository.objects().length(&name).unwrap().unwrap();
+        let manifest = repository.objects().read(&name, 0..length).unwrap();
+        directory.remove(&name).unwrap();
+        directory.sync().unwrap();
+        backend::replace::prepare(&*directory, "manifest", &manifest).unwrap();
+        directory.rename("manifest", &name).unwrap();
+        assert!(create(&repository, &here, "s").already);
+        let repository = self::repository(&disk.crash());
+        let mut chain = Chain::of(&repository, &made.id, None).unwrap().1;
+        assert!(content_of(&mut chain) == content, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_file_has_one_writer_and_is_no_pipe() {
+    let here = Fixture::new(SEGMENT, 17);
+    here.snapshot("s");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    let source = (&here.outgoing("s"), "vm");
+    let make = |path: &std::path::Path| create_file(path, source, None, SMALL_PACKS, &NoProgress);
+    // Another writer has created the file, and has written nothing yet.
+    let other = std::fs::File::create_new(&path).unwrap();
+    other.try_lock().unwrap();
+    assert_eq!(make(&path).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(other.metadata().unwrap().len(), 0);
+    drop(other);
+    make(&path).unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    assert_eq!(make(&pipe).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(manifest_of(&pipe).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(FileLevel::open(&pipe, None).err().unwrap().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn packs_without_encryption_are_no_part_of_an_encrypted_backup() {
+    let mut here = Fixture::new(SEGMENT, 18);
+    let content = here.snapshot("s");
+    let folder = tempfile::tempdir().unwrap();
+    let key = Arc::new(Key::create(&folder.path().join("key")).unwrap());
+    let sealed = CreateOptions { key: Some(&key), ..SMALL_PACKS };
+    let repositories = [18, 19].map(|seed| repository(&SimulatedDisk::new(seed, SimulatedOptions::default())));
+    let [ours, theirs] = &repositories;
+    ours.create(&here.outgoing("s"), "vm", false, sealed, &NoProgress).unwrap();
+    here.write(0, &[7; BLOCK as usize]);
+    here.snapshot("t");
+    ours.create(&here.outgoing("t"), "vm", false, sealed, &NoProgress).unwrap();
+    let plain = create(theirs, &here, "t");
+    let read = |key| Chain::of(ours, "vm@s", Some(key)).map(|(_, mut chain)| content_of(&mut chain));
+    assert!(read(&key).unwrap() == content);
+    // The pack is replaced by one with other content, and its record in the manifest is adapted.
+    let mut manifest = ours.find("vm@s").unwrap();
+    let name = |id: &str| format!("pack-{id}-00000000");
+    let length = theirs.objects().length(&name(&plain.id)).unwrap().unwrap();
+    let mut pack = theirs.objects().read(&name(&plain.id), 0..length).unwrap();
+    let head = Head { backup: manifest.backup.id_bytes().unwrap(), ..Head::decode(&pack).unwrap() };
+    pack[..HEAD].copy_from_slice(&head.encode());
+    manifest.packs[0] = crate::level::record_of(&head, &pack);
+    ours.objects().put(&name(&manifest.backup.id), &pack).unwrap();
+    let record = format!("backup-{}", manifest.backup.id);
+    ours.objects().put(&record, &manifest.encode().unwrap()).unwrap();
+    let (_, mut chain) = Chain::of(ours, "vm@s", Some(&key)).unwrap();
+    assert_eq!(chain.plan(0).err().map(|error| error.kind()), Some(ErrorKind::Corrupt));
+    assert_eq!(ours.verify(&["vm@s".into()], Some(&key), &NoProgress).unwrap().problems.len(), 1);
+    // The backup claims to have no key.
+    manifest.backup.key = None;
+    ours.objects().put(&record, &manifest.encode().unwrap()).unwrap();
+    assert_eq!(Chain::of(ours, "vm@t", Some(&key)).err().map(|error| error.kind()), Some(ErrorKind::Corrupt));
+}
+
+#[test]
+fn only_damaged_manifests_are_deleted_without_a_check_of_increments() {
+    let mut here = Fixture::new(SEGMENT, 20);
+    here.snapshot("a");
+    let disk = SimulatedDisk::new(20, SimulatedOptions::default());
+    let repository = repository(&disk);
+    let base = create(&repository, &here, "a");
+    here.write(0, &[7; BLOCK as usize]);
+    here.snapshot("b");
+    create(&repository, &here, "b");
+    let name = format!("backup-{}", base.id);
+    let good = repository.find("vm@a").unwrap().encode().unwrap();
+    let newer = String::from_utf8(good.clone()).unwrap().replacen("lamina backup 1 ", "lamina backup 2 ", 1);
+    repository.objects().put(&name, newer.as_bytes()).unwrap();
+    assert!(!repository.delete_damaged(&base.id).unwrap());
+    assert_eq!(repository.find(&base.id).unwrap_err().kind(), ErrorKind::Unsupported);
+    let increment = repository.find("vm@b").unwrap();
+    let refused = repository.delete(std::slice::from_ref(&increment)).unwrap_err();
+    assert!(refused.to_string().contains("version of lamina"), "{refused}");
+    repository.objects().put(&name, &good).unwrap();
+    assert!(!repository.delete_damaged(&base.id).unwrap());
+    repository.chain(increment).unwrap();
+    repository.objects().put(&name, &good[..good.len() / 2]).unwrap();
+    assert!(repository.delete_damaged(&base.id).unwrap());
+}
+
+#[test]
+fn two_commands_make_one_repository() {
+    let disk = SimulatedDisk::new(22, SimulatedOptions::default());
+    let objects = Arc::new(Folder::of(disk.directory(), "the repository"));
+    let lock = objects.lock().unwrap();
+    assert_eq!(Repository::open_or_create(objects.clone()).err().map(|error| error.kind()), Some(ErrorKind::Busy));
+    assert_eq!(objects.length("repository").unwrap(), None);
+    drop(lock);
+    let made = Repository::open_or_create(objects.clone()).unwrap();
+    assert_eq!(Repository::open_or_create(objects).unwrap().id(), made.id());
+}
+
+/// Lists an object that does not exist any more.
+struct Late {
+    inner: Folder,
+    gone: &'static str,
+}
+
+impl Objects for Late {
+    fn place(&self) -> &str {
+        self.inner.place()
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> error::Result<()> {
+        self.inner.put(name, bytes)
+    }
+
+    fn read(&self, name: &str, range: std::ops::Range<u64>) -> error::Result<Vec<u8>> {
+        self.inner.read(name, range)
+    }
+
+    fn length(&self, name: &str) -> error::Result<Option<u64>> {
+        self.inner.length(name)
+    }
+
+    fn list(&self) -> error::Result<Vec<String>> {
+        let mut names = self.inner.list()?;
+        names.push(self.gone.to_owned());
+        Ok(names)
+    }
+
+    fn remove(&self, name: &str) -> error::Result<()> {
+        self.inner.remove(name)
+    }
+
+    fn settle(&self) -> error::Result<()> {
+        self.inner.settle()
+    }
+
+    fn sweep(&self, is_one: &dyn Fn(&str) -> bool) -> error::Result<()> {
+        self.inner.sweep(is_one)
+    }
+
+    fn lock(&self) -> error::Result<Option<Box<dyn backend::Lock>>> {
+        self.inner.lock()
+    }
+}
+
+#[test]
+fn an_unfinished_backup_that_ends_meanwhile_is_not_listed() {
+    let here = Fixture::new(SEGMENT, 21);
+    here.snapshot("s");
+    let disk = SimulatedDisk::new(21, SimulatedOptions::default());
+    drop(repository(&disk));
+    let inner = Folder::of(disk.directory(), "the repository");
+    let late = Late { inner, gone: "unfinished-0f0e0d0c-0b0a-4908-8706-050403020101" };
+    let repository = Repository::open(Arc::new(late)).unwrap();
+    assert!(repository.unfinished().unwrap().is_empty());
+    create(&repository, &here, "s");
+    assert_eq!(repository.list().unwrap().len(), 1);
 }
 
 /// Cancels work after a number of reports.

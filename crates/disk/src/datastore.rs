@@ -34,6 +34,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions};
+pub(crate) use uses::InUse;
 use uses::Uses;
 use work::Progress;
 

@@ -169,6 +169,11 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
     }
 
+    /// The capacity of a hidden disk in bytes, if it exists.
+    pub fn hidden_capacity(&self, name: &str) -> Option<u64> {
+        self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.capacity))
+    }
+
     /// Writes whole blocks of a hidden disk; `sums` are their checksums.
     pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8], sums: &Checksums) -> Result<()> {
         BulkWriter::new(&self.engine, id).write_summed(block, bytes, sums)
@@ -258,7 +263,12 @@ impl Native {
     fn hidden_snapshot(&self, disk: u64, name: &str, identity: DiskIdentity) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {
-            Some(id) => id,
+            Some(id) => {
+                // The snapshot has all content. Segments that the record does not list were received again since, into
+                // other blocks, so that the disk would count as changed.
+                self.engine.revert(disk, id)?;
+                id
+            }
             None => {
                 let new = NewSnapshot { disk, name: name.to_owned(), uuid: identity.uuid, incomplete: false };
                 let ids = self.engine.snapshot(&[new])?;

@@ -10,12 +10,12 @@
 //! 1. One session at a time uses a reception ([`Reception`]). Between sessions the reception is kept, also after
 //!    restarts.
 //! 2. When the datastore is opened, a hidden disk without a record is removed. If some of a record's hidden disks are
-//!    missing, the record is removed with those that exist: either the reception was only beginning, or its disks have
-//!    become visible.
+//!    missing or have another capacity, the record is removed with those that exist: either the reception was only
+//!    beginning, or its disks have become visible.
 //! 3. A sender that resumes names the same disks and snapshots by their identities, so the data that was received
 //!    before is part of the data to send.
 
-use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
+use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records, Unlisted};
 use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};
 use crate::datastore::{Datastore, Reservation};
 use crate::info::{DiskInfo, Provisioning};
@@ -123,11 +123,15 @@ pub struct Reception {
 pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
     let records = Records::new(Arc::clone(native.engine.directory()));
     let mut kept = BTreeSet::new();
+    records.sweep()?;
     for found in records.all()? {
         let (id, whole) = match &found {
             Found::Record(record) => {
-                let there = |disk: usize| native.hidden_id(&record.hidden(disk)).is_some();
-                (record.id.clone(), (0..record.disks.len()).all(there))
+                // A clone of a base with another capacity is made first, and resized then.
+                let mut disks = record.disks.iter().enumerate();
+                let whole =
+                    disks.all(|(index, disk)| native.hidden_capacity(&record.hidden(index)) == Some(disk.capacity));
+                (record.id.clone(), whole)
             }
             Found::Newer(id) => (id.clone(), true),
             Found::Damaged(id, error) => {
@@ -309,6 +313,7 @@ impl Datastore {
                 update,
                 done: Vec::new(),
                 bytes: 0,
+                unlisted: Unlisted::default(),
             });
             bases.push(base);
         }
@@ -469,16 +474,18 @@ impl Reception {
         self.datastore.native.discard_hidden(id, blocks)
     }
 
-    /// Marks a segment with `bytes` of data as received. The next [`Reception::save`] records it.
+    /// Marks a segment with `bytes` of data as received. The next [`Reception::save`] records it, unless it would begin
+    /// a further range beyond [`RANGES_MAX`].
     pub fn finish_segment(&self, disk: usize, segment: u64, bytes: u64) -> Result<()> {
-        if segment >= self.capacity(disk)?.div_ceil(SEGMENT) {
+        let all = self.capacity(disk)?.div_ceil(SEGMENT);
+        if segment >= all {
             let text = format!("there is no segment {segment} of disk {disk}");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let mut state = self.state.lock();
         let Some(disk) = state.disks.get_mut(disk) else { return Ok(()) };
         let after = disk.done.partition_point(|(from, _)| *from <= segment);
-        if after > 0 && segment < disk.done[after - 1].1 {
+        if after > 0 && segment < disk.done[after - 1].1 || disk.unlisted.has(segment) {
             return Err(Error::new(ErrorKind::Invalid, format!("segment {segment} was sent twice")));
         }
         let before = after > 0 && disk.done[after - 1].1 == segment;
@@ -490,9 +497,10 @@ impl Reception {
             }
             (true, false) => disk.done[after - 1].1 = segment + 1,
             (false, true) => disk.done[after].0 = segment,
+            // A disk with data in many separate places has a range for each of them.
             (false, false) if disk.done.len() >= RANGES_MAX => {
-                let text = format!("segments arrive out of order: more than {RANGES_MAX} gaps");
-                return Err(Error::new(ErrorKind::Invalid, text));
+                disk.unlisted.add(segment, bytes, all);
+                return Ok(());
             }
             (false, false) => disk.done.insert(after, (segment, segment + 1)),
         }
@@ -525,7 +533,10 @@ impl Reception {
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
         let mut committed = self.saving.lock();
         let record = self.state.lock().clone();
-        let here = |disk: &Arriving| (disk.done.iter().map(|(from, to)| to - from).sum::<u64>(), disk.bytes);
+        let here = |disk: &Arriving| {
+            let listed = disk.done.iter().map(|(from, to)| to - from).sum::<u64>();
+            (listed + disk.unlisted.segments, disk.bytes + disk.unlisted.bytes)
+        };
         let received: Vec<(u64, u64)> = record.disks.iter().map(here).collect();
         if received != expected {
             let text = format!(

@@ -16,6 +16,8 @@
 mod incoming;
 mod outgoing;
 mod record;
+#[cfg(test)]
+mod tests;
 
 pub use incoming::{Incoming, NewArrival, NewReception, Opened, Reception, ReceptionInfo};
 pub use outgoing::{Extent, Outgoing};

@@ -1,7 +1,7 @@
 //! A snapshot of a disk that is sent to another datastore.
 
 use super::{BASES_MAX, SnapshotIdentity};
-use crate::datastore::Datastore;
+use crate::datastore::{Datastore, InUse};
 use crate::device::{Allocation, Device, ReadPlan};
 use crate::info::Provisioning;
 use crate::names;
@@ -26,7 +26,7 @@ pub struct Extent {
     pub zero: bool,
 }
 
-/// A snapshot that is sent. It cannot be deleted until this value is dropped.
+/// A snapshot that is sent. It cannot be deleted, and its disk cannot be migrated, until this value is dropped.
 pub struct Outgoing {
     device: Arc<dyn Device>,
     provisioning: Provisioning,
@@ -37,11 +37,14 @@ pub struct Outgoing {
     base_ids: Vec<u64>,
     /// The store and the snapshot's number, for a native disk.
     native: Option<(Arc<Native>, u64)>,
+    /// Prevents a migration of the disk: the map of the snapshot would change, and its bases would be deleted.
+    _kept: InUse,
 }
 
 impl Datastore {
-    /// Opens a snapshot of a disk for sending.
+    /// Opens a snapshot of a disk for sending: `Busy` while the disk is migrated.
     pub fn outgoing(&self, disk: &str, snapshot: &str) -> Result<Outgoing> {
+        let kept = self.uses.share(disk)?;
         let device = self.device(&format!("{disk}@{snapshot}"), true)?;
         let info = self.disk(disk)?;
         if self.foreign.find(disk).is_some() {
@@ -58,6 +61,7 @@ impl Datastore {
                 bases: Vec::new(),
                 base_ids: Vec::new(),
                 native: None,
+                _kept: kept,
             });
         }
         let identity = self.native.snapshot_identity(disk, snapshot)?;
@@ -71,6 +75,7 @@ impl Datastore {
             bases: bases.iter().map(|(uuid, _)| names::uuid_text(uuid)).collect(),
             base_ids: bases.iter().map(|(_, id)| *id).collect(),
             native: Some((Arc::clone(&self.native), id)),
+            _kept: kept,
         })
     }
 }

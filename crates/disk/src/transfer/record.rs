@@ -4,6 +4,7 @@
 //!    after the received data was removed.
 //! 2. The file is replaced atomically (temporary name, flush, rename, flush of the folder).
 //! 3. Segments are durable before the file lists them.
+//! 4. Other threads may list the records while a record is replaced or removed: a listing changes no file.
 //!
 //! The layout is in `docs/format/reception.md`.
 
@@ -22,7 +23,8 @@ const PREFIX: &str = "reception-";
 const KIND: Kind = Kind { word: "reception", version: 1, length_max: 4 << 20 };
 /// Most receptions that a datastore keeps.
 pub(crate) const RECEPTIONS_MAX: usize = 256;
-/// Most ranges of received segments that are recorded per disk. Segments in further ranges are received again.
+/// Most ranges of received segments that are recorded per disk. After an interruption, segments in further ranges are
+/// received again.
 pub(crate) const RANGES_MAX: usize = 1024;
 
 /// A snapshot. Its identity is the same in every datastore.
@@ -61,6 +63,35 @@ pub(crate) struct Arriving {
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in the segments of `done`.
     pub bytes: u64,
+    /// Received segments that are not recorded.
+    #[serde(skip)]
+    pub unlisted: Unlisted,
+}
+
+/// Received segments that the record does not list, because it has [`RANGES_MAX`] ranges already.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Unlisted {
+    /// One bit for each segment of the disk; empty if there is no such segment.
+    bits: Vec<u64>,
+    /// Number of these segments.
+    pub segments: u64,
+    /// Bytes of data in these segments.
+    pub bytes: u64,
+}
+
+impl Unlisted {
+    /// Whether a segment is one of them.
+    pub fn has(&self, segment: u64) -> bool {
+        self.bits.get((segment / 64) as usize).is_some_and(|word| (word >> (segment % 64)) & 1 == 1)
+    }
+
+    /// Adds a segment with `bytes` of data, of a disk that has `all` segments.
+    pub fn add(&mut self, segment: u64, bytes: u64, all: u64) {
+        self.bits.resize(all.div_ceil(64) as usize, 0);
+        self.bits[(segment / 64) as usize] |= 1 << (segment % 64);
+        self.segments += 1;
+        self.bytes += bytes;
+    }
 }
 
 /// The record of a reception.
@@ -138,22 +169,33 @@ impl Records {
         KIND.remove(&*self.directory, &file_name(id)?)
     }
 
-    /// All records. Incomplete temporary files are removed.
+    /// Removes temporary files, which interrupted writes have left. The caller ensures that no record is being written.
+    pub fn sweep(&self) -> Result<()> {
+        let names = self.directory.list().during(|| "looking for receptions".into())?;
+        let temporary = |name: &&String| name.starts_with(PREFIX) && name.ends_with(TEMPORARY);
+        names.iter().filter(temporary).try_for_each(|name| {
+            sealed::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))
+        })
+    }
+
+    /// All records.
     pub fn all(&self) -> Result<Vec<Found>> {
         let names = self.directory.list().during(|| "looking for receptions".into())?;
+        self.found(&names)
+    }
+
+    fn found(&self, names: &[String]) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        for name in &names {
+        for name in names {
             let Some(id) = name.strip_prefix(PREFIX) else { continue };
-            if name.ends_with(TEMPORARY) {
-                sealed::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
-                continue;
-            }
             if found.len() >= RECEPTIONS_MAX || file_name(id).is_err() {
                 continue;
             }
             found.push(match self.read(name) {
-                Ok(record) if record.id == id => Found::Record(Box::new(record)),
-                Ok(_) => {
+                // The reception was completed or deleted after the files were listed.
+                Ok(None) => continue,
+                Ok(Some(record)) if record.id == id => Found::Record(Box::new(record)),
+                Ok(Some(_)) => {
                     let text = format!("'{name}' is the record of another reception");
                     Found::Damaged(id.to_owned(), Error::new(ErrorKind::Corrupt, text))
                 }
@@ -165,10 +207,9 @@ impl Records {
         Ok(found)
     }
 
-    fn read(&self, name: &str) -> Result<Record> {
-        let gone = || Error::new(ErrorKind::NotFound, format!("the record '{name}' of a reception is gone"));
-        let bytes = KIND.read(&*self.directory, name)?.ok_or_else(gone)?;
-        decode(&bytes).map_err(|error| error.context(name))
+    fn read(&self, name: &str) -> Result<Option<Record>> {
+        let Some(bytes) = KIND.read(&*self.directory, name)? else { return Ok(None) };
+        decode(&bytes).map(Some).map_err(|error| error.context(name))
     }
 }
 
@@ -248,9 +289,26 @@ mod tests {
                 update: false,
                 done: done.to_vec(),
                 bytes: 47 << 20,
+                unlisted: Unlisted::default(),
             }],
             attachment: None,
         }
+    }
+
+    #[test]
+    fn records_are_listed_while_another_thread_writes_and_removes_one() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let records = Records::new(disk.directory());
+        records.put(&record(&[])).unwrap();
+        let name = file_name(&record(&[]).id).unwrap();
+        let temporary = format!("{name}{TEMPORARY}");
+        backend::replace::prepare(&*disk.directory(), &temporary, &[7; 100]).unwrap();
+        assert_eq!(records.all().unwrap().len(), 1);
+        assert!(disk.directory().list().unwrap().contains(&temporary), "a file that is being written was removed");
+        records.remove(&record(&[]).id).unwrap();
+        assert!(records.found(&[name, temporary]).unwrap().is_empty());
+        records.sweep().unwrap();
+        assert!(disk.directory().list().unwrap().is_empty());
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //! 1. A session lasts as long as its control connection. When that connection ends, the session's data connections are
 //!    cut and the received data is recorded. Only after that can another session use the reception.
 //! 2. An error of a data connection is reported in the reply to the next request on the control connection.
-//! 3. The token that authenticates data connections is random, and is sent on the control connection only.
+//! 3. Before the disks become visible, the session's data connections have ended, and no further one can join.
+//! 4. The token that authenticates data connections is random, and is sent on the control connection only.
 
 use super::{Attachments, taking};
 use crate::limits::{LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL};
@@ -37,7 +38,7 @@ pub(super) struct Session {
     pub(super) reception: Arc<Reception>,
     /// The error that ended the session.
     failed: Mutex<Option<Message>>,
-    /// Set when the session ends, so that no data connection can join.
+    /// Set when the sender reports the end or the session ends, so that no data connection can join.
     ended: AtomicBool,
     /// Data connections.
     streams: Mutex<Vec<Option<Arc<Connection>>>>,
@@ -100,11 +101,12 @@ impl Session {
         self.left.notify_all();
     }
 
-    /// Waits until all data connections have ended, as they do after everything was sent. Returns the number that have
-    /// not ended.
+    /// Refuses further data connections, and waits until all have ended, as they do after everything was sent. Returns
+    /// the number that have not ended.
     fn wait_left(&self) -> usize {
         let deadline = Instant::now() + LEAVE_MAX;
         let mut streams = self.streams.lock();
+        self.ended.store(true, Ordering::Release);
         while !streams.is_empty() && !self.left.wait_until(&mut streams, deadline).timed_out() {}
         streams.len()
     }

@@ -16,8 +16,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::net::Shutdown;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 use work::{Progress, Throttle, Throttled};
 
@@ -228,7 +228,7 @@ impl<'a> Attempt<'a> {
             Message::Accept { session, token, disks } => (session, token, disks),
             other => return Err(Self::out_of_turn(other)),
         };
-        let plans = self.plan(&known)?;
+        let plans = self.plan_alive(&mut line, &known)?;
         let there: u64 = known.iter().map(|known| known.bytes).sum();
         self.arrived = self.arrived.max(there);
         sent.resumed = *self.resumed.get_or_insert(there);
@@ -288,14 +288,52 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    fn plan(&self, known: &[Known]) -> Attempted<Vec<DiskPlan>> {
+    /// Makes the plans in another thread, and keeps the session alive meanwhile: the receiver ends a session in which
+    /// it hears nothing for [`SILENCE_MAX`], and reading the maps of large disks may take longer.
+    fn plan_alive(&self, line: &mut Line, known: &[Known]) -> Attempted<Vec<DiskPlan>> {
+        let given_up = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (done, planned) = mpsc::channel();
+            let given_up = &given_up;
+            let work = move || {
+                // Sending the plans fails if the session has failed meanwhile.
+                let _ = done.send(self.plan(known, given_up));
+            };
+            let spawned = std::thread::Builder::new().name("send-plan".to_owned()).spawn_scoped(scope, work);
+            spawned.map_err(|error| Failed::Refused(Error::io("starting a thread to send", error)))?;
+            loop {
+                let answer = match planned.recv_timeout(PING_INTERVAL) {
+                    Ok(plans) => return plans,
+                    Err(mpsc::RecvTimeoutError::Timeout) => self.ask(line, &Message::Ping),
+                    Err(mpsc::RecvTimeoutError::Disconnected) => {
+                        let text = "a thread of the transfer failed: see the log of the process";
+                        return Err(Failed::Refused(Error::new(ErrorKind::Io, text)));
+                    }
+                };
+                let failed = match answer {
+                    Ok(Message::Pong { .. }) => continue,
+                    Ok(other) => Self::out_of_turn(other),
+                    Err(failed) => failed,
+                };
+                given_up.store(true, Ordering::Release);
+                // A refusal that this side has detected is more precise than a broken connection.
+                return match planned.recv() {
+                    Ok(Err(Failed::Refused(error))) if error.kind() != ErrorKind::Interrupted => {
+                        Err(Failed::Refused(error))
+                    }
+                    _ => Err(failed),
+                };
+            }
+        })
+    }
+
+    fn plan(&self, known: &[Known], given_up: &AtomicBool) -> Attempted<Vec<DiskPlan>> {
         if known.len() != self.shipment.disks.len() {
             let text = format!("the receiver answers for {} disks, not {}", known.len(), self.shipment.disks.len());
             return Err(Failed::Refused(Error::new(ErrorKind::Corrupt, text)));
         }
-        let plan = |(disk, known): (&super::ShippedDisk, &Known)| {
-            DiskPlan::of(&disk.outgoing, known, &|| self.progress.cancelled())
-        };
+        let stopped = || given_up.load(Ordering::Acquire) || self.progress.cancelled();
+        let plan = |(disk, known): (&super::ShippedDisk, &Known)| DiskPlan::of(&disk.outgoing, known, &stopped);
         self.shipment.disks.iter().zip(known).map(plan).collect::<Result<_>>().map_err(Failed::Refused)
     }
 

@@ -4,14 +4,17 @@ use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use connections::tls::CertificateName;
 use connections::{TlsIdentity, TlsStream};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
-use disk::{NoProgress, Provisioning};
+use disk::{NoProgress, Progress, Provisioning};
 use error::ErrorKind;
+use parking_lot::Mutex;
 use replication::frame::{Head, Kind};
 use replication::message::{Known, Message, Offer};
 use replication::stream::Conversation;
-use replication::{Receiver, send};
+use replication::{Attachments, Making, NoAttachments, Receiver, ReceiverConfig, send};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 type Line = Conversation<TlsStream>;
 
@@ -164,6 +167,54 @@ fn an_incomplete_disk_is_not_visible() {
     drop(data);
 }
 
+/// Holds the receiver while it completes disks.
+struct Held {
+    checks: AtomicUsize,
+    reached: mpsc::Sender<()>,
+    released: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Attachments for Held {
+    fn check_names(&self, _: &[String]) -> error::Result<()> {
+        // The first check is made for the offer, the second one before the disks get their names.
+        if self.checks.fetch_add(1, Ordering::SeqCst) == 1 {
+            self.reached.send(()).unwrap();
+            self.released.lock().recv().unwrap();
+        }
+        Ok(())
+    }
+
+    fn check(&self, text: &str, disks: &[String]) -> error::Result<()> {
+        NoAttachments.check(text, disks)
+    }
+
+    fn begin(&self, text: &str, disks: &[String]) -> error::Result<Box<dyn Making>> {
+        NoAttachments.begin(text, disks)
+    }
+}
+
+#[test]
+fn no_data_connection_joins_while_disks_become_visible() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let ((reached, is_reached), (release, released)) = (mpsc::channel(), mpsc::channel());
+    let held = Held { checks: AtomicUsize::new(0), reached, released: Mutex::new(released) };
+    let config = ReceiverConfig { listen: "127.0.0.1:0".parse().unwrap(), tls: keys.server(), clients: Vec::new() };
+    let receiver = Receiver::start(&config, Arc::clone(&there.datastore), Arc::new(held)).unwrap();
+    let mut control = dial(&keys, &receiver);
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", SEGMENT)) else {
+        panic!("an ordinary offer is accepted");
+    };
+    control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
+    is_reached.recv().unwrap();
+    let mut data = dial(&keys, &receiver);
+    data.tell(&Message::Join { session, token }).unwrap();
+    let joined = data.hear().unwrap();
+    release.send(()).unwrap();
+    assert!(matches!(joined, Message::Failure { .. }), "{joined:?}");
+    let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
+    assert_eq!(answer, Some(Message::Committed { disks: vec!["case".into()] }));
+}
+
 fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
     let mut control = dial(keys, receiver);
     let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", capacity)) else {
@@ -263,4 +314,40 @@ fn invalid_replies_of_a_receiver_are_refused() {
     }
     same(&here.content("web"), &here.content("web@monday"));
     here.check();
+}
+
+/// Cancels the sender when the receiver has got a ping. Until then, the sender does not continue to read the map.
+struct UntilPing {
+    pings: Mutex<mpsc::Receiver<()>>,
+    seen: AtomicBool,
+}
+
+impl Progress for UntilPing {
+    fn cancelled(&self) -> bool {
+        if !self.seen.load(Ordering::SeqCst) && self.pings.lock().recv_timeout(Duration::from_secs(30)).is_ok() {
+            self.seen.store(true, Ordering::SeqCst);
+        }
+        true
+    }
+}
+
+#[test]
+fn the_session_is_kept_alive_while_the_sender_reads_the_map() {
+    let (keys, here) = (Keys::new(), Site::new());
+    drop(furnished(&here, "web", 4));
+    here.snapshot("web", "monday");
+    let (ping, pings) = mpsc::channel();
+    let port = hostile_server(&keys, move |line, _| {
+        let disks = vec![Known { base: None, done: Vec::new(), bytes: 0 }];
+        let _ = line.tell(&Message::Accept { session: "s".into(), token: "t".into(), disks });
+        while let Ok(Message::Ping) = line.hear() {
+            let _ = ping.send(());
+            let _ = line.tell(&Message::Pong { bytes: 0 });
+        }
+    });
+    let until = UntilPing { pings: Mutex::new(pings), seen: AtomicBool::new(false) };
+    let shipment = here.shipment(&[("web", "monday", "web")]);
+    let error = send(&shipment, &remote_at(port), &options(&keys, 1), &until).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    assert!(until.seen.load(Ordering::SeqCst), "no ping while the map is read");
 }

@@ -5,8 +5,9 @@ use super::unreadable::{flush_disk, grown, leaves, try_write};
 use super::*;
 use crate::pages::PageKey;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::time::Instant;
 use backend::simulated::Request;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A store in which a leaf of disk 1 has a wrong bit; disk 2 has a block.
 fn damaged() -> (SimulatedDisk, Arc<Engine>) {

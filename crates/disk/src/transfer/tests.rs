@@ -1,0 +1,160 @@
+//! Receptions that continue after an interruption: while a hidden disk was being made, and with data in many places.
+//! Disks of which a snapshot is sent.
+
+#![allow(clippy::unwrap_used)]
+
+use super::record::{RANGES_MAX, hidden_name, hidden_prefix};
+use super::{NewArrival, NewReception, Opened, Reception, SEGMENT, SnapshotIdentity, new_identity};
+use crate::migrate::MigrateOptions;
+use crate::testbed::options;
+use crate::{
+    Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions, names,
+};
+use backend::BLOCK_SIZE;
+use error::ErrorKind;
+use std::path::Path;
+use std::sync::Arc;
+use store::engine::NewSnapshot;
+
+const CAPACITY: u64 = 1 << 20;
+
+fn open(path: &Path) -> Arc<Datastore> {
+    Datastore::open(path, options(QueueChoice::Threads)).unwrap()
+}
+
+/// An offer of the disk `web`.
+fn offer(capacity: u64, bases: Vec<String>) -> NewReception {
+    let disk = NewArrival {
+        name: "web".into(),
+        uuid: new_identity().unwrap(),
+        capacity,
+        provisioning: Provisioning::Thin,
+        point: SnapshotIdentity { uuid: new_identity().unwrap(), name: "monday".into(), created: 1 },
+        keep: true,
+        bases,
+        update: false,
+    };
+    NewReception { sender: "another".into(), disks: vec![disk], attachment: None, resume_only: false }
+}
+
+fn receive(datastore: &Datastore, new: &NewReception) -> Arc<Reception> {
+    match datastore.receive(new).unwrap() {
+        Opened::Open(reception) => reception,
+        Opened::Already(disks) => panic!("there already: {disks:?}"),
+    }
+}
+
+#[test]
+fn a_reception_ends_if_its_clone_was_not_resized_yet() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let mut datastore = open(&path);
+    datastore.create_disk("a", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let base = datastore.native.snapshot_identity("a", "s").unwrap();
+    let new = offer(2 * CAPACITY, vec![names::uuid_text(&base.uuid)]);
+    for interrupted in [false, true] {
+        let reception = receive(&datastore, &new);
+        assert!(reception.progress()[0].base.is_some());
+        let id = reception.id();
+        drop(reception);
+        if interrupted {
+            // The state between the creation of the clone and its resizing.
+            let hidden = datastore.native.hidden_id(&hidden_name(&id, 0)).unwrap();
+            datastore.native.resize_by_id(hidden, CAPACITY, true).unwrap();
+        }
+        datastore.close().unwrap();
+        drop(datastore);
+        datastore = open(&path);
+        assert_eq!(datastore.receptions().unwrap().is_empty(), interrupted);
+        assert_eq!(datastore.native.hidden(&hidden_prefix(&id)).is_empty(), interrupted);
+    }
+    receive(&datastore, &new).commit(&[(0, 0)]).unwrap();
+    assert_eq!(datastore.disk("web").unwrap().capacity, 2 * CAPACITY);
+}
+
+#[test]
+fn a_disk_is_not_migrated_while_a_snapshot_of_it_is_sent() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    datastore.create_disk("a", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let options = MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::Thin, delta: None };
+    let outgoing = datastore.outgoing("a", "s").unwrap();
+    let refused = datastore.migrate("a", &options, &NoProgress).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
+    drop(outgoing);
+    let migration = datastore.uses.alone("a", "migrated").unwrap();
+    assert_eq!(datastore.outgoing("a", "s").err().map(|error| error.kind()), Some(ErrorKind::Busy));
+    drop(migration);
+    drop(datastore.outgoing("a", "s").unwrap());
+}
+
+#[test]
+fn a_disk_with_data_in_more_places_than_a_record_lists_is_received() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    // Every other segment has data.
+    let count = RANGES_MAX as u64 + 20;
+    let new = offer(2 * count * SEGMENT, Vec::new());
+    let content = |number: u64| vec![(number % 251) as u8 + 1; BLOCK_SIZE];
+    let send = |reception: &Reception, number: u64| {
+        reception.write(0, 2 * number * SEGMENT, &content(number), None).unwrap();
+        reception.finish_segment(0, 2 * number, BLOCK_SIZE as u64)
+    };
+    let reception = receive(&datastore, &new);
+    (0..count).for_each(|number| send(&reception, number).unwrap());
+    for listed in [0, count - 1] {
+        assert_eq!(send(&reception, listed).unwrap_err().kind(), ErrorKind::Invalid, "segment {listed} twice");
+    }
+    reception.save().unwrap();
+    drop(reception);
+    // Segments that the record does not list are sent again.
+    let reception = receive(&datastore, &new);
+    let known = reception.progress();
+    assert_eq!((known[0].done.len(), known[0].bytes), (RANGES_MAX, (RANGES_MAX * BLOCK_SIZE) as u64));
+    (RANGES_MAX as u64..count).for_each(|number| send(&reception, number).unwrap());
+    reception.commit(&[(count, count * BLOCK_SIZE as u64)]).unwrap();
+    drop(reception);
+    let device = datastore.device("web", true).unwrap();
+    for number in 0..count {
+        assert!(device.read(2 * number * SEGMENT, BLOCK_SIZE).unwrap() == content(number), "segment {}", 2 * number);
+    }
+}
+
+#[test]
+fn a_disk_equals_the_snapshot_that_an_interrupted_attempt_has_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    let native = &datastore.native;
+    let new = offer(SEGMENT, Vec::new());
+    let send = |reception: &Reception| {
+        reception.write(0, 0, &[7; BLOCK_SIZE], None).unwrap();
+        reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
+    };
+    let reception = receive(&datastore, &new);
+    send(&reception);
+    // The first attempt ends before the disk becomes visible, and before its record lists the segment.
+    let disk = native.hidden_id(&hidden_name(&reception.id(), 0)).unwrap();
+    native.commit_hidden(disk).unwrap();
+    let point = &new.disks[0].point;
+    let uuid = names::parse_uuid(&point.uuid).unwrap();
+    native.engine.snapshot(&[NewSnapshot { disk, name: point.name.clone(), uuid, incomplete: false }]).unwrap();
+    drop(reception);
+    let reception = receive(&datastore, &new);
+    assert!(reception.progress()[0].done.is_empty());
+    send(&reception);
+    reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
+    // Otherwise the next transfer could not update the disk.
+    let base = native.unchanged_base(&native.visible("web").unwrap()).unwrap();
+    assert_eq!(base.uuid, uuid);
+    let device = datastore.device("web", true).unwrap();
+    assert!(device.read(0, BLOCK_SIZE).unwrap() == [7_u8; BLOCK_SIZE]);
+}
