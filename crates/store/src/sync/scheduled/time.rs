@@ -28,6 +28,12 @@ impl Instant {
     pub fn elapsed(&self) -> Duration {
         NOW.get() - self.0
     }
+
+    /// The point earlier by `time`; `None` if it lies before the beginning of the clock.
+    #[cfg(test)]
+    pub fn checked_sub(&self, time: Duration) -> Option<Self> {
+        self.0.checked_sub(time).map(Self)
+    }
 }
 
 impl Add<Duration> for Instant {
