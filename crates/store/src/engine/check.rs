@@ -209,7 +209,7 @@ impl Engine {
         let _bulk = self.writeback.stop_bulk();
         let _control = self.control.lock();
         // Punching is locked, because blocks that are about to be punched would be reported as leaks.
-        let _punching = self.reserves.lock_punching();
+        let punching = self.reserves.lock_punching();
         self.commit_changes()?;
         while self.drop_all_trash()? {}
         let mut report = self.found_first.lock().clone();
@@ -255,6 +255,12 @@ impl Engine {
         }
         drop(closed);
         drop(checkpoint);
+        drop(punching);
+        if report.repairs > 0 {
+            // The space of free blocks in a rebuilt page was returned, although acknowledged writes and thick disks may
+            // need these blocks.
+            self.extend_ahead()?;
+        }
         checked.map(|()| report)
     }
 

@@ -37,6 +37,7 @@ use crate::sync::Mutex;
 use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -469,11 +470,15 @@ impl Engine {
     }
 
     /// Restores the reservation of thick disks with snapshots to their size, as far as free blocks allow. Writes reduce
-    /// the reservation, and the replay after a crash may have counted some of them twice. After a crash, too much may
-    /// also be reserved, for buffered writes of a snapshot or for a resize. The reserved blocks are among the free
-    /// ones.
+    /// the reservation, and the replay after a crash may have counted some of them twice, until nothing was reserved
+    /// any more. After a crash, too much may also be reserved, for buffered writes of a snapshot or for a resize. The
+    /// reserved blocks are among the free ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
-        let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
+        let snapshots = meta.catalog.objects().filter(|object| object.is_snapshot());
+        let with_snapshots: BTreeSet<u64> = snapshots.map(|snapshot| snapshot.disk).collect();
+        let thick = |disk: &&Object| {
+            disk.provisioning != Provisioning::Thin && (disk.reserved > 0 || with_snapshots.contains(&disk.id))
+        };
         let mut disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
         disks.iter_mut().for_each(|disk| disk.reserved = disk.reserved.min(disk.size_in_blocks()));
         let mut spare = meta.data.counts().free.saturating_sub(disks.iter().map(|disk| disk.reserved).sum());

@@ -242,6 +242,20 @@ fn a_repair_waits_for_blocks_that_a_bulk_writer_has_not_mapped() {
 }
 
 #[test]
+fn a_repair_that_returns_the_space_of_free_blocks_reserves_space_for_acknowledged_writes() {
+    let (disk, engine) = with_a_block(256);
+    // The page that describes the blocks is intact in memory.
+    spoil(&disk, "data.table", 0, 0..20);
+    (1..21).for_each(|block| write(&engine, block, 3));
+    let report = checked(&engine, true);
+    assert!(problems(&report).contains("page 0 of data.table"), "{}", problems(&report));
+    fill_up(&disk);
+    engine.flush().unwrap();
+    assert!((1..21).all(|block| value(&engine, block).unwrap() == 3));
+    is_whole(&engine);
+}
+
+#[test]
 fn a_block_whose_checksum_page_is_damaged_is_a_reported_error() {
     let (disk, model) = prepared(true);
     without_images(&disk);
