@@ -6,8 +6,8 @@
 //! 2. A plan covers the request, widened to sectors, or to blocks if a file is open for direct I/O or the data cache is
 //!    on, but not past the end of the disk.
 //! 3. A failed prefetch fails no read: ranges around the request that cannot be looked up are left out.
-//! 4. After a failed flush, a file may return old content also to a read that was planned before. So whether a flush has
-//!    failed is checked again after the bytes were fetched ([`Chain::check_fetched`]).
+//! 4. After a failed flush, a file may return old content also to a read that was planned before. So whether a flush
+//!    has failed is checked again after the bytes were fetched ([`Chain::check_fetched`]).
 
 use crate::chain::Chain;
 use crate::changes::Token;

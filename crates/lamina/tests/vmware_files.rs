@@ -161,7 +161,7 @@ fn a_live_import_is_shown_until_it_is_complete() {
     let mut server = store.serve("");
     store.run(&format!("disk import --live --rate 1M {} web", path.join("web.vmdk").display())).ok();
     let shown = store.run("disk show web").ok();
-    assert!(shown.contains("live import:") && shown.contains("the server copies it"), "{shown}");
+    assert!(shown.contains("live import:") && shown.contains("the server copies the images"), "{shown}");
     store.run("snapshot create web@early").fails(4, "web");
     assert_eq!(server.stop("TERM"), Some(0));
 }

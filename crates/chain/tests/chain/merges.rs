@@ -398,8 +398,8 @@ fn a_level_is_replaced_only_after_plans_made_several_snapshots_before() {
     assert_content(&chain, &content);
 }
 
-/// The caches lead reads to the copies that a merge has made. After a failed flush of the target, the device may have the
-/// target's old content there.
+/// The caches lead reads to the copies that a merge has made. After a failed flush of the target, the device may have
+/// the target's old content there.
 #[test]
 fn reads_of_copies_that_were_planned_before_a_failed_flush_of_the_target_are_refused() {
     let (chain, layers, mut content) = filled(2, 1 << 20, 4096, 15);

@@ -111,8 +111,8 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     Err(Error::new(ErrorKind::Busy, text))
 }
 
-/// Returns `Busy` if a machine uses a disk that is to migrate to the datastore `to`. Clients are no reason: they continue
-/// to use the disk.
+/// Returns `Busy` if a machine uses a disk that is to migrate to the datastore `to`. Clients are no reason: they
+/// continue to use the disk.
 pub fn refuse_to_leave(service: &Service, disk: &str, to: &Location, force: bool) -> Result<()> {
     if force || to.resolved()? == service.location.resolved()? {
         return Ok(());

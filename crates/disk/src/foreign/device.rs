@@ -4,8 +4,8 @@
 //! 1. Each segment of a read plan is one part of the chain's plan. The caller fetches the parts that are in files, in
 //!    whole blocks if the file requires that. This module decodes encoded parts.
 //! 2. The chain's plan is the guard of the read, and is dropped when the read is finished.
-//! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may have
-//!    returned old data. A range that is written during the read may return old or new data, as on any disk.
+//! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may
+//!    have returned old data. A range that is written during the read may return old or new data, as on any disk.
 
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};

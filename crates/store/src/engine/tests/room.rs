@@ -424,8 +424,8 @@ fn a_crash_leaves_no_reservation_beyond_the_size_of_a_thick_disk() {
     assert_eq!((reserved(&engine), engine.counts().reserved), (64, 64));
 }
 
-/// The record of a snapshot precedes pending changes in the journal. So replay counts the blocks that these changes have
-/// mapped against what the snapshot reserved.
+/// The record of a snapshot precedes pending changes in the journal. So replay counts the blocks that these changes
+/// have mapped against what the snapshot reserved.
 #[test]
 fn a_crash_leaves_a_thick_disk_its_reservation_although_replay_has_counted_all_of_it_twice() {
     let (disk, engine) = made();
