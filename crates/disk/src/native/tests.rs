@@ -178,7 +178,7 @@ fn a_disk_that_grows_during_a_close_returns_its_new_space() {
     assert_eq!(refused.kind(), ErrorKind::Stopped, "{refused}");
     closed.recv().unwrap().join().unwrap().unwrap();
     drop(datastore);
-    let datastore = Datastore::open(&folder.path().join("store"), options(QueueChoice::Threads)).unwrap();
+    let datastore = Datastore::open(folder.path().join("store"), options(QueueChoice::Threads)).unwrap();
     let disk = datastore.native.find_disk("t").unwrap();
     let allocated = datastore.disk("t").unwrap().blocks_allocated.unwrap();
     assert_eq!([disk.reserved, allocated].map(|blocks| blocks * backend::BLOCK_SIZE as u64), [CAPACITY; 2]);

@@ -120,8 +120,9 @@ fn the_first_cold_change_after_many_hits_reads_nothing_under_the_metadata_lock()
     flush();
     let overwrite = |block: u64| write(&engine, block, 2);
     let discard = |block: u64| engine.discard_blocks(&head, block..block + 1).unwrap();
-    let changes: [(&dyn Fn(u64), &dyn Fn()); 4] =
-        [(&overwrite, &settle), (&overwrite, &flush), (&discard, &settle), (&discard, &flush)];
+    let buffers: [&dyn Fn(u64); 2] = [&overwrite, &discard];
+    let carry_outs: [&dyn Fn(); 2] = [&settle, &flush];
+    let changes = buffers.into_iter().flat_map(|buffer| carry_outs.map(|carry_out| (buffer, carry_out)));
     for (number, (buffer, carry_out)) in (1u64..).zip(changes) {
         buffer(number * 20 * APART);
         engine.meta.look(|meta| meta.entry(0)).unwrap();
