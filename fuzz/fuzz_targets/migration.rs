@@ -8,7 +8,7 @@ use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
 
-// The modules for migration intents and locations are private in the crate `disk`, so the target compiles their
+// The modules for migration intents and what these use are private in the crate `disk`, so the target compiles their
 // sources.
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
@@ -19,6 +19,9 @@ mod location;
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/sealed.rs"]
 mod sealed;
+#[allow(dead_code)]
+#[path = "../../crates/disk/src/spare.rs"]
+mod spare;
 
 const NAME: &str = "migration-0f0e0d0c-0b0a-4908-8706-050403020100";
 
