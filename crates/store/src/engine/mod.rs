@@ -70,6 +70,7 @@ mod bulk;
 mod check;
 mod checkpoint;
 mod control;
+mod create;
 mod files;
 mod flush;
 mod heads;
@@ -100,12 +101,12 @@ pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
 pub use control::{DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit};
+pub use create::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
 pub use read::{Part, Planned, Stored};
-pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,

@@ -1,4 +1,4 @@
-//! Creates, opens and closes a store.
+//! Opens, recovers and closes a store.
 //!
 //! Opening reads the superblock. If it names images of a checkpoint, they are written to their places. Then opening
 //! replays the journal from its tail, writes journalled payload to its blocks, and seals snapshots that lost their last
@@ -14,41 +14,35 @@
 //! 3. Unbounded work, such as clearing the blocks past the end of a disk that shrank, comes after the checkpoint and
 //!    is admitted step by step.
 
+mod survey;
+
+pub(super) use self::survey::{Survey, collect_images, survey};
+
 use super::buffers::Buffers;
 use super::check::Report;
 use super::checkpoint::Purpose;
-use super::files::{self, DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::files::{self, DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
 use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
-use super::log::{
-    CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock, Unreported,
-};
+use super::log::{CommitLog, Images, Superblock};
 use super::metadata::{Meta, Metadata};
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
-use super::reserve::{CATALOG_AHEAD, KEPT, Reserves, table_bytes, unless_full};
+use super::reserve::{Reserves, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
 use super::{Counters, Engine, EngineOptions, Owner};
 use crate::catalog::{Catalog, Object, ObjectState, Provisioning};
-use crate::journal::{BatchKind, Journal, Operation, Place};
-use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
+use crate::journal::{Journal, Operation};
+use crate::pages::{Mender, PageFile, Pages, write_home};
 use crate::space::{Space, SpaceKind};
 use crate::sync::Mutex;
 use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, IoContext, Result, is_lost};
-use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
+use backend::{BLOCK_SIZE, Directory, File, IoMode};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The smallest journal: 4 MiB.
-pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
-/// The largest journal: 4 GiB.
-pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
-/// The journal of a datastore made without `--journal-size`: 128 MiB.
-pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
-/// Map nodes reserved in a new datastore (2 MiB): half of them are kept free, the others are for writes.
-const MAP_RESERVE: u64 = 2 * KEPT;
 /// Pages that recovery may change in addition to those of replay: for the snapshots that it seals.
 const PAGES_AHEAD: u64 = 64;
 /// How many regions of data a superblock may count beyond the length of the data files.
@@ -98,92 +92,7 @@ pub(super) struct Parts<'a> {
     pub owner: Option<&'a Arc<Owner>>,
 }
 
-/// Parameters of a new store.
-#[derive(Clone, Copy, Debug)]
-pub struct InitParameters {
-    /// UUID of the datastore.
-    pub uuid: [u8; 16],
-    /// Size of the journal ring in bytes.
-    pub journal_size: u64,
-}
-
 impl Engine {
-    /// Creates a store in an empty directory. The superblock is written last: without it the directory is no datastore.
-    pub fn init(directory: &Arc<dyn Directory>, parameters: InitParameters) -> Result<()> {
-        let size = parameters.journal_size;
-        if !(JOURNAL_SIZE_MIN..=JOURNAL_SIZE_MAX).contains(&size) || !size.is_multiple_of(BLOCK_SIZE as u64) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("a journal of {size} bytes: it must be a multiple of 4 KiB from 4 MiB to 4 GiB"),
-            ));
-        }
-        let _lock = directory.lock(LOCK_FILE).during(|| "taking the lock of the new datastore".into())?;
-        let names = directory.list().during(|| "listing the new datastore".into())?;
-        if names.iter().any(|name| name == SUPERBLOCK_FILE) {
-            return Err(Error::new(ErrorKind::Exists, "there is a datastore already"));
-        }
-        let known = |name: &String| {
-            [JOURNAL_FILE, LOCK_FILE, IMAGES_FILE].contains(&name.as_str())
-                || PageFile::ALL.iter().any(|file| file.name() == name)
-        };
-        if let Some(foreign) = names.iter().find(|name| !known(name)) {
-            return Err(Error::new(
-                ErrorKind::Exists,
-                format!("the folder is not empty (it holds {foreign}); a datastore needs a folder of its own"),
-            ));
-        }
-        // All files are remains of an interrupted `init`.
-        for name in names.iter().filter(|name| *name != LOCK_FILE) {
-            directory.remove(name).during(|| format!("removing {name}"))?;
-        }
-        let create = |name: &str| directory.create(name, IoMode::Buffered).during(|| format!("creating {name}"));
-        let journal = create(JOURNAL_FILE)?;
-        // The journal is filled with zeros now, so that later appends do not change the metadata of the file system.
-        let zeros = Buffer::zeroed(1 << 20 >> 12);
-        journal.reserve(0, size).during(|| "reserving the journal".into())?;
-        let mut at = 0;
-        while at < size {
-            let length = (size - at).min(zeros.len() as u64) as usize;
-            journal.write_at(&[&zeros[..length]], at, false).during(|| "writing the journal".into())?;
-            at += length as u64;
-        }
-        journal.sync().during(|| "flushing the journal".into())?;
-        // Reserves room for the first changes, so that other programs cannot take it.
-        let map = (PageFile::Map, MAP_RESERVE * BLOCK_SIZE as u64);
-        for (file, room) in std::iter::once(map).chain(table_bytes(1, 1, 0, CATALOG_AHEAD)) {
-            let pages = create(file.name())?;
-            pages.reserve(0, room).during(|| format!("reserving {}", file.name()))?;
-            pages.sync().during(|| format!("flushing {}", file.name()))?;
-        }
-        Images::create(&**directory, INITIAL_PAGES)?;
-        directory.sync().during(|| "flushing the new datastore".into())?;
-        let start = Place { position: 0, sequence: 1 };
-        let mut superblock = Superblock {
-            version: FORMAT_VERSION,
-            uuid: parameters.uuid,
-            sequence: 0,
-            journal_size: size,
-            tail: start,
-            ordered: start,
-            data_regions: 0,
-            map_regions: 0,
-            map_length: MAP_RESERVE,
-            catalog_slots: 0,
-            next_id: 1,
-            created: backend::clock::seconds(),
-            clean: true,
-            incarnation: 0,
-            checkpoint: 0,
-            images: None,
-            unreported: Unreported::default(),
-        };
-        let file = create(SUPERBLOCK_FILE)?;
-        file.reserve(0, 2 * BLOCK_SIZE as u64).during(|| "reserving the superblock".into())?;
-        superblock.write(&*file)?;
-        file.sync().during(|| "flushing the superblock".into())?;
-        directory.sync().during(|| "flushing the new datastore".into())
-    }
-
     /// Opens a store, and recovers it if it was not closed. Starts its threads if the options say so. The caller
     /// ensures that no other process has the store open.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
@@ -297,7 +206,7 @@ impl Engine {
             collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
             write_home(&page_files, &images)?;
             let Superblock { tail, ordered, .. } = superblock;
-            checkpoint.record.update(&mut superblock);
+            checkpoint.record().update(&mut superblock);
             (replay_from, ordered_from) = (superblock.tail, superblock.ordered);
             (superblock.tail, superblock.ordered) = (tail, ordered);
         }
@@ -515,93 +424,6 @@ impl Engine {
         *closed = true;
         Ok(())
     }
-}
-
-pub(super) struct FoundCheckpoint {
-    record: CheckpointRecord,
-    end: Place,
-}
-
-pub(super) struct Survey {
-    pub end: Place,
-    pub incarnation: u64,
-    pub checkpoint: Option<FoundCheckpoint>,
-    /// The place of an undamaged batch or trailer past the end of the journal: the journal is damaged before it.
-    pub beyond: Option<Place>,
-}
-
-impl Survey {
-    /// Fails if acknowledged changes are lost.
-    fn check_whole(&self, opening: Opening) -> Result<()> {
-        let Some(place) = self.beyond else { return Ok(()) };
-        Err(Error::new(
-            ErrorKind::Corrupt,
-            format!(
-                "the journal is damaged at position {}: undamaged records follow at {}, so changes acknowledged in \
-                 between are lost; {}",
-                self.end.position,
-                place.position,
-                opening.advice()
-            ),
-        ))
-    }
-}
-
-impl FoundCheckpoint {
-    /// The superblock fields of the checkpoint.
-    pub fn record(&self) -> CheckpointRecord {
-        self.record
-    }
-}
-
-/// Reads the journal to its end without applying it.
-pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
-    let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None, beyond: None };
-    let mut lowest = incarnation;
-    while let Some(batch) = journal.read(found.end, lowest)? {
-        if batch.next.position - journal.tail().position > journal.size() {
-            break;
-        }
-        if batch.kind == BatchKind::Checkpoint
-            && let Some(record) = CheckpointRecord::decode(&batch.body)
-            && record.tail >= journal.tail()
-            && record.ordered >= record.tail
-        {
-            found.checkpoint = Some(FoundCheckpoint { record, end: batch.place });
-        }
-        lowest = batch.incarnation;
-        found.incarnation = found.incarnation.max(batch.incarnation);
-        found.end = batch.next;
-    }
-    found.beyond = journal.continuation(found.end, found.incarnation)?;
-    Ok(found)
-}
-
-/// The page images of a checkpoint of version 1: those appended between its tail and its end.
-pub(super) fn collect_images(
-    journal: &Journal,
-    tail: Place,
-    checkpoint: &FoundCheckpoint,
-    images: &mut Vec<(PageKey, Arc<Block>)>,
-) -> Result<()> {
-    let damaged = || Error::new(ErrorKind::Corrupt, "a checkpoint in the journal holds an impossible page");
-    let mut place = checkpoint.record.tail.max(tail);
-    while place != checkpoint.end {
-        let batch = journal.read(place, 0)?.ok_or_else(damaged)?;
-        if batch.kind == BatchKind::Pages {
-            for image in batch.body.chunks(BLOCK_SIZE + 8) {
-                let (raw, bytes) = image.split_at_checked(8).ok_or_else(damaged)?;
-                let raw = u64::from_le_bytes(raw.try_into().map_err(|_| damaged())?);
-                let key = PageKey::from_raw(raw).ok_or_else(damaged)?;
-                let mut page = Block(bytes.try_into().map_err(|_| damaged())?);
-                verify(&mut page, key)?;
-                images.push((key, Arc::new(page)));
-            }
-        }
-        place = batch.next;
-    }
-    images.sort_by_key(|(key, _)| *key);
-    Ok(())
 }
 
 /// Checks the lengths of the metadata files, so that a truncated file is found now, not by a later read. Refuses sizes

@@ -12,7 +12,7 @@ use super::super::files::{DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
 use super::super::left_out::{LeftOut, Tolerance};
 use super::super::log::{IMAGES_FILE, Images, Superblock};
 use super::super::metadata::{Meta, Metadata};
-use super::super::recover::{Parts, Survey, survey};
+use super::super::recover::{Parts, Survey, collect_images, survey};
 use super::super::{Engine, EngineOptions};
 use super::{EVERYTHING, Salvage, is_readable};
 use crate::catalog::{Catalog, ObjectState};
@@ -63,7 +63,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     if let Some(checkpoint) = &found.checkpoint {
         // Version 1 kept the images in the ring.
         let mut pages = Vec::new();
-        super::super::recover::collect_images(&journal, superblock.tail, checkpoint, &mut pages)?;
+        collect_images(&journal, superblock.tail, checkpoint, &mut pages)?;
         write_home(&files, &pages)?;
         checkpoint.record().update(&mut superblock);
     }
