@@ -137,7 +137,7 @@ impl Engine {
         let (mut outrun, mut kept) = (None, None);
         loop {
             let mut fetch: Fetch = kept.take().unwrap_or_default();
-            let began = fetch.began();
+            fetch.begin();
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
                 return Ok(());
@@ -152,7 +152,7 @@ impl Engine {
                 self.write_back_once()?;
                 continue;
             }
-            let _surveyed = if fetch.has_lost() { Vec::new() } else { self.bring_in_buffered() };
+            let _surveyed = self.bring_in_buffered(&fetch);
             let appends = self.admit_append()?;
             let gate = self.writeback.lock_for_flush();
             let mut commit = self.log.lock();
@@ -173,7 +173,7 @@ impl Engine {
                     continue;
                 }
                 Err(error) => {
-                    kept = self.isolate_or_fail(error, began, fetch, (gate, commit, appends))?;
+                    kept = self.isolate_or_fail(error, fetch, (gate, commit, appends))?;
                     continue;
                 }
                 Ok(left) => left,
@@ -269,8 +269,8 @@ impl Engine {
 
     /// Reads ahead the metadata that will be needed when the buffered entries are moved into the map. Called before any
     /// lock is taken.
-    fn bring_in_buffered(&self) -> Vec<Fetch> {
-        if self.meta.lock().pages.is_warm() {
+    fn bring_in_buffered(&self, fetch: &Fetch) -> Vec<Fetch> {
+        if fetch.has_lost() || self.meta.lock().pages.is_warm() {
             return Vec::new();
         }
         let mut fetched = Vec::new();

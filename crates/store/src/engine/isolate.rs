@@ -249,23 +249,17 @@ impl Engine {
         self.meta.lock().losses()
     }
 
-    /// Called after moving buffered blocks into the map failed with `error`, in an attempt that began at `began` and
-    /// used `fetch`. Releases `locks`, among them the write-back gate. If the attempt has missed pages, reads them.
-    /// Otherwise isolates what is lost, and pauses. The caller then tries again, with the returned value. Fails with
-    /// `error` if it has another cause.
-    pub(super) fn isolate_or_fail(
-        &self,
-        error: Error,
-        began: Instant,
-        mut fetch: Fetch,
-        locks: impl Sized,
-    ) -> Result<Option<Fetch>> {
+    /// Called after moving buffered blocks into the map failed with `error`, in an attempt that used `fetch`. Releases
+    /// `locks`, among them the write-back gate. If the attempt has missed pages, reads them. Otherwise isolates what is
+    /// lost, and pauses. The caller then tries again, with the returned value. Fails with `error` if it has another
+    /// cause.
+    pub(super) fn isolate_or_fail(&self, error: Error, mut fetch: Fetch, locks: impl Sized) -> Result<Option<Fetch>> {
         let removals = self.isolation.removals.load(Ordering::Acquire);
         drop(locks);
         if self.meta.load_missing(&mut fetch)? {
             return Ok(Some(fetch));
         }
-        let pause = self.isolate(&error, began, removals, &mut fetch).ok_or(error)?;
+        let pause = self.isolate(&error, removals, &mut fetch).ok_or(error)?;
         crate::sync::thread::sleep(pause);
         Ok(fetch.after_failure())
     }
@@ -273,10 +267,11 @@ impl Engine {
     /// Removes those blocks from the buffers for which the map is lost. Returns the pause after which the caller tries
     /// again; `None` if the failure has another cause. `removals` is their number at the failure: if it has grown,
     /// another thread has removed the cause. Must be called without locks.
-    pub(super) fn isolate(&self, error: &Error, began: Instant, removals: u64, fetch: &mut Fetch) -> Option<Duration> {
+    pub(super) fn isolate(&self, error: &Error, removals: u64, fetch: &mut Fetch) -> Option<Duration> {
         if !is_lost(error) || self.running.is_stopped() {
             return None;
         }
+        let began = fetch.begin();
         if error.kind() == ErrorKind::Io {
             if !self.log.is_medium_readable() {
                 self.isolation.forget_failures();

@@ -108,10 +108,22 @@ impl Fetch {
         }
     }
 
-    /// When the change began. After [`Metadata::load_missing`] this is still the same attempt, although the medium may
-    /// have taken many seconds to fail a read. After [`Fetch::after_failure`] it is another one.
-    pub fn began(&mut self) -> Instant {
+    /// Notes that an attempt of the change begins, and returns when it began. After [`Metadata::load_missing`] this is
+    /// still the same attempt, although the medium may have taken many seconds to fail a read. After
+    /// [`Fetch::after_failure`] it is another one.
+    pub fn begin(&mut self) -> Instant {
         *self.began.get_or_insert_with(Instant::now)
+    }
+
+    /// As [`Fetch::require`], for the pages that the allocation of blocks needs.
+    pub fn require_allocation(&mut self, meta: &mut Meta, blocks: u64) -> Result<()> {
+        if blocks == 0 {
+            return Ok(());
+        }
+        self.require(meta, |meta| {
+            meta.survey_allocation(blocks);
+            Ok(())
+        })
     }
 
     /// Whether pages are lost that the lookups need. A survey would read them again.
@@ -186,6 +198,12 @@ impl Metadata {
         fetch.lost.clear();
         fetch.lost_to_others.clear();
         fetch
+    }
+
+    /// As [`Metadata::bring_in`], before an attempt of a change that uses `fetch`. A change that needs lost pages is
+    /// not surveyed, because the survey would read them again.
+    pub(crate) fn bring_in_for(&self, fetch: &Fetch, survey: impl Fn(&mut Meta)) -> Fetch {
+        if fetch.has_lost() { Fetch::default() } else { self.bring_in(survey) }
     }
 
     /// Called after a change has failed, without locks: reads the pages that [`Fetch::require`] has missed. False if it

@@ -54,8 +54,9 @@ pub(super) fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> 
     move || file.write_at(&[&bytes], at, true).unwrap()
 }
 
-#[test]
-fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back() {
+/// A store in which block 0 of disk 1 was flushed with content 1, and then overwritten in place with content 2: the
+/// journal has payload of the block, and the announcement of the overwrite.
+pub(super) fn overwritten() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     // Reserves enough space first, so that the steps below reserve none.
     drop(engine.claim_blocks(1024).unwrap());
@@ -65,6 +66,12 @@ fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back(
     // Overwrites the block in place, after an announcement.
     write(&engine, 0, 2);
     engine.settle(&engine.head(1)).unwrap();
+    (disk, engine)
+}
+
+#[test]
+fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back() {
+    let (disk, engine) = overwritten();
     // While the flush waits for the medium, another write is made to a new block and enters the map.
     let other = Arc::clone(&engine);
     before_next(&disk, Request::Sync, move || {

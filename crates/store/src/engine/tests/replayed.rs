@@ -1,6 +1,6 @@
 //! Openings after a kill, with a page or a block that the medium has lost: each loses no more than its own content.
 
-use super::between::lose_page;
+use super::between::{lose_page, overwritten};
 use super::unreadable::{grown, leaves};
 use super::*;
 use crate::sync::atomic::Ordering;
@@ -46,15 +46,7 @@ fn a_lost_root_does_not_prevent_the_opening_after_a_kill() {
 
 #[test]
 fn an_unreadable_block_that_was_being_overwritten_gets_its_journalled_content() {
-    let (disk, engine) = made();
-    // Reserves enough space first, so that the steps below reserve none.
-    drop(engine.claim_blocks(1024).unwrap());
-    // Puts payload of the block into the journal.
-    write(&engine, 0, 1);
-    engine.flush().unwrap();
-    // Overwrites the block in place, after an announcement.
-    write(&engine, 0, 2);
-    engine.settle(&engine.head(1)).unwrap();
+    let (disk, engine) = overwritten();
     let (_, offset) = engine.files.locate(own_block(&engine, 1, 0)).unwrap();
     drop(engine);
     disk.fail_reads("data.0000", offset..offset + BLOCK_SIZE as u64).unwrap();

@@ -140,13 +140,13 @@ fn a_read_that_fails_once_loses_no_write_while_another_page_is_unreadable() {
     let engine = open(&disk).unwrap();
     let _mend = lose_page(&disk, "map", first);
     let error = value(&engine, lost).unwrap_err();
-    assert!(engine.isolate(&error, Instant::now(), 0, &mut metadata::Fetch::default()).is_some());
+    assert!(engine.isolate(&error, 0, &mut metadata::Fetch::default()).is_some());
     // Reads of the first page have failed for longer than a second.
     std::thread::sleep(Duration::from_millis(1100));
     write(&engine, block, 9);
     engine.meta.lock().pages.drop_clean();
     let mend = lose_page(&disk, "map", second);
-    assert!(engine.isolate(&error, Instant::now(), 0, &mut metadata::Fetch::default()).is_some());
+    assert!(engine.isolate(&error, 0, &mut metadata::Fetch::default()).is_some());
     mend();
     flush_disk(&engine, 1).unwrap();
     assert_eq!(value(&engine, block).unwrap(), 9);

@@ -191,25 +191,19 @@ impl Engine {
     fn write_back_next(&self) -> Result<bool> {
         let mut fetch = Fetch::default();
         loop {
-            let began = fetch.began();
+            fetch.begin();
             self.check_running()?;
             self.pace()?;
-            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_next() };
+            let _surveyed = self.bring_in_next(&fetch);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let mut served = None;
-            for head in self.heads_in_turn() {
-                match self.write_back(&mut lane, &head, &mut fetch) {
-                    Ok(Batch::Empty) => {}
-                    batch => {
-                        served = Some((head.id, batch));
-                        break;
-                    }
-                }
-            }
+            let mut batches =
+                self.heads_in_turn().into_iter().map(|head| (head.id, self.write_back(&mut lane, &head, &mut fetch)));
+            let served = batches.find(|(_, batch)| !matches!(batch, Ok(Batch::Empty)));
+            drop(batches);
             let Some((disk, batch)) = served else { return Ok(false) };
             let batch = match batch {
-                Err(error) => match self.isolate_or_fail(error, began, fetch, (lane, appends)) {
+                Err(error) => match self.isolate_or_fail(error, fetch, (lane, appends)) {
                     Ok(Some(again)) => {
                         fetch = again;
                         continue;
@@ -245,15 +239,15 @@ impl Engine {
     pub fn settle(&self, head: &Head) -> Result<()> {
         let mut fetch = Fetch::default();
         loop {
-            let began = fetch.began();
+            fetch.begin();
             self.check_running()?;
             self.pace()?;
-            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.bring_in_batch(head) };
+            let _surveyed = self.bring_in_batch(head, &fetch);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let batch = match self.write_back(&mut lane, head, &mut fetch) {
                 Err(error) => {
-                    fetch = self.isolate_or_fail(error, began, fetch, (lane, appends))?.unwrap_or_default();
+                    fetch = self.isolate_or_fail(error, fetch, (lane, appends))?.unwrap_or_default();
                     continue;
                 }
                 Ok(batch) => batch,
@@ -270,13 +264,13 @@ impl Engine {
     }
 
     /// Reads ahead the metadata that the next batch will need. Called before the batch takes locks.
-    fn bring_in_next(&self) -> Fetch {
+    fn bring_in_next(&self, fetch: &Fetch) -> Fetch {
         let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
-        next.map(|head| self.bring_in_batch(&head)).unwrap_or_default()
+        next.map(|head| self.bring_in_batch(&head, fetch)).unwrap_or_default()
     }
 
-    fn bring_in_batch(&self, head: &Head) -> Fetch {
-        if self.meta.lock().pages.is_warm() {
+    fn bring_in_batch(&self, head: &Head, fetch: &Fetch) -> Fetch {
+        if fetch.has_lost() || self.meta.lock().pages.is_warm() {
             return Fetch::default();
         }
         let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));

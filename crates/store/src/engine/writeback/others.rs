@@ -61,7 +61,7 @@ impl Engine {
                 steps += 1;
                 let part = piece.part(at..end);
                 let survey = |meta: &mut Meta| meta.survey_pieces(head.id, std::slice::from_ref(&part));
-                let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.meta.bring_in(survey) };
+                let _surveyed = self.meta.bring_in_for(fetch, survey);
                 let mut buffer = head.lock();
                 let (layer, _) = buffer.layers.oldest();
                 // Parts that were written since the plan are skipped, because such a write may rely on the blocks that

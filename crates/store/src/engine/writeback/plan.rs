@@ -131,12 +131,7 @@ impl Engine {
             }
             plan.unclaimed = claim;
         }
-        if new_blocks > 0 {
-            fetch.require(meta, |meta| {
-                meta.survey_allocation(new_blocks);
-                Ok(())
-            })?;
-        }
+        fetch.require_allocation(meta, new_blocks)?;
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), parts) in data.into_iter().zip(parts) {
             for (range, placement, physical) in parts {

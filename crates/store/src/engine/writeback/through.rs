@@ -82,7 +82,7 @@ impl Engine {
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
         while attempts > 0 {
-            let _surveyed = if fetch.has_lost() { Fetch::default() } else { self.meta.bring_in(survey) };
+            let _surveyed = self.meta.bring_in_for(&fetch, survey);
             let outcome = self.try_through(head, logical..logical + blocks, data, checksums, &mut fetch);
             if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
                 continue;
@@ -145,12 +145,7 @@ impl Engine {
                 // At most as many runs as one announcement may permit are taken, however short the runs are.
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
-            if new > 0 {
-                fetch.require(meta, |meta| {
-                    meta.survey_allocation(new);
-                    Ok(())
-                })?;
-            }
+            fetch.require_allocation(meta, new)?;
             let mut parts: Vec<Part> = Vec::new();
             for (range, place) in own {
                 if let Some(start) = place {
