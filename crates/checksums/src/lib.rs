@@ -68,10 +68,24 @@ pub fn changes_of_one_byte(difference: u32, length: usize) -> Vec<(usize, u8)> {
     found
 }
 
+/// The longest content in which a damaged byte is searched for. The search takes 0.1 s for this length.
+const MENDED_MAX: usize = 64 << 10;
+
+/// Mends one damaged byte of a content that consists of a body and a first line for the checksum of the body, as `line`
+/// makes it. Returns what `decode` makes of the mended content. `None` if not exactly one change of one byte gives
+/// content that `decode` accepts, and for content of more than 64 KiB.
+pub fn mend_one_byte<T>(bytes: &[u8], line: impl Fn(u32) -> Vec<u8>, decode: impl Fn(&[u8]) -> Option<T>) -> Option<T> {
+    if bytes.len() > MENDED_MAX {
+        return None;
+    }
+    let mut decoded: Vec<T> =
+        contents_of_one_changed_byte(bytes, line).iter().filter_map(|bytes| decode(bytes)).collect();
+    if decoded.len() == 1 { decoded.pop() } else { None }
+}
+
 /// The contents that differ from `bytes` in one byte, and that consist of a body and a first line for the checksum of
-/// the body, as `line` makes it. This line ends with the eight hexadecimal digits of the checksum and a line feed. The
-/// time grows with the length: 0.1 s for 64 KiB.
-pub fn contents_of_one_changed_byte(bytes: &[u8], line: impl Fn(u32) -> Vec<u8>) -> Vec<Vec<u8>> {
+/// the body, as `line` makes it. This line ends with the eight hexadecimal digits of the checksum and a line feed.
+fn contents_of_one_changed_byte(bytes: &[u8], line: impl Fn(u32) -> Vec<u8>) -> Vec<Vec<u8>> {
     let length = line(0).len();
     if bytes.len() <= length {
         return Vec::new();

@@ -13,7 +13,7 @@
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, File, IoMode, replace};
-use checksums::{checksum, contents_of_one_changed_byte};
+use checksums::{checksum, mend_one_byte};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -21,9 +21,6 @@ use std::io;
 
 /// Suffix of the temporary file that is renamed to the record.
 pub const TEMPORARY: &str = ".new";
-
-/// The longest file in which a damaged byte is mended. For this length the search for the byte takes 0.1 s.
-const MENDED_MAX: usize = 64 << 10;
 
 /// A kind of record.
 pub struct Kind {
@@ -66,21 +63,14 @@ impl Kind {
     pub fn decode_mending<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Result<(T, Option<Error>)> {
         match decode(bytes) {
             Ok(record) => Ok((record, None)),
-            Err(error) if error.kind() == ErrorKind::Corrupt => match self.mend(bytes, decode) {
-                Some(record) => Ok((record, Some(error))),
-                None => Err(error),
-            },
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                match mend_one_byte(bytes, |sum| self.first_line(sum), |bytes| decode(bytes).ok()) {
+                    Some(record) => Ok((record, Some(error))),
+                    None => Err(error),
+                }
+            }
             Err(error) => Err(error),
         }
-    }
-
-    fn mend<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Option<T> {
-        if bytes.len() > MENDED_MAX {
-            return None;
-        }
-        let contents = contents_of_one_changed_byte(bytes, |sum| self.first_line(sum));
-        let mut whole: Vec<T> = contents.iter().filter_map(|bytes| decode(bytes).ok()).collect();
-        if whole.len() == 1 { whole.pop() } else { None }
     }
 
     /// Decodes a record. The caller checks whether its fields are consistent.

@@ -11,7 +11,7 @@
 use crate::record::{Fate, Pending, RECORD_MAX, Record, first_line};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, Directory, IoMode, replace};
-use checksums::contents_of_one_changed_byte;
+use checksums::mend_one_byte;
 use error::IoContext;
 
 /// The file with the record.
@@ -22,9 +22,6 @@ pub(crate) const RECORD_NEW: &str = "lamina.disk.lamina-new";
 pub(crate) const RECORD_SPARE: &str = "lamina.spare.lamina-new";
 /// The record's file while the disk is being deleted.
 pub(crate) const RECORD_GONE: &str = "lamina.gone";
-
-/// The longest record in which a damaged byte is mended. For this length the search for the byte takes 0.1 s.
-const MENDED_MAX: usize = 64 << 10;
 
 /// Reads the record in a folder, and whether the disk is being deleted.
 pub(crate) fn load(directory: &dyn Directory) -> Result<Record> {
@@ -65,18 +62,12 @@ fn load_from(directory: &dyn Directory, name: &str) -> Result<Option<(Record, bo
 /// Decodes the content of the record's file. Mends one damaged byte, if exactly one change of one byte gives a record.
 fn decode_mending(bytes: &[u8]) -> Result<(Record, bool)> {
     let error = match Record::decode(bytes) {
-        Err(error) if error.kind() == ErrorKind::Corrupt && bytes.len() <= MENDED_MAX => error,
+        Err(error) if error.kind() == ErrorKind::Corrupt => error,
         decoded => return Ok((decoded?, false)),
     };
-    let contents = contents_of_one_changed_byte(bytes, first_line);
-    let mut records: Vec<Record> = contents.iter().filter_map(|bytes| Record::decode(bytes).ok()).collect();
-    match records.pop() {
-        Some(record) if records.is_empty() => {
-            tracing::warn!(%error, disk = record.name, "one damaged byte of the disk's record is corrected");
-            Ok((record, true))
-        }
-        _ => Err(error),
-    }
+    let Some(record) = mend_one_byte(bytes, first_line, |bytes| Record::decode(bytes).ok()) else { return Err(error) };
+    tracing::warn!(%error, disk = record.name, "one damaged byte of the disk's record is corrected");
+    Ok((record, true))
 }
 
 /// A failed replacement of the record.
