@@ -2,7 +2,7 @@
 
 use super::copy::{Source, SourceRun};
 use super::{ImageOptions, SourceFormat};
-use crate::images::{QCOW2, unread_snapshots};
+use crate::images::unread_snapshots_of;
 use crate::stride::Stride;
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
@@ -104,9 +104,7 @@ pub(super) fn open(
         warnings.push("parents may have changed since their children were made: the data read may be wrong".to_owned());
     }
     let newest = &opened.images()[0];
-    if newest.layer().format() == QCOW2 {
-        warnings.extend(unread_snapshots(newest.place())?);
-    }
+    warnings.extend(unread_snapshots_of(newest)?);
     let label = newest.place().label();
     Ok(Box::new(ChainSource::new(Arc::new(whole_chain(&label, &opened)?))))
 }

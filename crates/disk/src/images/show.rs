@@ -14,7 +14,7 @@ use std::sync::Arc;
 use work::NoProgress;
 
 /// The format of images that can have internal snapshots.
-pub(crate) const QCOW2: &str = "qcow2";
+const QCOW2: &str = "qcow2";
 
 /// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,6 +122,11 @@ fn internal_snapshots(place: &Place) -> Result<u32> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
     let header = qcow2::Header::read(&*file).map_err(|error| error.context(format!("'{}'", place.label())))?;
     Ok(header.internal_snapshots())
+}
+
+/// As [`unread_snapshots`], for an open image of any format.
+pub(crate) fn unread_snapshots_of(image: &Image) -> Result<Option<String>> {
+    if image.layer().format() == QCOW2 { unread_snapshots(image.place()) } else { Ok(None) }
 }
 
 /// What the user has to know about the snapshots inside the qcow2 image at a place, because they are not read. `None`

@@ -166,12 +166,16 @@ impl Native {
 
     /// The number of a hidden disk, if it exists.
     pub fn hidden_id(&self, name: &str) -> Option<u64> {
-        self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
+        self.of_hidden(name, |disk| disk.id)
     }
 
     /// The capacity of a hidden disk in bytes, if it exists.
     pub fn hidden_capacity(&self, name: &str) -> Option<u64> {
-        self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.capacity))
+        self.of_hidden(name, |disk| disk.capacity)
+    }
+
+    fn of_hidden(&self, name: &str, property: impl Fn(&Object) -> u64) -> Option<u64> {
+        self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(property))
     }
 
     /// Writes whole blocks of a hidden disk; `sums` are their checksums.

@@ -240,10 +240,7 @@ impl Native {
         shrink: bool,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
-        let mut changes = self.changes.lock();
-        while changes.contains(&id) {
-            self.grown.wait(&mut changes);
-        }
+        let mut changes = self.lock_changes_unless(|growing| growing.contains(&id));
         let disk = self.engine.with_catalog(|catalog| catalog.get(id).cloned())?;
         check_capacity(&disk.name, capacity)?;
         if capacity < disk.capacity && !shrink {

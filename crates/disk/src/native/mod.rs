@@ -123,18 +123,20 @@ impl Native {
         Ok(())
     }
 
+    /// Locks `changes` as soon as `blocks` is false for the disks whose new end is being filled.
+    fn lock_changes_unless(&self, blocks: impl Fn(&BTreeSet<u64>) -> bool) -> MutexGuard<'_, BTreeSet<u64>> {
+        let mut changes = self.changes.lock();
+        self.grown.wait_while(&mut changes, |growing| blocks(growing));
+        changes
+    }
+
     /// Locks `changes` once the new end of none of these disks is being filled.
     fn lock_changes_of(&self, names: &[&str]) -> MutexGuard<'_, BTreeSet<u64>> {
-        let mut changes = self.changes.lock();
-        loop {
-            let grows = self.engine.with_catalog(|catalog| {
-                names.iter().filter_map(|name| catalog.disk(name)).any(|disk| changes.contains(&disk.id))
-            });
-            if !grows {
-                return changes;
-            }
-            self.grown.wait(&mut changes);
-        }
+        self.lock_changes_unless(|growing| {
+            self.engine.with_catalog(|catalog| {
+                names.iter().filter_map(|name| catalog.disk(name)).any(|disk| growing.contains(&disk.id))
+            })
+        })
     }
 
     /// Like [`Native::lock_changes_of`], for a change that may need a snapshot of the disk.
@@ -148,11 +150,8 @@ impl Native {
     /// Writes back all buffered data and closes the store.
     pub fn close(&self) -> Result<()> {
         self.closing.store(true, Ordering::Release);
-        let mut changes = self.changes.lock();
         // A disk whose growth is interrupted returns its new space first.
-        while !changes.is_empty() {
-            self.grown.wait(&mut changes);
-        }
+        let _changes = self.lock_changes_unless(|growing| !growing.is_empty());
         self.engine.close()
     }
 

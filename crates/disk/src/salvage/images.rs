@@ -4,7 +4,7 @@ use super::levels::{LevelSource, LostRanges};
 use super::{SalvageList, SalvageObject};
 use crate::convert::{ImageOptions, is_archive};
 use crate::foreign::{IMAGES, ImageFolders};
-use crate::images::{QCOW2, unread_snapshots};
+use crate::images::unread_snapshots_of;
 use crate::{Error, ErrorKind, Result};
 use layer::image::{Image, OpenOptions, open_chain};
 use std::path::Path;
@@ -61,8 +61,8 @@ pub(crate) fn image_source<'a>(
     progress: &'a dyn Progress,
 ) -> Result<LevelSource<'a>> {
     let images = open_image(path, options)?;
-    if let Some(newest) = images.first().filter(|image| image.layer().format() == QCOW2) {
-        notes.extend(unread_snapshots(newest.place())?);
+    if let Some(newest) = images.first() {
+        notes.extend(unread_snapshots_of(newest)?);
     }
     let line = line_of(images).proven(progress)?;
     notes.extend_from_slice(&line.notes);
