@@ -14,6 +14,7 @@
 //! 4. [`misowned`] and [`give_back`] concern only what is in the folder itself ([`crate::searched`]). [`give_back`]
 //!    changes no file with several names, because one of the names may be outside the folder.
 
+use crate::replace::folder_of;
 use crate::searched::SearchedFolder;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::{Errno, retry_on_intr};
@@ -83,7 +84,7 @@ impl<'a> Place<'a> {
     /// The place that a path names; `None` if this process is not root, and for a path that can only be a folder.
     pub(crate) fn of_root(path: &'a Path) -> io::Result<Option<Self>> {
         let Some(name) = path.file_name().filter(|_| rustix::process::geteuid().is_root()) else { return Ok(None) };
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = folder_of(path);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = retry_on_intr(|| rustix::fs::open(folder, flags, Mode::empty()))?;
         let owner = Owner::of(&folder);

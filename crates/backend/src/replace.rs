@@ -4,7 +4,18 @@
 
 use crate::{Directory, File, IoMode};
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
+
+/// The folder of a file or folder that a path names.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Makes the names in the folder of `path` durable.
+pub fn sync_folder_of(path: &Path) -> io::Result<()> {
+    std::fs::File::open(folder_of(path))?.sync_all()
+}
 
 /// Replaces the content of file `name`, or creates it, by way of the file `temporary`. Permissions of the replaced file
 /// are kept. Durable on return.

@@ -20,6 +20,7 @@ use crate::manifest::{Description, Manifest, Parent, segments};
 use crate::pack::{Content, HEAD, Head, Index};
 use crate::seal::{Key, PackReader};
 use backend::private;
+use backend::replace::sync_folder_of;
 use checksums::checksum;
 use disk::transfer::{Outgoing, SnapshotIdentity};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -376,12 +377,10 @@ fn lock(file: &File, name: &str) -> Result<()> {
 /// Makes a file and its name durable.
 fn flush(file: &File, path: &Path) -> io::Result<()> {
     file.sync_all()?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    match File::open(folder) {
-        Ok(folder) => folder.sync_all(),
+    match sync_folder_of(path) {
         // The user may create files in the folder, but not list them. Then the folder cannot be flushed.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
-        Err(error) => Err(error),
+        synced => synced,
     }
 }
 

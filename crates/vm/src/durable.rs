@@ -1,6 +1,8 @@
 //! Atomic replacement and durable creation of small files.
 
 use backend::local::{LocalDirectory, LocalQueues};
+use backend::replace::folder_of;
+pub use backend::replace::sync_folder_of;
 use backend::{private, replace};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
@@ -22,15 +24,6 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
         replace::durably(&folder, name, &format!("{name}.new"), bytes)
     };
     work().during(|| format!("writing '{}'", path.display()))
-}
-
-fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// Makes the names in the folder of `path` durable.
-pub fn sync_folder_of(path: &Path) -> io::Result<()> {
-    File::open(folder_of(path))?.sync_all()
 }
 
 /// As [`write`], with a value that is encoded as TOML.
