@@ -482,11 +482,6 @@ impl Change {
         Ok(Successor { run: run.clone(), monitor, process })
     }
 
-    /// Makes a process the machine's current process.
-    pub fn take_over(&self, successor: &Successor) -> Result<()> {
-        self.link(&successor.run)
-    }
-
     /// Makes the process of a run folder the machine's current process.
     pub(crate) fn link(&self, run: &RunFolder) -> Result<()> {
         let name = run.0.file_name().unwrap_or_default();

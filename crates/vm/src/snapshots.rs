@@ -437,7 +437,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         })?;
         let loaded = state::prepare(&mut successor.monitor, features)
             .and_then(|()| state::load(&mut successor.monitor, features, &from.join("state")))
-            .and_then(|()| change.take_over(&successor));
+            .and_then(|()| change.link(&successor.run));
         match loaded {
             Ok(()) => Ok(successor),
             Err(error) => {

@@ -122,7 +122,7 @@ fn run(
     let machine = making.machine(&definition.name);
     let change = machine.change()?;
     let mut successor = child::set_up(&change, host.machines(), image, host.features()?, false)?;
-    change.take_over(&successor)?;
+    change.link(&successor.run)?;
     successor.monitor.execute("cont", json!({}))?;
     let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&definition.name) };
     if options.inside != Inside::Kept {

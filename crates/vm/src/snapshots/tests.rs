@@ -105,6 +105,15 @@ fn make(host: &Host, name: &str, disk: &str) {
     making.settle().unwrap();
 }
 
+/// A host with a stopped machine `web` that has the disk `web-disk`.
+fn with_machine() -> (tempfile::TempDir, Arc<Taken>, Host) {
+    let folder = tempfile::tempdir().unwrap();
+    let disks = Taken::new(&folder.path().join("elsewhere"));
+    let host = host_of(folder.path(), &disks);
+    make(&host, "web", "web-disk");
+    (folder, disks, host)
+}
+
 /// The last step fails, or the command is killed before that step: the next command finds what to delete.
 #[test]
 fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
@@ -125,10 +134,7 @@ fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
 
 #[test]
 fn a_disk_snapshot_that_a_user_takes_at_the_same_time_is_kept() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (_folder, disks, host) = with_machine();
     let of_user = ("web-disk".to_owned(), "s".to_owned());
     disks.meanwhile.lock().push(of_user.clone());
     let change = host.change("web").unwrap();
@@ -140,10 +146,7 @@ fn a_disk_snapshot_that_a_user_takes_at_the_same_time_is_kept() {
 
 #[test]
 fn a_snapshot_that_a_client_has_open_is_not_deleted() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (_folder, disks, host) = with_machine();
     let change = host.change("web").unwrap();
     take(&host, &change, "s", Options::default()).unwrap();
     disks.in_use.store(true, Ordering::SeqCst);
@@ -157,10 +160,7 @@ fn a_snapshot_that_a_client_has_open_is_not_deleted() {
 
 #[test]
 fn a_revert_that_cannot_be_completed_has_no_effect() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (folder, disks, host) = with_machine();
     let change = host.change("web").unwrap();
     take(&host, &change, "s", Options::default()).unwrap();
     let refused = |kind: ErrorKind, what: &str| {
@@ -185,10 +185,7 @@ fn a_revert_that_cannot_be_completed_has_no_effect() {
 /// A step of a revert has failed, for example because the file system is full.
 #[test]
 fn a_machine_is_not_changed_until_its_revert_is_complete() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (_folder, _disks, host) = with_machine();
     take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();
     let reverting = host.machines().get("web").unwrap().folder().join(REVERTING);
     durable::write(&reverting, b"s").unwrap();
@@ -207,10 +204,7 @@ fn a_machine_is_not_changed_until_its_revert_is_complete() {
 /// The disks of a snapshot need not be the machine's present disks.
 #[test]
 fn a_disk_that_is_being_reverted_belongs_to_no_other_machine() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (_folder, _disks, host) = with_machine();
     let change = host.change("web").unwrap();
     take(&host, &change, "s", Options::default()).unwrap();
     change.define(&Definition::new("web", 1, 64 << 20).unwrap()).unwrap();
@@ -235,10 +229,7 @@ fn a_disk_that_is_being_reverted_belongs_to_no_other_machine() {
 
 #[test]
 fn memory_is_not_continued_with_a_disk_snapshot_that_was_taken_later() {
-    let folder = tempfile::tempdir().unwrap();
-    let disks = Taken::new(&folder.path().join("elsewhere"));
-    let host = host_of(folder.path(), &disks);
-    make(&host, "web", "web-disk");
+    let (_folder, _disks, host) = with_machine();
     let change = host.change("web").unwrap();
     let taken = take(&host, &change, "s", Options::default()).unwrap().record;
     // The simulated disks state the present as the time of their snapshots.
