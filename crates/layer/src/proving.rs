@@ -119,6 +119,7 @@ pub(crate) fn memory_file(bytes: &[u8]) -> Arc<dyn File> {
 
 /// A request of a [`Gated`] file.
 pub(crate) enum Request {
+    Read(Range<u64>),
     Write,
     Sync,
     Reserve(Range<u64>),
@@ -131,8 +132,12 @@ pub(crate) struct Gated<F> {
 }
 
 impl<F: Fn(Request) -> io::Result<()> + Send + Sync> File for Gated<F> {
-    backend::forward_file!(inner: len, set_len, read_at, punch);
+    backend::forward_file!(inner: len, set_len, punch);
 
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        (self.gate)(Request::Read(offset..offset + buffer.len() as u64))?;
+        self.inner.read_at(buffer, offset)
+    }
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         (self.gate)(Request::Write)?;
         self.inner.write_at(slices, offset, durable)

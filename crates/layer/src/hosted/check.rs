@@ -6,6 +6,7 @@ use super::copies::Doubt;
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, ReadTable};
 use super::header::FLAG_ZERO_GRAINS;
 use super::space::SectorRun;
+use super::write::Writer;
 use crate::{IoContext, Result, SECTOR};
 use std::collections::BTreeMap;
 
@@ -166,7 +167,11 @@ impl Scan {
 impl Hosted {
     /// Checks every table, and both copies of each.
     pub fn check(&self) -> Result<Check> {
+        // The scan reads one table after another. Without the epoch, a place that a table names when it is read can be
+        // freed and named by a table that is read later: two grains seem to share it.
+        let epoch = self.writer.as_ref().map(Writer::epoch);
         let scan = self.scan()?;
+        drop(epoch);
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))? / SECTOR;
         let (end, free) = match &self.writer {
             Some(writer) => (writer.space.used(), writer.space.free()),

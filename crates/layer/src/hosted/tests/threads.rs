@@ -1,6 +1,7 @@
 //! Many threads at once: a reader that holds an epoch never reads another grain's bytes.
 
 use super::*;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 fn stamp(grain: u64, version: u64) -> Vec<u8> {
@@ -58,4 +59,39 @@ fn concurrent_readers_never_see_data_of_other_grains() {
     layer.close().unwrap();
     let check = open(&file, true, false).unwrap().check().unwrap();
     assert!(check.is_sound() && check.dead == 0, "{check:?}");
+}
+
+/// Between the check's reads of two tables, a grain of the first table is freed, and one of the last table is written.
+#[test]
+fn a_check_finds_no_place_twice_because_it_is_used_again_meanwhile() {
+    let last = 2 * u64::from(TABLE_ENTRIES) * GRAIN;
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = small(disk.directory().as_ref(), last + GRAIN, true);
+    let layer = open(&file, true, false).unwrap();
+    layer.write(0, &[&[1; GRAIN as usize]]).unwrap();
+    layer.close().unwrap();
+    let second = u64::from(layer.tables.directories().named(1)[0]) * SECTOR;
+
+    let changed: Arc<OnceLock<Hosted>> = Arc::default();
+    let armed = Arc::new(AtomicBool::new(false));
+    let gate = {
+        let (changed, armed) = (Arc::clone(&changed), Arc::clone(&armed));
+        move |request| {
+            if matches!(request, Request::Read(bytes) if bytes.start == second) && armed.swap(false, Ordering::SeqCst) {
+                let layer = changed.get().unwrap();
+                layer.zero(0..GRAIN, false).unwrap();
+                layer.flush().unwrap();
+                layer.write(last, &[&[2; GRAIN as usize]]).unwrap();
+            }
+            Ok(())
+        }
+    };
+    let gated: Arc<dyn File> = Arc::new(Gated { inner: file, gate });
+    let layer = changed.get_or_init(|| open(&gated, true, false).unwrap());
+    armed.store(true, Ordering::SeqCst);
+    let check = layer.check().unwrap();
+    assert!(!armed.load(Ordering::SeqCst), "the check did not read the second table");
+    assert!(check.is_sound(), "{check:?}");
+    layer.flush().unwrap();
+    assert_eq!(layer.writer.as_ref().unwrap().space.free(), GRAIN / SECTOR, "the check still holds its epoch");
 }
