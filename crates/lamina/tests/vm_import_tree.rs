@@ -387,9 +387,14 @@ fn twelve_machines_of_four_programs() {
 
     // Imports that are killed, and imports of machines that run meanwhile.
     let mut random = Random(number("LAMINA_IMPORT_SEED", 0x7e57));
-    let mut killed = 0;
     let rounds = number("LAMINA_IMPORT_ROUNDS", ROUNDS);
     let live = |expected: &Expected| if expected.source.ends_with(".ova") { "--start" } else { "--live" };
+    let blocks_have_moved = |what: &str| {
+        until(&format!("{what}: the blocks have moved"), || {
+            let all = fleet.store.run("disk list --json").json();
+            all["disks"].as_array().unwrap().iter().all(|disk| disk["format"] == "native")
+        });
+    };
     for round in 0..rounds {
         let expected = &tree.machines[random.below(tree.machines.len() as u64) as usize];
         let (name, way) = (expected.name, live(expected));
@@ -399,22 +404,30 @@ fn twelve_machines_of_four_programs() {
         import(&source, way).ok();
         let whole = begun.elapsed();
         answers(&fleet, expected);
-        until(&format!("{what}: the blocks have moved"), || {
-            let all = fleet.store.run("disk list --json").json();
-            all["disks"].as_array().unwrap().iter().all(|disk| disk["format"] == "native")
-        });
+        blocks_have_moved(&what);
         assert!(tree.state() == before, "{what}: the tree was changed");
         fleet.run(&format!("stop --force {name}")).ok();
         is_whole(&fleet, expected);
         fleet.run(&format!("delete {name}")).ok();
 
         let way = if random.below(2) == 0 { "" } else { way };
-        let mut command = fleet.command("import");
-        command.arg(&source).args(way.split_whitespace()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child = command.spawn().unwrap();
-        std::thread::sleep(whole.mul_f64(random.below(1000) as f64 / 1000.0));
-        killed += u64::from(child.try_wait().unwrap().is_none());
-        fleet.kill(&mut child);
+        let mut delay = whole.mul_f64(random.below(1000) as f64 / 1000.0);
+        loop {
+            let mut command = fleet.command("import");
+            command.arg(&source).args(way.split_whitespace()).stdout(Stdio::null()).stderr(Stdio::null());
+            let mut child = command.spawn().unwrap();
+            std::thread::sleep(delay);
+            if child.try_wait().unwrap().is_none() {
+                fleet.kill(&mut child);
+                break;
+            }
+            // This import was faster than the one whose time was taken: it has nothing to kill.
+            blocks_have_moved(&what);
+            fleet.run(&format!("stop --force {name}"));
+            is_whole(&fleet, expected);
+            fleet.run(&format!("delete {name}")).ok();
+            delay /= 2;
+        }
         until(&format!("{what}: nothing unfinished is left"), || {
             fleet.run("list").code == 0 && fleet.unfinished().is_empty()
         });
@@ -426,7 +439,6 @@ fn twelve_machines_of_four_programs() {
             fleet.run(&format!("delete {name}")).ok();
         }
     }
-    assert!(killed * 4 >= rounds, "{killed} of {rounds} imports were killed");
     assert!(tree.state() == before, "the tree was changed");
     fleet.store.is_clean();
 }
