@@ -138,18 +138,27 @@ impl Outbox {
     /// block become hole chunks.
     pub fn read(&mut self, head: &RequestHead, plan: ReadPlan, fragments: bool) {
         self.replies += 1;
-        let parts: Vec<Part> = plan.parts().collect();
         let plan = Rc::new(plan);
+        let only = plan.parts().next().filter(|_| plan.segments.len() == 1);
+        let several: Vec<Part>;
+        let parts = match &only {
+            // Most reads have one part, which needs no memory of its own.
+            Some(part) => std::slice::from_ref(part),
+            None => {
+                several = plan.parts().collect();
+                &several
+            }
+        };
         if self.style == Style::Simple {
             self.simple(head, 0);
-            for part in &parts {
+            for part in parts {
                 self.payload(&plan, part);
             }
             return;
         }
         let is_hole = |(index, range): &Part| fragments && is_zero(&plan, *index) && range.len() >= BLOCK_SIZE;
         let mut offset = plan.offset;
-        let mut rest = &parts[..];
+        let mut rest = parts;
         while let Some(first) = rest.first() {
             let hole = is_hole(first);
             let run = rest.iter().position(|part| is_hole(part) != hole).unwrap_or(rest.len());

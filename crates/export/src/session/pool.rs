@@ -6,12 +6,12 @@
 use super::limits::POOL_BYTES_MAX;
 use backend::{BLOCK_SIZE, Buffer};
 use disk::device::{ReadPlan, Segment};
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 /// Free buffers by their number of blocks.
 #[derive(Default)]
 pub struct Pool {
-    free: HashMap<usize, Vec<Buffer>>,
+    free: FxHashMap<usize, Vec<Buffer>>,
     bytes: usize,
 }
 

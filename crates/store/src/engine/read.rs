@@ -71,6 +71,14 @@ impl Part {
 /// Parts of a plan, each with its first logical block.
 type Parts = Vec<(u64, Part)>;
 
+/// The parts without their logical blocks. Collecting them directly would reuse the memory of `parts` and shrink it,
+/// which costs more than all other allocations of a read.
+fn without_blocks(parts: Parts) -> Vec<Part> {
+    let mut out = Vec::with_capacity(parts.len());
+    out.extend(parts.into_iter().map(|(_, part)| part));
+    out
+}
+
 impl Meta {
     /// Appends the locations of `range` in the tree `root`.
     fn plan(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
@@ -83,7 +91,7 @@ impl Meta {
     }
 
     fn plan_walk(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
-        let mut extents: Vec<Extent> = Vec::new();
+        let mut extents: Vec<Extent> = Vec::with_capacity(1);
         if let Some(root) = root {
             let mut effects = Effects::default();
             tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
@@ -188,13 +196,13 @@ impl Engine {
         if buffer.gone {
             return Err(gone());
         }
-        let mut parts = Parts::new();
-        let mut gaps = Vec::new();
-        if buffer.layers.is_empty() {
-            gaps.push(range);
+        let mut parts = Parts::with_capacity(1);
+        let mut among_pieces = Vec::new();
+        let gaps = if buffer.layers.is_empty() {
+            std::slice::from_ref(&range)
         } else {
             let mut pieces: Vec<DirtyPiece> = Vec::new();
-            buffer.layers.overlay(range, &mut pieces, &mut gaps);
+            buffer.layers.overlay(range.clone(), &mut pieces, &mut among_pieces);
             parts.extend(pieces.into_iter().map(|piece| {
                 let part = match piece.entry.content {
                     Content::Data(slice, _) => Part::Memory(slice),
@@ -204,14 +212,15 @@ impl Engine {
                 };
                 (piece.logical, part)
             }));
-        }
+            &among_pieces[..]
+        };
         let from_memory = !parts.is_empty();
         let mut meta = self.meta.lock();
         let guard = meta.freed.guard();
         if !gaps.is_empty() {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
-                gaps.into_iter().try_for_each(|gap| meta.plan(&self.files, root, gap, &mut parts))
+                gaps.iter().try_for_each(|gap| meta.plan(&self.files, root, gap.clone(), &mut parts))
             });
             match looked {
                 Ok(planned) => planned?,
@@ -223,7 +232,7 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard }))
+        Ok(Ok(Planned { parts: without_blocks(parts), guard }))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
@@ -234,7 +243,7 @@ impl Engine {
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard })
+            Ok(Planned { parts: without_blocks(parts), guard })
         })
     }
 
