@@ -331,9 +331,7 @@ impl Meta {
                 self.catalog.put(Object { state: ObjectState::Trash, reserved: 0, name: String::new(), ..old });
             }
             Operation::Drop { object, steps } => {
-                // Two small leaves are not merged while one of them cannot be read. If replay can read it, the tree has
-                // fewer leaves than it had, and is dropped in fewer steps than the journal has.
-                let Some(mut root) = self.catalog.find(*object).map(|object| object.root) else { return Ok(()) };
+                let mut root = self.catalog.get(*object)?.root;
                 let mut nodes = self.nodes(effects);
                 tree::drop_step(&mut nodes, &mut root, *steps as usize)?;
                 match root {
