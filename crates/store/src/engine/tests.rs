@@ -291,6 +291,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
 
 mod accounting;
 mod between;
+mod checkpoints;
 mod cost;
 mod damage;
 mod deleted;

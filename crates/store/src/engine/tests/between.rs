@@ -92,53 +92,6 @@ fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back(
 }
 
 #[test]
-fn one_failed_read_of_a_catalog_page_delays_only_the_checkpoint() {
-    for failing in 1..16 {
-        let (disk, engine) = made();
-        engine.checkpoint().unwrap();
-        write(&engine, 0, 7);
-        engine.settle(&engine.head(1)).unwrap();
-        engine.flush().unwrap();
-        engine.meta.lock().pages.drop_clean();
-        disk.fail_reads_after(0, failing);
-        let failed = engine.checkpoint().is_err();
-        disk.fail_reads_after(0, 0);
-        engine.check_running().unwrap();
-        engine.checkpoint().unwrap();
-        engine.close().unwrap();
-        drop(engine);
-        let engine = open(&disk).unwrap();
-        assert_eq!(value(&engine, 0).unwrap(), 7, "{failing} reads failed, the checkpoint too: {failed}");
-        is_whole(&engine);
-    }
-}
-
-#[test]
-fn a_summary_page_that_cannot_be_read_delays_no_checkpoint() {
-    let (disk, engine) = made();
-    (0..200).for_each(|block| write(&engine, block, 7));
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
-    engine.discard_blocks(&engine.head(1), 0..200).unwrap();
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.meta.lock().pages.drop_clean();
-    let _mend = lose_page(&disk, "data.summary", 0);
-    // All counts of the page are in memory. The checkpoint writes the page, so that it can be read again.
-    engine.checkpoint().unwrap();
-    let before = engine.counts();
-    engine.close().unwrap();
-    drop(engine);
-    let engine = open(&disk).unwrap();
-    let after = engine.counts();
-    assert_eq!((before.data.used, before.map.used), (after.data.used, after.map.used));
-    write(&engine, 3000, 1);
-    engine.flush().unwrap();
-    is_whole(&engine);
-}
-
-#[test]
 fn a_block_allocated_for_a_write_without_claim_is_not_claimed_by_another() {
     let (disk, engine) = made();
     (0..64).for_each(|block| write(&engine, block, 1));
