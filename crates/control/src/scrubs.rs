@@ -45,7 +45,9 @@ impl Shared {
         let Some(due) = self.service.datastore.scrub_due().filter(|due| *due <= now) else { return };
         {
             let mut state = self.state.lock();
-            let tried = state.last.is_some_and(|(same, at)| same == due && now < at.saturating_add(RETRY_INTERVAL));
+            // A scrub that has failed is due at once, like one that ended with its process.
+            let again = |same: u64| same == due || due == 0;
+            let tried = state.last.is_some_and(|(same, at)| again(same) && now < at.saturating_add(RETRY_INTERVAL));
             if tried || state.stopped {
                 return;
             }

@@ -6,7 +6,7 @@ use backend::SharedSlice;
 use control::jobs::Jobs;
 use control::scrubs::{RETRY_INTERVAL, ScrubScheduler};
 use control::{JobInfo, JobState, OPEN_OPTIONS, Service};
-use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, ScrubOptions, ScrubState};
+use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, ScrubOptions, ScrubState, ScrubSummary};
 use error::ErrorKind;
 use export::clients::Clients;
 use std::path::Path;
@@ -118,6 +118,31 @@ fn a_scrub_starts_at_each_interval() {
 }
 
 #[test]
+fn a_scrub_that_fails_is_tried_again_only_after_an_interval() {
+    let (_folder, path) = made();
+    let world = World::open(&path, 5000);
+    world.datastore.schedule_scrubs(Some(EVERY), 0).unwrap();
+    // A scrub fails at its beginning, because its record cannot replace a folder.
+    let record = path.join("scrub");
+    std::fs::remove_file(&record).unwrap();
+    std::fs::create_dir(&record).unwrap();
+    let retry = 6000 + RETRY_INTERVAL;
+    for (time, scrubs) in [(6000, 1), (6001, 1), (6002, 1), (retry - 1, 1), (retry, 2), (retry + 1, 2)] {
+        world.set(time);
+        until(&format!("{scrubs} scrubs at {time}"), || world.ended().len() >= scrubs);
+        // The scheduler has time to read the clock and to start a scrub too many.
+        std::thread::sleep(Duration::from_millis(50));
+        let ended = world.ended();
+        assert_eq!(ended.len(), scrubs, "at {time}: {ended:?}");
+        assert!(ended.iter().all(|job| job.state == JobState::Failed), "{ended:?}");
+    }
+    std::fs::remove_dir(&record).unwrap();
+    world.set(retry + RETRY_INTERVAL);
+    until("the scrub ends", || world.datastore.status().unwrap().scrub.state == ScrubState::Done);
+    world.close();
+}
+
+#[test]
 fn an_interrupted_scrub_continues_and_a_cancelled_one_waits() {
     let (_folder, path) = made();
     let mut world = World::open(&path, 5000);
@@ -136,8 +161,12 @@ fn an_interrupted_scrub_continues_and_a_cancelled_one_waits() {
         std::thread::spawn(move || datastore.scrub(options, &|damage| panic!("{damage:?}"), &NoProgress))
     };
     let state = |world: &World| world.datastore.status().unwrap().scrub;
-    let running = scrub(&world, 1 << 20);
-    until("a part is read", || state(&world).done > 1 << 20);
+    let running = scrub(&world, 4 << 20);
+    // The data is read after the metadata.
+    until("a part of the data is read", || {
+        let ScrubSummary { done, total, .. } = state(&world);
+        total > 0 && done + (29 << 20) > total
+    });
     let error = world.datastore.scrub(ScrubOptions::default(), &|_| (), &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     // The server stops, and the next server continues the scrub.
