@@ -19,10 +19,11 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Serves one client to its end.
-fn serve(mut socket: UnixStream, exports: &dyn Exports) {
+/// Serves one client to its end. Counts in `waits` how often the session waits.
+fn serve(mut socket: UnixStream, exports: &dyn Exports, waits: &AtomicU64) {
     socket.set_nonblocking(true).unwrap();
     let mut session = Session::new(exports.open("memory", false).unwrap(), exports);
     let (mut received, mut number, mut ended) = (Vec::new(), 0, false);
@@ -63,7 +64,10 @@ fn serve(mut socket: UnixStream, exports: &dyn Exports) {
             0 if received.contains(&b'\n') => {}
             // No request is in progress, so the session waits for the socket alone.
             0 => wait_readable(&socket),
-            _ => drop(session.wait((!ended).then(|| socket.as_fd())).unwrap()),
+            _ => {
+                waits.fetch_add(1, Ordering::Relaxed);
+                session.wait((!ended).then(|| socket.as_fd())).unwrap();
+            }
         }
     }
 }
@@ -102,6 +106,8 @@ struct Memory {
     /// Number of flushes that have read the content which they make durable.
     begun: Mutex<u32>,
     began: Condvar,
+    /// How often the session has waited.
+    waits: AtomicU64,
 }
 
 impl Memory {
@@ -225,6 +231,7 @@ fn with_policy(policy: OnFull, client: impl FnOnce(&Memory, &mut UnixStream, &mu
         changed: Condvar::new(),
         begun: Mutex::new(0),
         began: Condvar::new(),
+        waits: AtomicU64::new(0),
         full: Mutex::new(false),
         space: SpaceWait::alone("memory", policy),
     });
@@ -232,7 +239,7 @@ fn with_policy(policy: OnFull, client: impl FnOnce(&Memory, &mut UnixStream, &mu
     let (mut near, far) = UnixStream::pair().unwrap();
     near.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(|| serve(far, &exports));
+        scope.spawn(|| serve(far, &exports, &memory.waits));
         let mut lines = BufReader::new(near.try_clone().unwrap());
         let mut reply = || {
             let mut line = String::new();
@@ -319,6 +326,21 @@ fn a_write_that_waits_for_space_delays_no_other_request() {
         assert_eq!(memory.space.waiting(), None);
         near.write_all(b"read 0 10\n").unwrap();
         assert_eq!(reply(), "8 ok aaaa--pt--");
+    });
+}
+
+#[test]
+fn a_session_in_which_only_a_write_waits_for_space_sleeps() {
+    with_policy(OnFull::Wait(None), |memory, near, reply| {
+        *memory.full.lock() = true;
+        near.write_all(b"write 0 aaaa\nread 0 4\n").unwrap();
+        assert_eq!(reply(), "2 ok ....");
+        let before = memory.waits.load(Ordering::Relaxed);
+        std::thread::sleep(Duration::from_millis(300));
+        let waits = memory.waits.load(Ordering::Relaxed) - before;
+        assert!(waits < 30, "the session waited {waits} times, and tried the write at most 7 times");
+        *memory.full.lock() = false;
+        assert_eq!(reply(), "1 ok");
     });
 }
 
