@@ -291,6 +291,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
 
 mod accounting;
 mod between;
+mod bulk;
 mod checkpoints;
 mod cost;
 mod damage;
@@ -330,4 +331,28 @@ fn no_data_flush_is_repeated_after_a_failed_one() {
     // A second flush would succeed, although the medium has lost data.
     assert_eq!(engine.sync_data().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(engine.sync_all_data().unwrap_err().kind(), ErrorKind::Stopped);
+}
+
+/// A flush that other clients outrun takes discards and zeroes out of the buffers step by step.
+#[test]
+fn discards_and_zeroes_wait_while_a_flush_is_outrun() {
+    let (disk, engine) = made();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = Engine::open(disk.directory(), EngineOptions { threads: true, ..options() }).unwrap();
+    for zeroes in [false, true] {
+        let (ended, wait) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let outrun = engine.buffers.hold_writers();
+            scope.spawn(|| {
+                let head = engine.head(1);
+                let change = if zeroes { engine.zero_blocks(&head, 0..1) } else { engine.discard_blocks(&head, 0..1) };
+                ended.send(change).unwrap();
+            });
+            assert!(wait.recv_timeout(Duration::from_millis(500)).is_err(), "zeroes: {zeroes}");
+            drop(outrun);
+            wait.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        });
+    }
+    engine.close().unwrap();
 }

@@ -226,7 +226,7 @@ fn a_repair_waits_for_blocks_that_a_bulk_writer_has_not_mapped() {
     let (writes, checks) = (Arc::clone(&begun), Arc::clone(&ended));
     before_next(&disk, Request::Write, move || {
         writes.store(true, Ordering::SeqCst);
-        wait(&checks, Duration::from_millis(300));
+        wait(&checks, Duration::from_secs(1));
     });
     let other = Arc::clone(&engine);
     let repair = std::thread::spawn(move || {
@@ -238,7 +238,36 @@ fn a_repair_waits_for_blocks_that_a_bulk_writer_has_not_mapped() {
     BulkWriter::new(&engine, copy).write(0, &slice(7, 64)).unwrap();
     repair.join().unwrap();
     is_whole(&engine);
+    is_backed(&engine);
     assert!((0..64).all(|block| get(&engine, copy, block).unwrap() == 7));
+}
+
+/// Checks that every block in use counts as backed. Otherwise a repair has returned its space, which other programs may
+/// take before the block is written.
+fn is_backed(engine: &Engine) {
+    let mut meta = engine.meta.lock();
+    for block in 0..meta.data.blocks() {
+        let entry = meta.entry(block).unwrap();
+        assert!(entry.backed || entry.references == 0, "block {block} is in use and not backed");
+    }
+}
+
+#[test]
+fn no_write_relies_on_blocks_while_a_repair_returns_their_space() {
+    let (disk, engine) = with_a_block(256);
+    // The page that describes the blocks is intact in memory.
+    spoil(&disk, "data.table", 0, 0..20);
+    assert!(engine.try_claim(200).is_some());
+    let [returns, claimed] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let (began, relied, other) = (Arc::clone(&returns), Arc::clone(&claimed), Arc::clone(&engine));
+    // The first request that changes the space of a file punches the free blocks.
+    before_next(&disk, Request::Space, move || {
+        began.store(true, Ordering::SeqCst);
+        relied.store(other.try_claim(200).is_some(), Ordering::SeqCst);
+    });
+    let report = checked(&engine, true);
+    assert!(problems(&report).contains("page 0 of data.table"), "{}", problems(&report));
+    assert_eq!((returns.load(Ordering::SeqCst), claimed.load(Ordering::SeqCst)), (true, false));
 }
 
 #[test]
