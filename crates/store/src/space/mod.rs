@@ -367,23 +367,29 @@ impl Space {
             // A run has few regions, and each of them is needed, so all unreadable ones are excluded.
             self.load_whole(pages, number, &mut UnreadRegion::default())?;
         }
-        self.change(pages, run, |block, entry| {
-            if entry.references == 0 {
-                return Err(impossible(self.table, block, 0));
-            }
-            entry.references -= 1;
-            let (list, first) = if entry.references == 0 { (&mut *freed, first) } else { (&mut *left, first_left) };
-            if entry.references == 0 {
-                entry.clear_notes();
-            }
-            match list[first..].last_mut() {
-                Some(last) if last.start + last.blocks == block => last.blocks += 1,
-                _ => list.push(Run { start: block, blocks: 1 }),
-            }
-            Ok(())
-        })?;
-        for run in &freed[first..] {
-            self.count_used(*run, false);
+        for (number, first_block, blocks) in region::parts(run) {
+            // To load the last regions of the run, the bitmaps of its first ones may have been removed from memory.
+            self.load_whole(pages, number, &mut UnreadRegion::default())?;
+            let part = Run { start: number * REGION_BLOCKS + first_block, blocks };
+            let mut freed_here = 0;
+            self.change(pages, part, |block, entry| {
+                if entry.references == 0 {
+                    return Err(impossible(self.table, block, 0));
+                }
+                entry.references -= 1;
+                let (list, first) = if entry.references == 0 { (&mut *freed, first) } else { (&mut *left, first_left) };
+                if entry.references == 0 {
+                    entry.clear_notes();
+                    freed_here += 1;
+                }
+                match list[first..].last_mut() {
+                    Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                    _ => list.push(Run { start: block, blocks: 1 }),
+                }
+                Ok(())
+            })?;
+            // From here on the bitmaps stay in memory, because they have more used blocks than the table.
+            self.count_used_in(number, freed_here, false);
         }
         Ok(())
     }
@@ -450,21 +456,29 @@ impl Space {
     /// Updates the `used` counts of the regions of a run.
     fn count_used(&mut self, run: Run, used: bool) {
         for (number, _, count) in region::parts(run) {
-            let region = &mut self.regions[number as usize];
-            let before = region.estimate();
-            if used {
-                region.used += count as u16;
-                self.counts.used += count;
-            } else {
-                // A lost region may count too few blocks, until its table can be read.
-                let counted = count.min(u64::from(region.used));
-                region.used -= counted as u16;
-                self.counts.used -= counted;
-            }
-            // With bitmaps in memory the difference is zero: `mark` updates the free count then.
-            self.counts.free = self.counts.free + region.estimate() - before;
-            self.dirty_regions.insert(number);
+            self.count_used_in(number, count, used);
         }
+    }
+
+    /// Updates the `used` count of a region.
+    fn count_used_in(&mut self, number: u64, count: u64, used: bool) {
+        if count == 0 {
+            return;
+        }
+        let region = &mut self.regions[number as usize];
+        let before = region.estimate();
+        if used {
+            region.used += count as u16;
+            self.counts.used += count;
+        } else {
+            // A lost region may count too few blocks, until its table can be read.
+            let counted = count.min(u64::from(region.used));
+            region.used -= counted as u16;
+            self.counts.used -= counted;
+        }
+        // With bitmaps in memory the difference is zero: `mark` updates the free count then.
+        self.counts.free = self.counts.free + region.estimate() - before;
+        self.dirty_regions.insert(number);
     }
 
     /// Has the next checkpoint write a page of summaries from memory.

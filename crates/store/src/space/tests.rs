@@ -306,6 +306,36 @@ fn more_regions_than_cached_bitmaps() {
     world.compare();
 }
 
+/// The bitmaps of the first region are removed from memory to load those of the second region.
+#[test]
+fn blocks_freed_in_two_regions_are_not_allocated_before_they_are_released() {
+    let mut world = World::new(SpaceKind::Data, 1);
+    let regions = super::allocation::LOADED_REGIONS_MAX as u64 + 2;
+    for number in 0..regions {
+        let run = Run { start: number * REGION_BLOCKS, blocks: REGION_BLOCKS };
+        world.space.set_backed(&mut world.pages, run, true).unwrap();
+    }
+    while let Some(run) = world.space.allocate(&mut world.pages, REGION_BLOCKS).unwrap() {
+        world.space.adopt(&mut world.pages, run).unwrap();
+    }
+    world.space.load(&mut world.pages, 0).unwrap();
+    let loaded = |number: usize| world.space.regions[number].bitmaps.is_some();
+    assert!(loaded(0) && !loaded(1) && world.space.loaded == super::allocation::LOADED_REGIONS_MAX);
+    let across = Run { start: REGION_BLOCKS - 8, blocks: 16 };
+    let mut freed = Vec::new();
+    world.space.drop_references(&mut world.pages, across, &mut freed, &mut Vec::new()).unwrap();
+    assert_eq!((freed.as_slice(), world.space.counts().free), ([across].as_slice(), 0));
+    assert_eq!(world.space.allocate(&mut world.pages, 1).unwrap(), None, "the freeing is not durable");
+    world.space.release(across);
+    assert_eq!(world.space.counts().free, 16);
+    let mut found = 0;
+    while let Some(run) = world.space.allocate(&mut world.pages, 1).unwrap() {
+        world.space.adopt(&mut world.pages, run).unwrap();
+        found += run.blocks;
+    }
+    assert_eq!(found, 16);
+}
+
 #[test]
 fn reference_counts_below_zero_and_above_the_maximum_are_errors() {
     let mut world = World::new(SpaceKind::Data, 1);
