@@ -15,7 +15,7 @@
 
 use super::check::{Report, Root, Steps, Window};
 use super::log::Unreported;
-use super::metadata::{Effects, Meta, Sight};
+use super::metadata::{Effects, Meta, Sight, unreleased};
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::verify::StoreActivity;
@@ -249,10 +249,9 @@ impl Engine {
 
     /// Counts the blocks of all regions again after a repair.
     pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
-        meta.map.recount(&mut meta.pages)?;
-        meta.data.recount(&mut meta.pages)?;
-        meta.retain_freed();
-        Ok(())
+        meta.map.recount(&mut meta.pages, std::iter::empty())?;
+        let Meta { data, pages, pending, freed, .. } = meta;
+        data.recount(pages, unreleased(pending, freed))
     }
 
     /// The last step of opening for a repair: reports the restored pages and marks them for the next checkpoint.

@@ -27,7 +27,7 @@ use crate::pages::{PageFile, PageKey, Pages, patiently};
 use crate::{Error, ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, Block};
 use region::Region;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Regions per data file: just under 1 TiB, below the file size limit of common file systems.
 pub const FILE_REGIONS: u64 = 16_384;
@@ -314,7 +314,7 @@ impl Space {
         Ok(())
     }
 
-    /// Marks blocks as used until [`Space::release`], after a repair has rebuilt the bitmaps from the table.
+    /// Marks blocks as used until [`Space::release`], after the bitmaps were rebuilt from the table.
     pub fn retain(&mut self, run: Run) {
         self.mark(run, true);
     }
@@ -416,8 +416,13 @@ impl Space {
     }
 
     /// Counts every region without bitmaps in memory, at the end of a repair. A lost region with bitmaps in memory is
-    /// used again if its whole table can be read.
-    pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
+    /// used again if its whole table can be read. The blocks of `unreleased` stay marked as used until
+    /// [`Space::release`].
+    pub fn recount(&mut self, pages: &mut Pages, unreleased: impl Iterator<Item = Run>) -> Result<()> {
+        let mut retained: BTreeMap<u64, Vec<Run>> = BTreeMap::new();
+        for (number, first, blocks) in unreleased.flat_map(region::parts) {
+            retained.entry(number).or_default().push(Run { start: number * REGION_BLOCKS + first, blocks });
+        }
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
             if region.bitmaps.is_some() {
@@ -449,6 +454,10 @@ impl Space {
                 }
                 other => other?,
             }
+            // The blocks are marked before the next region is loaded: that may remove these bitmaps from memory, unless
+            // they have more used blocks than the table.
+            let freed = retained.remove(&number).unwrap_or_default();
+            freed.into_iter().for_each(|run| self.retain(run));
         }
         Ok(())
     }

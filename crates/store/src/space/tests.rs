@@ -306,34 +306,53 @@ fn more_regions_than_cached_bitmaps() {
     world.compare();
 }
 
-/// The bitmaps of the first region are removed from memory to load those of the second region.
-#[test]
-fn blocks_freed_in_two_regions_are_not_allocated_before_they_are_released() {
+/// More regions than have bitmaps in memory, of which all blocks are in use.
+fn full() -> World {
     let mut world = World::new(SpaceKind::Data, 1);
-    let regions = super::allocation::LOADED_REGIONS_MAX as u64 + 2;
-    for number in 0..regions {
+    for number in 0..super::allocation::LOADED_REGIONS_MAX as u64 + 2 {
         let run = Run { start: number * REGION_BLOCKS, blocks: REGION_BLOCKS };
         world.space.set_backed(&mut world.pages, run, true).unwrap();
     }
     while let Some(run) = world.space.allocate(&mut world.pages, REGION_BLOCKS).unwrap() {
         world.space.adopt(&mut world.pages, run).unwrap();
     }
+    world
+}
+
+fn drop_and_expect_no_free_block(world: &mut World, run: Run, between: impl Fn(&mut World)) {
+    let mut freed = Vec::new();
+    world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap();
+    assert_eq!(freed, [run]);
+    between(world);
+    let found = world.space.allocate(&mut world.pages, 1).unwrap();
+    assert_eq!((found, world.space.counts().free), (None, 0), "the freeing is not durable");
+    world.space.release(run);
+    assert_eq!(world.space.counts().free, run.blocks);
+    let found = world.space.allocate(&mut world.pages, run.blocks).unwrap();
+    assert_eq!(found.map(|found| found.start), Some(run.start));
+}
+
+/// The bitmaps of the first region are removed from memory to load those of the second region.
+#[test]
+fn blocks_freed_in_two_regions_are_not_allocated_before_they_are_released() {
+    let mut world = full();
     world.space.load(&mut world.pages, 0).unwrap();
     let loaded = |number: usize| world.space.regions[number].bitmaps.is_some();
     assert!(loaded(0) && !loaded(1) && world.space.loaded == super::allocation::LOADED_REGIONS_MAX);
-    let across = Run { start: REGION_BLOCKS - 8, blocks: 16 };
-    let mut freed = Vec::new();
-    world.space.drop_references(&mut world.pages, across, &mut freed, &mut Vec::new()).unwrap();
-    assert_eq!((freed.as_slice(), world.space.counts().free), ([across].as_slice(), 0));
-    assert_eq!(world.space.allocate(&mut world.pages, 1).unwrap(), None, "the freeing is not durable");
-    world.space.release(across);
-    assert_eq!(world.space.counts().free, 16);
-    let mut found = 0;
-    while let Some(run) = world.space.allocate(&mut world.pages, 1).unwrap() {
-        world.space.adopt(&mut world.pages, run).unwrap();
-        found += run.blocks;
-    }
-    assert_eq!(found, 16);
+    drop_and_expect_no_free_block(&mut world, Run { start: REGION_BLOCKS - 8, blocks: 16 }, |_| {});
+}
+
+/// The bitmaps of the first region are removed from memory while further regions are counted.
+#[test]
+fn blocks_freed_in_a_rebuilt_region_are_not_allocated_before_they_are_released() {
+    let run = Run { start: 5, blocks: 8 };
+    drop_and_expect_no_free_block(&mut full(), run, |world| {
+        world.space.renew_table(&mut world.pages, 0, &mut |block, _| {
+            let references = u32::from(!(run.start..run.start + run.blocks).contains(&block));
+            BlockEntry { references, backed: true, ..BlockEntry::default() }
+        });
+        world.space.recount(&mut world.pages, std::iter::once(run)).unwrap();
+    });
 }
 
 #[test]
@@ -475,7 +494,7 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     for block in 10..40 {
         space.repair_references(&mut world.pages, block, 1).unwrap();
     }
-    space.recount(&mut world.pages).unwrap();
+    space.recount(&mut world.pages, std::iter::empty()).unwrap();
     let lost = 508 - 30;
     let counts = space.counts();
     assert_eq!((counts.used, counts.backed), (REGION_BLOCKS + 30, 2 * REGION_BLOCKS - lost));

@@ -25,7 +25,7 @@ use crate::Result;
 use crate::catalog::Catalog;
 use crate::journal::Operation;
 use crate::pages::{Kept, PageFile, PageStatistics, Pages};
-use crate::space::{BlockEntry, Space};
+use crate::space::{BlockEntry, Run, Space};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tree;
 use backend::{Directory, File, SharedSlice};
@@ -189,14 +189,9 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
-    /// Called after bitmaps were rebuilt from the table. Some blocks are free in the table but cannot be reused yet,
-    /// because their freeing is not durable or reads may refer to them: these are marked as used. Blocks that were
-    /// freed by changes which are just being appended are not found.
+    /// Called after the bitmaps of a region were rebuilt from the table: marks the [`unreleased`] blocks as used.
     pub(crate) fn retain_freed(&mut self) {
-        let pending = self.pending.iter().flat_map(|pending| pending.freed.iter());
-        for run in pending.chain(self.freed.waiting()) {
-            self.data.retain(*run);
-        }
+        unreleased(&self.pending, &self.freed).for_each(|run| self.data.retain(run));
     }
 
     /// How many times a region was excluded from allocation because its table was lost.
@@ -215,4 +210,10 @@ impl Meta {
         }
         any
     }
+}
+
+/// The blocks that are free in the table but cannot be reused yet, because their freeing is not durable or reads may
+/// refer to them. Blocks that were freed by changes which are just being appended are not found.
+pub(crate) fn unreleased<'a>(pending: &'a Queue, freed: &'a Freed) -> impl Iterator<Item = Run> + 'a {
+    pending.iter().flat_map(|pending| pending.freed.iter()).chain(freed.waiting()).copied()
 }

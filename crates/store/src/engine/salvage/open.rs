@@ -229,8 +229,8 @@ fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     for page in damaged.map_tables.keys() {
         meta.sight().renew_nodes(*page, &nodes);
     }
-    meta.map.recount(&mut meta.pages)?;
-    meta.data.recount(&mut meta.pages)?;
+    meta.map.recount(&mut meta.pages, std::iter::empty())?;
+    meta.data.recount(&mut meta.pages, std::iter::empty())?;
     Ok(unproven)
 }
 
