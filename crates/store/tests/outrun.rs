@@ -1,4 +1,4 @@
-//! A flush of one client ends while other clients write as fast as write-back can empty the buffers.
+//! Flushes and comparisons end while other clients write as fast as write-back can empty the buffers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 use store::catalog::Provisioning;
-use store::engine::{InitParameters, NewDisk};
+use store::engine::{InitParameters, NewDisk, NewSnapshot};
 use store::{Engine, EngineOptions};
 
-/// The longest time that a flush may take. Without a limit for the writers it does not end.
+/// The longest time that a request may take. Without a limit for the writers it does not end.
 const LONGEST: Duration = Duration::from_secs(30);
 /// Blocks of the disk of the writers. Every third one is written, so that each needs an extent of its own.
 const BLOCKS: u64 = 3 << 15;
@@ -28,8 +28,9 @@ fn write(engine: &Engine, disk: u64, block: u64, value: u8) {
     engine.write_blocks(&engine.head(disk), block, SharedSlice::copy_of(&[value; BLOCK_SIZE])).unwrap();
 }
 
-/// Flushes a quiet disk three times while two threads repeat `load` on another disk.
-fn flushes_end_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync)) {
+/// Makes a request three times while two threads repeat `load` on a busy disk. The request gets the busy disk, a quiet
+/// disk, and its number.
+fn ends_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync), request: &(dyn Fn(&Engine, u64, u64, u64) + Sync)) {
     let options = SimulatedOptions { reorder: false, capacity: 16 << 30, ..SimulatedOptions::default() };
     let directory = SimulatedDisk::new(1, options).directory();
     Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 64 << 20 }).unwrap();
@@ -49,28 +50,46 @@ fn flushes_end_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync)) {
                 }
             });
         }
-        // The buffers fill before the first flush.
+        // The buffers fill before the first request.
         std::thread::sleep(Duration::from_millis(300));
         scope.spawn(|| {
-            for block in 0..3 {
-                write(&engine, quiet, block, 2);
-                engine.flush().unwrap();
+            for number in 0..3 {
+                request(&engine, busy, quiet, number);
                 ended.send(()).unwrap();
             }
         });
-        let flushes = (0..3).take_while(|_| wait.recv_timeout(LONGEST).is_ok()).count();
+        let requests = (0..3).take_while(|_| wait.recv_timeout(LONGEST).is_ok()).count();
         stop.store(true, Ordering::Relaxed);
-        assert_eq!(flushes, 3, "a flush takes longer than {LONGEST:?}");
+        assert_eq!(requests, 3, "a request takes longer than {LONGEST:?}");
     });
     engine.close().unwrap();
 }
 
+fn flush_quiet_disk(engine: &Engine, _busy: u64, quiet: u64, number: u64) {
+    write(engine, quiet, number, 2);
+    engine.flush().unwrap();
+}
+
 #[test]
 fn a_flush_ends_while_others_fill_the_buffers() {
-    flushes_end_beside(&|engine, disk, block| write(engine, disk, block, 1));
+    ends_beside(&|engine, disk, block| write(engine, disk, block, 1), &flush_quiet_disk);
 }
 
 #[test]
 fn a_flush_ends_while_others_discard() {
-    flushes_end_beside(&|engine, disk, block| engine.discard_blocks(&engine.head(disk), block..block + 1).unwrap());
+    let discard = |engine: &Engine, disk, block| {
+        engine.discard_blocks(&engine.head(disk), block..block + 1).unwrap();
+    };
+    ends_beside(&discard, &flush_quiet_disk);
+}
+
+#[test]
+fn a_comparison_with_a_disk_ends_while_others_write_the_disk() {
+    let compare = |engine: &Engine, busy, _quiet, number: u64| {
+        let name = number.to_string();
+        let snapshot = NewSnapshot { disk: busy, name, uuid: [1; 16], incomplete: false };
+        let from = engine.snapshot(&[snapshot]).unwrap()[0];
+        engine.diff(from, busy, 0..BLOCKS, &mut |_| Ok(true)).unwrap();
+    };
+    ends_beside(&|engine, disk, block| write(engine, disk, block, 1), &compare);
 }

@@ -133,7 +133,7 @@ impl Engine {
         let mut freed = false;
         // Other clients may fill the buffers as fast as this loop empties them. The flush would then never end, so
         // after these rounds the buffers accept little until the flush has ended.
-        let mut rounds = 2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE;
+        let mut rounds = self.rounds_max();
         let (mut outrun, mut kept) = (None, None);
         loop {
             let mut fetch: Fetch = kept.take().unwrap_or_default();
@@ -212,6 +212,11 @@ impl Engine {
             self.log.clocks.set_durable(covered);
             return Ok(());
         }
+    }
+
+    /// The number of batches of write-back after which writers count as faster than write-back.
+    pub(super) fn rounds_max(&self) -> u64 {
+        2 * self.buffers.limit() / batch_blocks(self.options.mode) + ROUNDS_BESIDE
     }
 
     /// The most payload that one flush appends to the journal, limited by the size of the ring.
