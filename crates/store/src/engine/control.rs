@@ -3,9 +3,10 @@
 
 use super::admit::APPEND_BYTES;
 use super::log::Cost;
-use super::{Engine, Meta};
+use super::{Engine, Head, Meta};
 use crate::catalog::{Catalog, NAME_MAX, Object, ObjectState, Provisioning};
 use crate::journal::Operation;
+use crate::pages::patiently;
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
@@ -284,15 +285,27 @@ impl Engine {
                 return Ok(());
             }
             self.check_running()?;
+            let head = self.head(disk);
+            self.check_sealable(&head)?;
             // The threads have ended if a close was tried and has failed.
             if self.options.threads && self.running.goes_on() {
                 self.request(|work| work.write_back = true);
                 self.buffers.wait_sealed(Duration::from_millis(5));
                 self.writeback.failing.check(failures)?;
             } else {
-                self.settle(&self.head(disk))?;
+                self.settle(&head)?;
             }
         }
+    }
+
+    /// Fails if the oldest snapshot of a disk that is not sealed cannot be sealed, because the references of its root
+    /// are lost. Write-back tries to seal it again and again, and its failures do not count while other disks make
+    /// progress.
+    fn check_sealable(&self, head: &Head) -> Result<()> {
+        if head.lock().layers.complete().is_none() {
+            return Ok(());
+        }
+        patiently(|| self.meta.look(|meta| meta.references_of_root(head.id)))
     }
 
     /// Makes linked clones of a snapshot: all of them, or none.

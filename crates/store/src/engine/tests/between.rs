@@ -517,6 +517,40 @@ fn a_snapshot_is_sealed_although_the_threads_have_ended_in_a_failed_close() {
     engine.close().unwrap();
 }
 
+/// Otherwise it would hold the lock on changes of the catalog, for which requests of all disks wait.
+#[test]
+fn a_request_for_a_snapshot_that_cannot_be_sealed_fails_while_other_disks_make_progress() {
+    let (disk, engine) = with_a_block(256);
+    engine.close().unwrap();
+    drop(engine);
+    let engine = Engine::open(disk.directory(), EngineOptions { threads: true, ..options() }).unwrap();
+    let gate = engine.writeback.lock();
+    // The last change of the snapshot needs no page of the table.
+    engine.discard_blocks(&engine.head(1), 100..101).unwrap();
+    let snapshot = take(&engine, 1, "s");
+    let mend = lose_page(&disk, "map.table", 0);
+    engine.meta.lock().pages.drop_clean();
+    drop(gate);
+    let done = Arc::new(AtomicBool::new(false));
+    let (other, ends) = (Arc::clone(&engine), Arc::clone(&done));
+    let progress = std::thread::spawn(move || {
+        while !ends.load(Ordering::SeqCst) {
+            other.writeback.failing.note_progress();
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    });
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let reader = Arc::clone(&engine);
+    std::thread::spawn(move || sender.send(reader.wait_sealed(snapshot)));
+    let waited = receiver.recv_timeout(std::time::Duration::from_secs(10));
+    done.store(true, Ordering::SeqCst);
+    progress.join().unwrap();
+    assert_eq!(waited.unwrap().unwrap_err().kind(), ErrorKind::Io);
+    mend();
+    engine.wait_sealed(snapshot).unwrap();
+    engine.close().unwrap();
+}
+
 #[test]
 fn a_data_file_whose_name_is_not_durable_is_created_again_or_stops_the_store() {
     for number in 0..40 {
