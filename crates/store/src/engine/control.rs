@@ -276,7 +276,7 @@ impl Engine {
         })
     }
 
-    /// Waits until all writes of a snapshot are in the map.
+    /// Waits until all writes of a snapshot are in the map. `NotFound` if they never will be.
     pub(super) fn wait_sealed(&self, snapshot: u64) -> Result<()> {
         let failures = self.writeback.failing.count();
         loop {
@@ -285,7 +285,15 @@ impl Engine {
                 return Ok(());
             }
             self.check_running()?;
-            let head = self.head(disk);
+            let Some(head) = self.buffers.find(disk) else {
+                // A disk has a buffer as long as one of its snapshots is not sealed, except a disk whose record was
+                // lost before the opening.
+                if self.with_catalog(|catalog| catalog.get(snapshot).map(|o| o.state))? != ObjectState::Unsealed {
+                    return Ok(());
+                }
+                let text = "the last writes of the snapshot are lost with the record of its disk; run 'lamina check'";
+                return Err(Error::new(ErrorKind::NotFound, text));
+            };
             self.check_sealable(&head)?;
             // The threads have ended if a close was tried and has failed.
             if self.options.threads && self.running.goes_on() {

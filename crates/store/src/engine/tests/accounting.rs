@@ -283,3 +283,29 @@ fn a_view_for_a_count_waits_until_a_snapshot_taken_meanwhile_has_its_tree() {
     let mut accounts = engine.accounts(&[], &go_on).unwrap();
     assert_eq!(accounts.space_of(snapshot).unwrap().mapped, 40);
 }
+
+/// The snapshot is not sealed, and its record is on another page of the catalog than that of its disk.
+#[test]
+fn space_is_counted_beside_a_snapshot_whose_disk_has_lost_its_record() {
+    let (disk, engine) = made();
+    for number in 2..10 {
+        add_disk(&engine, &format!("disk {number}"), 8, Provisioning::Thin);
+    }
+    write(&engine, 0, 1);
+    let snapshot = take(&engine, 1, "s");
+    engine.checkpoint().unwrap();
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    disk.flip_bit("catalog", 100, 1).unwrap();
+    let engine = open(&disk).unwrap();
+    let state = engine.with_catalog(|catalog| catalog.get(snapshot).unwrap().state);
+    assert_eq!(state, ObjectState::Unsealed);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let waited = engine.wait_sealed(snapshot).map_err(|error| error.kind());
+        let counted = engine.accounts(&[], &go_on).map(drop);
+        sender.send((waited, counted.map_err(|error| error.kind())))
+    });
+    let (waited, counted) = receiver.recv_timeout(std::time::Duration::from_secs(10)).unwrap();
+    assert_eq!((waited, counted), (Err(ErrorKind::NotFound), Ok(())));
+}
