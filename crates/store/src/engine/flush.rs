@@ -310,7 +310,7 @@ impl Engine {
                 if !closed {
                     break;
                 }
-                match self.seal_oldest(&mut buffer) {
+                match self.seal_oldest(&mut buffer, fetch) {
                     // All writes of the disk are in the map. Write-back seals the snapshot once the references of its
                     // root can be read. A close must not leave it unsealed.
                     Err(error)

@@ -77,6 +77,34 @@ fn other_disks_are_served_while_the_medium_is_read_for_a_lost_write() {
     flush_disk(&engine, 1).unwrap();
 }
 
+/// No survey reads this page in advance, because it cannot be read.
+#[test]
+fn no_flush_holds_locks_while_the_medium_fails_to_read_what_the_sealing_of_a_snapshot_needs() {
+    let (disk, engine) = with_a_block(256);
+    engine.discard_blocks(&engine.head(1), 100..101).unwrap();
+    take(&engine, 1, "s");
+    let _mend = lose_page(&disk, "map.table", 0);
+    engine.meta.lock().pages.drop_clean();
+    let (other, reads) = (Arc::clone(&engine), Arc::new(AtomicU64::new(0)));
+    let counted = Arc::clone(&reads);
+    disk.set_pace(Arc::new(move |request| {
+        if request != Request::Read {
+            return;
+        }
+        let (engine, (done, wait)) = (Arc::clone(&other), std::sync::mpsc::channel());
+        std::thread::spawn(move || {
+            drop(engine.log.lock());
+            drop(engine.meta.lock());
+            let _ = done.send(());
+        });
+        assert!(wait.recv_timeout(Duration::from_secs(10)).is_ok(), "locks are held during a read");
+        counted.fetch_add(1, Ordering::SeqCst);
+    }));
+    engine.flush().unwrap();
+    disk.set_pace(Arc::new(|_| {}));
+    assert!(reads.load(Ordering::SeqCst) >= 1, "{reads:?}");
+}
+
 /// After many hits, changes are not surveyed.
 #[test]
 fn other_disks_are_served_while_a_write_that_was_not_surveyed_reads_metadata() {

@@ -311,7 +311,7 @@ impl Engine {
         let _under_way = self.begin_batch();
         let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
-        let Some(mut pieces) = self.next_pieces(head, batch)? else { return Ok(Batch::Empty) };
+        let Some(mut pieces) = self.next_pieces(head, batch, fetch)? else { return Ok(Batch::Empty) };
         let mut waited = false;
         let (mut meta, mut plan, grant) = loop {
             let mut meta = self.meta.lock();
@@ -372,13 +372,13 @@ impl Engine {
         buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
         let (layer, closed) = buffer.layers.oldest();
         if closed && layer.is_empty() {
-            self.seal_oldest(&mut buffer)?;
+            self.seal_oldest(&mut buffer, fetch)?;
         }
         Ok(refused.map_or(Batch::Done, Batch::Refused))
     }
 
     /// Up to `most` blocks of the oldest layer that has entries. Snapshots of older, empty layers are sealed.
-    fn next_pieces(&self, head: &Head, most: u64) -> Result<Option<Vec<DirtyPiece>>> {
+    fn next_pieces(&self, head: &Head, most: u64, fetch: &mut Fetch) -> Result<Option<Vec<DirtyPiece>>> {
         let mut buffer = head.lock();
         loop {
             let (layer, closed) = buffer.layers.oldest();
@@ -388,7 +388,7 @@ impl Engine {
             if !closed {
                 return Ok(None);
             }
-            self.seal_oldest(&mut buffer)?;
+            self.seal_oldest(&mut buffer, fetch)?;
         }
     }
 }

@@ -181,14 +181,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed this layer.
-    pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
+    /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed this layer. After an error,
+    /// `fetch` may have the reason: see [`Fetch::require`].
+    pub(crate) fn seal_oldest(&self, buffer: &mut Buffer, fetch: &mut Fetch) -> Result<()> {
         let Some(snapshot) = buffer.layers.complete() else { return Ok(()) };
         let mut meta = self.meta.lock();
         if let Some(disk) = meta.catalog.find(snapshot).map(|object| object.disk) {
             // Sealing adds a reference to the root. While its count cannot be read, the layer stays, because a change
             // that fails would stop the whole store.
-            meta.references_of_root(disk)?;
+            fetch.require(&mut meta, |meta| meta.references_of_root(disk))?;
         }
         buffer.layers.retire();
         buffer.cursor = 0;
