@@ -286,12 +286,13 @@ impl LayerState {
     }
 }
 
-/// Marks grains that are being moved as disturbed, so that the move skips them.
+/// Marks grains that are being moved as disturbed, so that the move skips them. This includes new grains: a grain that
+/// was freed before its move was announced may be allocated again for the entry that had named it.
 fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     if state.moving.is_empty() {
         return;
     }
-    for piece in pieces.iter().filter(|piece| !piece.new) {
+    for piece in pieces {
         for grain in piece.place.start..piece.place.end() {
             if let Some(disturbed) = state.moving.get_mut(&Grain(grain)) {
                 *disturbed = true;

@@ -195,3 +195,32 @@ fn a_grain_written_during_its_move_keeps_its_location() {
     layer.flush().unwrap();
     assert_clean(&layer);
 }
+
+/// Before a move of a grain is announced, the grain is freed. After it was copied, a guest writes the same part of the
+/// disk, and gets the grain again: the entry names the grain as before, but the copy lacks the guest's data.
+#[test]
+fn a_grain_allocated_again_during_its_move_keeps_its_location() {
+    let disk = simulated(13);
+    let layer = create(&disk, IoMode::Buffered, 256 * MIB, writing());
+    layer.write(0, &[&stamped(64, 1)]).unwrap();
+    layer.zero(0..GRAIN, false).unwrap();
+    layer.flush().unwrap();
+    let mut work = layer.begin_work(&NoProgress, "moving grains").unwrap();
+    let (held, _) = layer.held(GrainRun { start: 63, count: 1 }).unwrap();
+    let last = 63 * GRAIN;
+    assert_eq!((held.len(), u64::from(held[0].owner.entry) * GRAIN), (1, last));
+    let place = layer.settle(|state| state.claim_run(GrainRun { start: 0, count: 1 })).unwrap();
+    layer.zero(last..last + GRAIN, false).unwrap();
+    layer.flush().unwrap();
+    let announced = layer.announce(&held, &mut work).unwrap();
+    let copied = layer.read_grains(&held).unwrap();
+    layer.write(last, &[&stamped(1, 2)]).unwrap();
+    assert_eq!(layer.held(GrainRun { start: 63, count: 1 }).unwrap().0, held, "another grain was allocated");
+    layer.write_places(place, &[&copied]).unwrap();
+    assert!(!layer.repoint(held[0], Entry::Data(Grain(place.start))).unwrap());
+    layer.give_back(&[place]);
+    drop((announced, work));
+    assert_eq!(stamps(&layer, last, GRAIN).unwrap(), [2; SECTORS as usize]);
+    layer.flush().unwrap();
+    assert_clean(&layer);
+}
