@@ -165,8 +165,15 @@ impl Scan {
 }
 
 impl Hosted {
-    /// Checks every table, and both copies of each.
+    /// Checks every table, and both copies of each. Reports the repairs since the last check.
     pub fn check(&self) -> Result<Check> {
+        let check = self.examine()?;
+        let (repaired, mended) = self.take_mended();
+        Ok(Check { repaired, mended, ..check })
+    }
+
+    /// Checks every table, and leaves the report of repairs to the next check.
+    pub(super) fn examine(&self) -> Result<Check> {
         // The scan reads one table after another. Without the epoch, a place that a table names when it is read can be
         // freed and named by a table that is read later: two grains seem to share it.
         let epoch = self.writer.as_ref().map(Writer::epoch);
@@ -179,8 +186,7 @@ impl Hosted {
         };
         let inside: u64 = scan.dead_runs().map(|run| run.sectors).sum();
         let dead = (inside + end.saturating_sub(scan.named_end())).saturating_sub(free) * SECTOR;
-        let (repaired, mended) = self.take_mended();
-        Ok(Check { dead, repaired, mended, warnings: self.warnings(), ..scan.check })
+        Ok(Check { dead, warnings: self.warnings(), ..scan.check })
     }
 
     /// Scans all tables, both copies of each.

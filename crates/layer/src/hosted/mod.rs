@@ -264,7 +264,7 @@ impl Layer for Hosted {
     }
 
     fn usage(&self) -> Result<Usage> {
-        let check = self.check()?;
+        let check = self.examine()?;
         let allocated = self.file.allocated().during(|| format!("{}: cannot find out its size", self.image))?;
         Ok(Usage { allocated, mapped: check.grains * self.grain_bytes(), dead: check.dead })
     }

@@ -199,3 +199,19 @@ fn after_a_failed_read_both_directories_stay_equal() {
     }
     assert!(refused > 2 && used > 10, "{refused} {used}");
 }
+
+/// The figures of a disk are counted by the same scan as a check.
+#[test]
+fn a_repair_is_reported_by_the_next_check_and_not_lost_with_figures() {
+    let (mut bytes, model) = image(true);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let directory = (header.directory_offset * SECTOR) as usize;
+    let table = u32::from_le_bytes(bytes[directory..directory + 4].try_into().unwrap()) as usize * SECTOR as usize;
+    bytes[table + 8..table + 12].copy_from_slice(&0x7fff_ffff_u32.to_le_bytes());
+    let layer = open(&memory_file(&bytes), true, true).unwrap();
+    assert!(layer.usage().unwrap().mapped > 0);
+    let check = layer.check().unwrap();
+    assert_eq!((check.repaired, check.mended.len()), (1, 1), "{check:?}");
+    assert_eq!(layer.check().unwrap().repaired, 0, "reported already");
+    assert_eq!(read_all(&layer, None), model);
+}
