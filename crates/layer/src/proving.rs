@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 pub(crate) use testkit::Random;
 
 /// Bytes determined by `seed`, different in every word.
@@ -161,6 +161,30 @@ impl<F: Fn(Request) -> io::Result<()> + Send + Sync> LocalFile for Gated<F> {
     }
     fn allocated(&self) -> io::Result<u64> {
         self.inner.allocated()
+    }
+}
+
+/// A file that is changed during a read: if `armed`, the next read from `start` on returns its first `before` bytes from
+/// before the call of `change`, and the other bytes from after it.
+pub(crate) struct ChangedInRead<F> {
+    pub(crate) inner: Arc<dyn File>,
+    pub(crate) armed: Arc<AtomicBool>,
+    pub(crate) start: u64,
+    pub(crate) before: usize,
+    pub(crate) change: F,
+}
+
+impl<F: Fn() + Send + Sync> File for ChangedInRead<F> {
+    backend::forward_file!(inner: len, set_len, write_at, sync, punch, local);
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        if offset != self.start || !self.armed.swap(false, Ordering::SeqCst) {
+            return self.inner.read_at(buffer, offset);
+        }
+        let (first, rest) = buffer.split_at_mut(self.before);
+        self.inner.read_at(first, offset)?;
+        (self.change)();
+        self.inner.read_at(rest, offset + self.before as u64)
     }
 }
 

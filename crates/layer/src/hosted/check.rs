@@ -177,14 +177,16 @@ impl Hosted {
         // The scan reads one table after another. Without the epoch, a place that a table names when it is read can be
         // freed and named by a table that is read later: two grains seem to share it.
         let epoch = self.writer.as_ref().map(Writer::epoch);
-        let scan = self.scan()?;
-        drop(epoch);
-        let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))? / SECTOR;
+        // The end is read before the tables: grains that are appended meanwhile may be named by a table that was read
+        // already.
         let (end, free) = match &self.writer {
             Some(writer) => (writer.space.used(), writer.space.free()),
-            None => (length, 0),
+            None => (self.file.len().during(|| format!("{}: cannot find out the length", self.image))? / SECTOR, 0),
         };
-        let inside: u64 = scan.dead_runs().map(|run| run.sectors).sum();
+        let scan = self.scan()?;
+        drop(epoch);
+        let before_end = |run: SectorRun| end.min(run.start + run.sectors).saturating_sub(run.start);
+        let inside: u64 = scan.dead_runs().map(before_end).sum();
         let dead = (inside + end.saturating_sub(scan.named_end())).saturating_sub(free) * SECTOR;
         Ok(Check { dead, warnings: self.warnings(), ..scan.check })
     }

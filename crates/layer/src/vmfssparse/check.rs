@@ -106,17 +106,25 @@ impl VmfsSparse {
     pub(super) fn survey(&self) -> Result<Survey> {
         let grain = self.header.grain();
         let mut survey = Survey { used: self.tables.data_start(), end: self.tables.data_start(), ..Survey::default() };
+        // The end is read before the tables: grains that are appended meanwhile may be named by a table that was read
+        // already, and are not counted.
+        let end = match &self.writer {
+            Some(writer) => writer.space.lock().free(),
+            None => self.tables.limit(),
+        };
+        let before_end = |start: u64, sectors: u64| end.min(start + sectors).saturating_sub(start);
         for index in 0..self.tables.count() {
             let Some(table) = self.tables.survey(&self.file, index)? else { continue };
+            let place = self.tables.place(index);
             survey.tables += 1;
-            survey.used += TABLE_SECTORS;
-            survey.end = survey.end.max(self.tables.place(index) + TABLE_SECTORS);
+            survey.used += before_end(place, TABLE_SECTORS);
+            survey.end = survey.end.max(place + TABLE_SECTORS);
             for run in table.runs() {
                 let count = u64::from(run.count);
                 match run.kind {
                     DATA => {
                         survey.grains += count;
-                        survey.used += count * grain;
+                        survey.used += before_end(run.place, count * grain);
                         survey.end = survey.end.max(run.place + count * grain);
                     }
                     ZERO => survey.zeros += count,
@@ -124,10 +132,6 @@ impl VmfsSparse {
                 }
             }
         }
-        let end = match &self.writer {
-            Some(writer) => writer.space.lock().free(),
-            None => self.tables.limit(),
-        };
         survey.dead = end.saturating_sub(survey.used);
         Ok(survey)
     }

@@ -98,13 +98,16 @@ impl VsanSparse {
     pub(super) fn survey(&self) -> Result<Survey> {
         let mut survey = Survey::default();
         let mut placed = 0;
+        // The end is read before the pages: blocks that are allocated meanwhile may belong to a page that was read
+        // already, and are not counted.
+        let end = self.next();
         survey.pages = self.each_run(|run| {
-            placed += u64::from(run.count);
+            placed += end.min(run.place + u64::from(run.count)).saturating_sub(run.place);
             if run.kind == DATA {
                 survey.grains += u64::from(run.count);
             }
         })?;
-        survey.dead = (self.next() - self.map.layout.data).saturating_sub(placed);
+        survey.dead = (end - self.map.layout.data).saturating_sub(placed);
         Ok(survey)
     }
 }

@@ -1,6 +1,7 @@
 //! Many threads at once: a reader that holds an epoch never reads another grain's bytes.
 
 use super::*;
+use crate::proving::ChangedInRead;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -94,4 +95,28 @@ fn a_check_finds_no_place_twice_because_it_is_used_again_meanwhile() {
     assert!(check.is_sound(), "{check:?}");
     layer.flush().unwrap();
     assert_eq!(layer.writer.as_ref().unwrap().space.free(), GRAIN / SECTOR, "the check still holds its epoch");
+}
+
+/// Between the reads of two tables, a grain of the first table is appended to the file.
+#[test]
+fn data_written_during_a_check_is_not_counted_as_dead() {
+    let last = 2 * u64::from(TABLE_ENTRIES) * GRAIN;
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = small(disk.directory().as_ref(), last + GRAIN, true);
+    let layer = open(&file, true, false).unwrap();
+    layer.write(0, &[&[1; GRAIN as usize]]).unwrap();
+    layer.close().unwrap();
+    let start = u64::from(layer.tables.directories().named(1)[0]) * SECTOR;
+    let changed: Arc<OnceLock<Hosted>> = Arc::default();
+    let armed = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&changed);
+    let change = move || seen.get().unwrap().write(GRAIN, &[&[2; GRAIN as usize]]).unwrap();
+    let file: Arc<dyn File> =
+        Arc::new(ChangedInRead { inner: file, armed: Arc::clone(&armed), start, before: 0, change });
+    let layer = changed.get_or_init(|| open(&file, true, false).unwrap());
+    let dead = layer.check().unwrap().dead;
+    armed.store(true, Ordering::SeqCst);
+    assert_eq!(layer.check().unwrap().dead, dead);
+    assert!(!armed.load(Ordering::SeqCst), "the check did not read the second table");
+    assert_eq!(layer.usage().unwrap().mapped, 2 * GRAIN);
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
-use crate::proving::{Gated, Request, read};
+use crate::proving::{ChangedInRead, Gated, Request, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -257,4 +257,35 @@ fn a_close_that_lacks_space_can_be_repeated() {
     let file = disk.crash().directory().open("image", IoMode::Buffered);
     let layer = VmfsSparse::open(file.unwrap(), &OpenOptions::reading("image")).unwrap();
     assert!(!layer.header().unclean() && read(&layer, 0..4096, None).unwrap() == [7; 4096]);
+}
+
+/// A redo log with two tables, of which the second is read from the file at the returned place.
+fn two_tables() -> (Arc<dyn File>, u64) {
+    const SPAN: u64 = 4096 * SECTOR;
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions { capacity: 2 * SPAN, grain_sectors: 1 }).unwrap();
+    let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
+    layer.write(0, &[&[1; SECTOR as usize]]).unwrap();
+    layer.write(SPAN, &[&[1; SECTOR as usize]]).unwrap();
+    layer.close().unwrap();
+    (file, layer.tables.place(1) * SECTOR)
+}
+
+/// Between the reads of two tables, grains of the first table are appended to the file.
+#[test]
+fn data_written_while_figures_are_counted_is_not_counted_as_dead() {
+    let (file, start) = two_tables();
+    let changed: Arc<OnceLock<VmfsSparse>> = Arc::default();
+    let armed = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&changed);
+    let change = move || seen.get().unwrap().write(SECTOR, &[&[2; 64 * SECTOR as usize]]).unwrap();
+    let file = ChangedInRead { inner: file, armed: Arc::clone(&armed), start, before: 0, change };
+    let open = || VmfsSparse::open(Arc::new(file), &OpenOptions::writing("image")).unwrap();
+    let layer = changed.get_or_init(open);
+    let dead = layer.usage().unwrap().dead;
+    armed.store(true, Ordering::SeqCst);
+    assert_eq!(layer.usage().unwrap().dead, dead);
+    assert!(!armed.load(Ordering::SeqCst), "the second table was not read");
+    assert_eq!(layer.usage().unwrap().mapped, 66 * SECTOR);
 }

@@ -3,8 +3,12 @@
 use super::*;
 use crate::ErrorKind;
 use crate::model::{Subject, Trial, run_threads};
+use crate::proving::ChangedInRead;
+use crate::vsansparse::layout::{Layout, PAGE_GRAINS};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 mod bytes;
 mod damage;
@@ -106,4 +110,40 @@ fn power_cuts_lose_nothing_that_was_flushed() {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         Trial::new(subject, seed, mode(seed)).run_with_cuts(60, 3);
     }
+}
+
+/// A closed object with two map pages, each with one grain.
+fn two_pages() -> Arc<dyn File> {
+    let (_disk, file, layer) = object(2 * PAGE_GRAINS * BLOCK);
+    layer.write(0, &[&[1; BLOCK as usize]]).unwrap();
+    layer.write(PAGE_GRAINS * BLOCK, &[&[1; BLOCK as usize]]).unwrap();
+    layer.close().unwrap();
+    file
+}
+
+/// An object that is open for writing, and the switch after which the next read of the second page is interrupted: once
+/// `before` bytes are read, `change` is called.
+fn changed_in_read(
+    before: usize,
+    change: impl Fn(&VsanSparse) + Send + Sync + 'static,
+) -> (Arc<OnceLock<VsanSparse>>, Arc<AtomicBool>) {
+    let (changed, armed): (Arc<OnceLock<VsanSparse>>, Arc<AtomicBool>) = Default::default();
+    let start = Layout::new(2 * PAGE_GRAINS * BLOCK).unwrap().page_copies(1) * BLOCK;
+    let seen = Arc::clone(&changed);
+    let change = move || change(seen.get().unwrap());
+    let file = ChangedInRead { inner: two_pages(), armed: Arc::clone(&armed), start, before, change };
+    let _ = changed.set(VsanSparse::open(Arc::new(file), &OpenOptions::writing("image")).unwrap());
+    (changed, armed)
+}
+
+/// Between the reads of two pages, grains of the first page get blocks.
+#[test]
+fn data_written_while_figures_are_counted_is_not_counted_as_dead() {
+    let (layer, armed) = changed_in_read(0, |layer| layer.write(BLOCK, &[&[2; 9 * BLOCK as usize]]).unwrap());
+    let layer = layer.get().unwrap();
+    let dead = layer.usage().unwrap().dead;
+    armed.store(true, Ordering::SeqCst);
+    assert_eq!(layer.usage().unwrap().dead, dead);
+    assert!(!armed.load(Ordering::SeqCst), "the second page was not read");
+    assert_eq!(layer.usage().unwrap().mapped, 11 * BLOCK);
 }
