@@ -116,6 +116,13 @@ impl RunCache {
         self.shard(index).tables.read().by_index.get(&index).map(|slot| Arc::clone(&slot.list))
     }
 
+    /// As [`RunCache::peek`]; a table that is not cached is read by `load`, and is not cached afterwards. While `load`
+    /// runs, the table is neither changed nor written.
+    pub(crate) fn peek_or_load(&self, index: u32, load: impl FnOnce() -> Result<RunList>) -> Result<Arc<RunList>> {
+        let _loading = self.shard(index).loading.lock();
+        self.peek(index).map_or_else(|| load().map(Arc::new), Ok)
+    }
+
     /// Changes table `index`, which `load` reads from the file if it is not cached. `change` returns the parts it
     /// changed; 0 for none.
     pub(crate) fn change<R>(

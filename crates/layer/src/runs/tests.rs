@@ -4,6 +4,8 @@ use super::cache::RunCache;
 use super::*;
 use crate::{Error, ErrorKind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 struct Numbers(u64);
 
@@ -164,4 +166,24 @@ fn concurrent_threads_read_and_write_one_table() {
             });
         }
     });
+}
+
+#[test]
+fn a_table_is_not_changed_while_a_scan_reads_it() {
+    let cache = RunCache::new(1 << 20);
+    let changed = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let read = cache.peek_or_load(1, || {
+            scope.spawn(|| {
+                cache.change(1, || Ok(RunList::new(1)), |list| (list.set(0..1, 1, 9), 1)).unwrap();
+                changed.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!changed.load(Ordering::SeqCst));
+            Ok(RunList::new(1))
+        });
+        assert_eq!(read.unwrap().runs().count(), 0);
+    });
+    let cached = cache.peek_or_load(1, || Err(Error::new(ErrorKind::Io, "the table is cached"))).unwrap();
+    assert_eq!(cached.runs().count(), 1);
 }

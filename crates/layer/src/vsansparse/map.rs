@@ -16,8 +16,8 @@ use crate::runs::cache::RunCache;
 use crate::runs::options::OpenOptions;
 use crate::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 const WORDS: usize = ROOT_PAGES as usize * 2 / 64;
 
@@ -292,13 +292,20 @@ impl Map {
     }
 
     /// Page `index` for a scan of all pages, bypassing the cache; `None` if no page is stored.
-    pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<std::sync::Arc<RunList>>> {
+    pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<Arc<RunList>>> {
         if self.state(index) != PageState::Stored {
             return Ok(None);
         }
-        match self.pages.peek(index) {
-            Some(list) => Ok(Some(list)),
-            None => Ok(Some(std::sync::Arc::new(self.load(file, index)?))),
+        if let Some(list) = self.pages.peek(index) {
+            return Ok(Some(list));
+        }
+        match self.load(file, index) {
+            // Meanwhile the page may have been changed, and a checkpoint may have written one of its copies during the
+            // read. So the page is read again while no checkpoint writes it.
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                self.pages.peek_or_load(index, || self.load(file, index)).map(Some)
+            }
+            loaded => Ok(Some(Arc::new(loaded?))),
         }
     }
 }

@@ -147,3 +147,20 @@ fn data_written_while_figures_are_counted_is_not_counted_as_dead() {
     assert!(!armed.load(Ordering::SeqCst), "the second page was not read");
     assert_eq!(layer.usage().unwrap().mapped, 11 * BLOCK);
 }
+
+/// The second page is changed while it is read, and a checkpoint writes its second copy: the read returns the first
+/// half of that copy from before, and the second half from after the checkpoint.
+#[test]
+fn a_page_that_a_checkpoint_writes_during_a_check_is_not_reported_as_damaged() {
+    let (layer, armed) = changed_in_read((BLOCK + BLOCK / 2) as usize, |layer| {
+        // Entries in both halves of the page.
+        layer.write(PAGE_GRAINS * BLOCK, &[&[2; 400 * BLOCK as usize]]).unwrap();
+        layer.checkpoint().unwrap();
+    });
+    let layer = layer.get().unwrap();
+    armed.store(true, Ordering::SeqCst);
+    let check = layer.check().unwrap();
+    assert!(!armed.load(Ordering::SeqCst), "the second page was not read");
+    assert_eq!((check.problems, check.grains), (Vec::new(), 401));
+    layer.close().unwrap();
+}
