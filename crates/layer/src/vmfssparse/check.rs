@@ -114,6 +114,9 @@ impl VmfsSparse {
         };
         let before_end = |start: u64, sectors: u64| end.min(start + sectors).saturating_sub(start);
         for index in 0..self.tables.count() {
+            // Without the epoch, a shrink could move the table, or grains that it names, and truncate the file before
+            // the table is read at its old place.
+            let _epoch = self.writer.as_ref().map(|writer| writer.epochs.enter());
             let Some(table) = self.tables.survey(&self.file, index)? else { continue };
             let place = self.tables.place(index);
             survey.tables += 1;

@@ -289,3 +289,25 @@ fn data_written_while_figures_are_counted_is_not_counted_as_dead() {
     assert!(!armed.load(Ordering::SeqCst), "the second table was not read");
     assert_eq!(layer.usage().unwrap().mapped, 66 * SECTOR);
 }
+
+/// A shrink truncates the file when the epoch that it ends is over.
+#[test]
+fn no_shrink_truncates_the_file_while_figures_are_counted() {
+    let (file, start) = two_tables();
+    let changed: Arc<OnceLock<VmfsSparse>> = Arc::default();
+    let (armed, truncated) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (seen, done) = (Arc::clone(&changed), Arc::clone(&truncated));
+    let change = move || {
+        let epochs = &seen.get().unwrap().writer.as_ref().unwrap().epochs;
+        done.store(epochs.is_over(epochs.end()), Ordering::SeqCst);
+    };
+    let file = ChangedInRead { inner: file, armed: Arc::clone(&armed), start, before: 0, change };
+    let open = || VmfsSparse::open(Arc::new(file), &OpenOptions::writing("image")).unwrap();
+    let layer = changed.get_or_init(open);
+    armed.store(true, Ordering::SeqCst);
+    layer.usage().unwrap();
+    assert!(!armed.load(Ordering::SeqCst), "the second table was not read");
+    assert!(!truncated.load(Ordering::SeqCst));
+    let epochs = &layer.writer.as_ref().unwrap().epochs;
+    assert!(epochs.is_over(epochs.end()), "an epoch is still held");
+}
