@@ -34,6 +34,9 @@ struct FlushesState {
 pub(crate) struct Flushes {
     state: Mutex<FlushesState>,
     changed: Condvar,
+    /// Held by a flush that may cover the target of a merge: that of the merge itself, and one of all levels, which may
+    /// have begun before the merge.
+    of_target: Mutex<()>,
 }
 
 impl Flushes {
@@ -83,6 +86,7 @@ impl Chain {
         self.rearranged.begin_flush();
         let levels = self.levels();
         let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
+        let _of_target = left_out.is_none().then(|| self.flushes.of_target.lock());
         if left_out.is_none() {
             self.copied.begin_flush();
         }
@@ -112,6 +116,9 @@ impl Chain {
         if !job.leaves_target_out() {
             return self.flush();
         }
+        // A flush of all levels that began before the merge would drop the notes of copies that it does not cover, and
+        // would take the mark of the target before it has flushed the target.
+        let _of_target = self.flushes.of_target.lock();
         self.copied.begin_flush();
         let flushed = self.flush_level(&job.target).inspect_err(|error| {
             if error.kind() != ErrorKind::NoSpace {

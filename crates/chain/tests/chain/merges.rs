@@ -1,7 +1,8 @@
 //! Merges: under continuous writes, observed, throttled, interrupted, refused.
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
-use crate::mock::{Manner, Mock};
+use crate::mock::{Manner, MemoryFile, Mock, Table};
+use backend::File;
 use chain::{Chain, Condition, Options, Place};
 use error::ErrorKind;
 use layer::Layer;
@@ -422,6 +423,76 @@ fn reads_of_copies_that_were_planned_before_a_failed_flush_of_the_target_are_ref
     assert_eq!(chain.check_fetched(&plan).unwrap_err().kind(), ErrorKind::Io);
     // Reads that are planned now are made in the sources.
     assert_content(&chain, &content);
+}
+
+/// A file that calls a function at each flush.
+struct OnSync<F> {
+    inner: MemoryFile,
+    hook: F,
+}
+
+impl<F: Fn() -> std::io::Result<()> + Send + Sync> File for OnSync<F> {
+    backend::forward_file!(inner: len, set_len, read_at, write_at, punch);
+
+    fn sync(&self) -> std::io::Result<()> {
+        (self.hook)()
+    }
+}
+
+/// Waits until the flag is set, or until the time is over.
+fn wait_for(flag: &AtomicBool, most: Duration) {
+    let begun = Instant::now();
+    while !flag.load(Ordering::SeqCst) && begun.elapsed() < most {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A client's flush begins before a merge, and flushes the top while the merge copies. It ends while the flush of the
+/// target is under way, which then fails.
+#[test]
+fn a_flush_that_began_before_a_merge_forgets_no_copies_that_are_not_flushed() {
+    let flags: [Arc<AtomicBool>; 3] = Default::default();
+    let [begun, released, ended] = flags.clone();
+    let of_top = move || {
+        begun.store(true, Ordering::SeqCst);
+        wait_for(&released, Duration::from_millis(300));
+        Ok(())
+    };
+    let [begun, released, _] = &flags;
+    let (releases, merging) = (Arc::clone(released), std::thread::current().id());
+    let of_target = move || {
+        releases.store(true, Ordering::SeqCst);
+        if std::thread::current().id() == merging {
+            wait_for(&ended, Duration::from_secs(2));
+        }
+        Err(std::io::Error::other("the device fails"))
+    };
+    let manner = Manner::new(1 << 20, 4096);
+    let top = Mock::over(manner, Arc::new(OnSync { inner: MemoryFile::default(), hook: of_top }), Table::default());
+    let file: Arc<dyn File> = Arc::new(OnSync { inner: MemoryFile::default(), hook: of_target });
+    let target = Mock::over(manner, Arc::clone(&file), Table::default());
+    let chain =
+        Chain::open("flushes", vec![top as Arc<dyn Layer>, target as Arc<dyn Layer>], Options::default()).unwrap();
+    chain.write(0, &[7; 65_536]).unwrap();
+    let planned = Mutex::new(None);
+    let midway = Midway(|at| {
+        let mut planned = planned.lock();
+        if at > 0 && planned.is_none() {
+            *planned = Some(chain.plan(0, 4096).unwrap());
+        }
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = chain.flush();
+            flags[2].store(true, Ordering::SeqCst);
+        });
+        wait_for(begun, Duration::from_secs(10));
+        assert_eq!(chain.consolidate(&midway, &mut || Ok(())).err().unwrap().kind(), ErrorKind::Io);
+    });
+    let plan = planned.lock().take().unwrap();
+    let Place::Media { file: planned, .. } = &plan.parts[0].place else { panic!("the range is stored") };
+    assert!(Arc::ptr_eq(planned, &file), "the plan refers to the copy");
+    assert_eq!(chain.check_fetched(&plan).unwrap_err().kind(), ErrorKind::Io);
 }
 
 #[test]
