@@ -2,7 +2,7 @@
 //! so that the scan of a whole disk for a backup evicts no cached extent of the guest.
 
 use crate::chain::Chain;
-use crate::levels::LevelKey;
+use crate::levels::{LevelKey, Levels};
 use crate::mapping::To;
 use crate::walk::Walk;
 use crate::{Error, ErrorKind, Result};
@@ -42,22 +42,30 @@ const EXTENTS: usize = 1024;
 impl Chain {
     /// The status of a range: at most `limit` spans, which cover the whole range unless the limit is reached.
     pub fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
-        let all = 0..self.levels().stack.len();
-        self.spans(offset, length, limit, all)
+        let levels = self.levels();
+        let all = 0..levels.stack.len();
+        self.spans(levels, offset, length, limit, all)
     }
 
     /// The status of a range in the levels above level `below`. Ranges not written there are [`Condition::Absent`].
     pub fn changed_above(&self, below: LevelKey, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
-        let position = self.levels().position(below).ok_or_else(|| {
+        // The position is valid only in this stack: a snapshot would put another level above.
+        let levels = self.levels();
+        let position = levels.position(below).ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("{}: the level to compare with is not in the chain", self.name))
         })?;
-        self.spans(offset, length, limit, 0..position)
+        self.spans(levels, offset, length, limit, 0..position)
     }
 
-    fn spans(&self, offset: u64, length: u64, limit: usize, among: Range<usize>) -> Result<Vec<Span>> {
-        let levels = self.levels();
+    fn spans(
+        &self,
+        levels: Arc<Levels>,
+        offset: u64,
+        length: u64,
+        limit: usize,
+        among: Range<usize>,
+    ) -> Result<Vec<Span>> {
         self.check_range(levels.capacity(), offset, length)?;
-        let among = among.start..among.end.min(levels.stack.len());
         let _guard = Arc::clone(&levels).guard();
         let end = offset + length;
         // Layers are queried for whole sectors.

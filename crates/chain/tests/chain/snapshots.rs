@@ -1,7 +1,7 @@
 //! Snapshots at one point in time, of one disk and of several.
 
 use crate::mock::{Manner, Mock};
-use chain::{Chain, Options};
+use chain::{Chain, Condition, Options};
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -136,4 +136,34 @@ fn a_snapshot_of_several_disks_is_of_one_point_in_time() {
         stop.store(true, Ordering::Relaxed);
     });
     assert!(disks.iter().all(|disk| disk.keys().len() == 31));
+}
+
+/// Levels are counted and looked up in one stack. If they were looked up in the next, the lowest would be left out.
+#[test]
+fn changes_and_the_status_are_complete_while_snapshots_are_taken() {
+    for _ in 0..300 {
+        let chain = disk("changes");
+        let base = chain.keys()[0];
+        chain.write(8192, &[1; 4096]).unwrap();
+        chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap();
+        chain.write(0, &[1; 4096]).unwrap();
+        let (asked, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !asked.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                for _ in 0..8 {
+                    chain.push_unflushed(Mock::new(Manner::new(CAPACITY, 4096))).unwrap();
+                }
+                stop.store(true, Ordering::SeqCst);
+            });
+            while !stop.load(Ordering::SeqCst) {
+                let spans = chain.changed_above(base, 0, 4096, 1).unwrap();
+                assert_eq!(spans[0].condition, Condition::Data);
+                assert_eq!(chain.status(8192, 4096, 1).unwrap()[0].condition, Condition::Data);
+                asked.store(true, Ordering::SeqCst);
+            }
+        });
+    }
 }
