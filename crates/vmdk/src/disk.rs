@@ -428,6 +428,15 @@ impl Disk {
         Ok(keyed.collect())
     }
 
+    /// The level that a snapshot has now in `chain`; `None` if there is no such snapshot, or if `chain` is not the open
+    /// chain of the head. A snapshot that loses its state in a merge has no level before the merge writes its first
+    /// byte.
+    pub fn base_in(&self, chain: &Arc<Chain>, snapshot: &str) -> Option<chain::LevelKey> {
+        let line = self.open_head().filter(|line| Arc::ptr_eq(&line.chain, chain))?;
+        let node = self.state.lock().record.snapshot(snapshot).ok()?.node;
+        Some(line.level(node)?.key)
+    }
+
     /// The chain of a snapshot, for reading. While the caller holds it, none of its images is merged.
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;

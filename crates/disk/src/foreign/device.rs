@@ -12,7 +12,7 @@ use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
 use parking_lot::RwLock;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes that one step of a prefetch loads into the caches.
@@ -25,12 +25,21 @@ pub struct ChainedDevice {
     /// Each snapshot, with the key of the level that was the newest of the chain when the snapshot was taken: every
     /// later write is in the levels above.
     bases: RwLock<Vec<(String, LevelKey)>>,
+    /// The disk of which the chain is the head's. Its record has the present level of each snapshot.
+    disk: Weak<vmdk::Disk>,
 }
 
 impl ChainedDevice {
     /// A device for a chain, with the name `name`.
     pub fn new(name: impl Into<String>, chain: Arc<Chain>) -> Self {
-        Self { chain, name: name.into(), bases: RwLock::new(Vec::new()) }
+        Self { chain, name: name.into(), bases: RwLock::new(Vec::new()), disk: Weak::new() }
+    }
+
+    /// A device for the head of a disk, which can be compared with the disk's snapshots.
+    pub(crate) fn of_head(disk: &Arc<vmdk::Disk>) -> Result<Self> {
+        let device = Self { disk: Arc::downgrade(disk), ..Self::new(disk.name(), disk.chain()?) };
+        device.set_bases(disk.bases()?);
+        Ok(device)
     }
 
     /// The chain, for control operations and statistics.
@@ -42,6 +51,14 @@ impl ChainedDevice {
     /// levels below.
     pub fn set_bases(&self, bases: Vec<(String, LevelKey)>) {
         *self.bases.write() = bases;
+    }
+
+    /// The level of a snapshot at present.
+    fn base(&self, snapshot: &str) -> Option<LevelKey> {
+        match self.disk.upgrade() {
+            Some(disk) => disk.base_in(&self.chain, snapshot),
+            None => self.bases.read().iter().find(|(name, _)| name == snapshot).map(|(_, key)| *key),
+        }
     }
 
     fn segment(&self, part: &Part) -> Result<Segment> {
@@ -156,11 +173,17 @@ impl Device for ChainedDevice {
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
-        let key = self.bases.read().iter().find(|(name, _)| name == base).map(|(_, key)| *key);
-        let key = key.ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot '{base}' to compare with", self.name))
-        })?;
-        let spans = self.chain.changed_above(key, offset, length, limit)?;
+        let spans = loop {
+            let key = self.base(base).ok_or_else(|| {
+                Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot '{base}' to compare with", self.name))
+            })?;
+            let spans = self.chain.changed_above(key, offset, length, limit);
+            // A merge may have given this level the content of levels above it. The record has lost the snapshot before,
+            // or has it at another level now.
+            if self.base(base) == Some(key) {
+                break spans?;
+            }
+        };
         let mut out: Vec<DirtyExtent> = Vec::with_capacity(spans.len());
         for span in spans {
             let dirty = span.condition != Condition::Absent;

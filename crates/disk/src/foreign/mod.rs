@@ -88,8 +88,7 @@ impl ForeignDisk {
 
     /// The head as a device for the datastore's own operations, not counted as a client.
     pub fn head_device(&self) -> Result<Arc<ChainedDevice>> {
-        let device = Arc::new(ChainedDevice::new(self.disk.name(), self.disk.chain()?));
-        device.set_bases(self.disk.bases()?);
+        let device = Arc::new(ChainedDevice::of_head(&self.disk)?);
         *self.head.lock() = Arc::downgrade(&device);
         Ok(device)
     }

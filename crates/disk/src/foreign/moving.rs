@@ -173,9 +173,7 @@ impl Original for ForeignOriginal {
 
 impl Replica for ForeignReplica {
     fn head(&self) -> Result<Arc<dyn Device>> {
-        let device = ChainedDevice::new(self.disk.name(), self.disk.chain()?);
-        device.set_bases(self.disk.bases()?);
-        let device = Arc::new(device);
+        let device = Arc::new(ChainedDevice::of_head(&self.disk)?);
         *self.head.lock() = Arc::downgrade(&device);
         Ok(device)
     }

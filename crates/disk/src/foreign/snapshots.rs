@@ -275,3 +275,52 @@ fn by_content(chain: &Chain, start: u64, stop: u64, each: EachExtent<'_>) -> Res
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::datastore::{Datastore, InitOptions, QueueChoice};
+    use crate::testbed::options;
+    use backend::SharedSlice;
+    use layer::image::ImageKind;
+
+    const MIB: u64 = 1 << 20;
+
+    /// The list of a device's bases is updated when the whole deletion has ended, which may merge further images.
+    #[test]
+    fn a_deleted_snapshot_is_no_base_as_soon_as_its_level_has_later_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ds");
+        Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+        let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+        let new = vmdk::NewDisk::new("vm", 8 * MIB, ImageKind::Thin, None);
+        datastore.foreign.create_disk(&new, &NoProgress).unwrap();
+        let entry = datastore.foreign.find("vm").unwrap();
+        let client = datastore.device("vm", false).unwrap();
+        for (number, name) in [(0, "first"), (1, "second")] {
+            client.write(number * MIB, SharedSlice::copy_of(&[1; 4096]), false).unwrap();
+            entry.disk.snapshot(&NewSnapshot::named(name)).unwrap();
+            entry.tell_bases();
+        }
+        client.write(2 * MIB, SharedSlice::copy_of(&[1; 4096]), false).unwrap();
+        let changed = |base: &str| -> Result<Vec<u64>> {
+            let (mut at, mut starts) = (0, Vec::new());
+            for extent in client.changed_since(base, 0, 8 * MIB, 100)? {
+                if extent.dirty {
+                    starts.push(at / MIB);
+                }
+                at += extent.length;
+            }
+            Ok(starts)
+        };
+        assert_eq!((changed("first").unwrap(), changed("second").unwrap()), (vec![1, 2], vec![2]));
+        entry.disk.delete_snapshot("first", Some(vmdk::Direction::Down), &NoProgress).unwrap();
+        assert_eq!(changed("first").unwrap_err().kind(), ErrorKind::NotFound, "the change in MiB 1 is left out");
+        assert_eq!(changed("second").unwrap(), [2], "its level is the one of the other snapshot now");
+        entry.tell_bases();
+        assert_eq!((client.dirty_bases(), changed("second").unwrap()), (vec!["second".to_owned()], vec![2]));
+        drop(client);
+        datastore.close().unwrap();
+    }
+}
