@@ -453,14 +453,14 @@ fn wait_for(flag: &AtomicBool, most: Duration) {
 fn a_flush_that_began_before_a_merge_forgets_no_copies_that_are_not_flushed() {
     let flags: [Arc<AtomicBool>; 3] = Default::default();
     let [begun, released, ended] = flags.clone();
-    let of_top = move || {
+    let of_top = move || -> std::io::Result<()> {
         begun.store(true, Ordering::SeqCst);
         wait_for(&released, Duration::from_millis(300));
         Ok(())
     };
     let [begun, released, _] = &flags;
     let (releases, merging) = (Arc::clone(released), std::thread::current().id());
-    let of_target = move || {
+    let of_target = move || -> std::io::Result<()> {
         releases.store(true, Ordering::SeqCst);
         if std::thread::current().id() == merging {
             wait_for(&ended, Duration::from_secs(2));

@@ -149,7 +149,12 @@ impl Tables {
             // One copy on the device is damaged, so the next commit of the table rewrites both copies completely.
             table.changed.store(u32::MAX, Ordering::Relaxed);
         }
-        self.state.write().cache.insert(index, Arc::clone(&table));
+        let mut state = self.state.write();
+        // A repair may have replaced the table since it was read.
+        if let Some(newer) = state.get(index) {
+            return Ok(Some(Arc::clone(newer)));
+        }
+        state.cache.insert(index, Arc::clone(&table));
         Ok(Some(table))
     }
 

@@ -4,8 +4,10 @@ use super::super::create::create_shaped;
 use super::super::{CreateOptions, Hosted, OpenOptions, read_header};
 use super::*;
 use crate::Layer;
+use crate::proving::ChangedInRead;
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::sync::atomic::AtomicBool;
 
 const GRAIN: u64 = 8 * SECTOR;
 const TABLE_ENTRIES: u32 = 16;
@@ -77,4 +79,23 @@ fn a_table_is_not_added_again_after_another_writer_has_added_it() {
     let place = write_and_evict(&layer);
     assert!(!layer.tables.add(0, [1, 2]), "an empty table would replace the one with the flushed grain");
     assert_eq!(table(&layer, 0).entry(0), place);
+}
+
+/// A repair replaces a table after a reader has read both of its copies.
+#[test]
+fn a_table_that_was_read_before_its_repair_does_not_replace_the_repaired_one() {
+    let layer = crowded(false);
+    let places = layer.tables.directories().named(0);
+    let mut entries = vec![ENTRY_ABSENT; TABLE_ENTRIES as usize];
+    entries[3] = 4096;
+    let file = ChangedInRead {
+        inner: Arc::clone(&layer.file),
+        armed: Arc::new(AtomicBool::new(true)),
+        start: u64::from(places[1]) * SECTOR,
+        before: TABLE_ENTRIES as usize * 4,
+        change: || layer.tables.replace(0, entries.clone(), places, false),
+    };
+    let read = layer.tables.get(&file, 0, &layer.warnings).unwrap().unwrap();
+    assert!(!file.armed.load(Ordering::SeqCst), "the second copy was not read");
+    assert_eq!((read.entry(3), table(&layer, 0).entry(3)), (4096, 4096));
 }
