@@ -58,6 +58,9 @@ pub struct Chain {
     pub(crate) rearranged: Unflushed,
     /// Ranges that a merge down has copied since the last flush of its target. The caches lead reads to these copies.
     pub(crate) copied: Unflushed,
+    /// Grains of the target that a merge down has completed since the last flush of the target, because the sources
+    /// store only a part of them. Reads of the other parts are made in the target, also after the merge.
+    pub(crate) completed: Unflushed,
     /// Plans of later generations of levels do not refer to such copies. The largest number while a merge runs.
     pub(crate) copies_until: AtomicU64,
     pub(crate) stopped: AtomicBool,
@@ -104,6 +107,7 @@ impl Chain {
             unflushed: Unflushed::new(if read_only { 0 } else { capacity }),
             rearranged: Unflushed::new(if read_only { 0 } else { capacity }),
             copied: Unflushed::new(if read_only { 0 } else { capacity }),
+            completed: Unflushed::new(if read_only { 0 } else { capacity }),
             copies_until: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             closing: AtomicBool::new(false),

@@ -7,7 +7,8 @@
 //! 3. The target of a merge down is left out until the commit: the sources hide its new content, which a repeated merge
 //!    copies again after a crash. So a guest's flush does not wait for the data of a merge; the merge flushes the
 //!    target itself. Every other level may contain guest writes and is flushed only here. After a failed flush of the
-//!    target, reads of copied ranges are refused if they were planned before the caches dropped the copies.
+//!    target, reads of copied ranges are refused if they were planned before the caches dropped the copies. Reads of
+//!    grains that the sources store only in part are refused in any case, because the target has the other parts.
 //! 4. After a failed flush the state of earlier writes is unknown: the chain stops, and ranges changed since the last
 //!    successful flush are not read any more ([`crate::unflushed`]). A lack of space is no such failure: the layer
 //!    keeps the data in memory, and writes it with the next flush. A layer that cannot keep the data returns
@@ -87,8 +88,9 @@ impl Chain {
         let levels = self.levels();
         let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
         let _of_target = left_out.is_none().then(|| self.flushes.of_target.lock());
+        let of_merges = [&self.copied, &self.completed];
         if left_out.is_none() {
-            self.copied.begin_flush();
+            of_merges.iter().for_each(|notes| notes.begin_flush());
         }
         levels
             .stack
@@ -98,7 +100,7 @@ impl Chain {
         self.unflushed.end_flush();
         self.rearranged.end_flush();
         if left_out.is_none() {
-            self.copied.end_flush();
+            of_merges.iter().for_each(|notes| notes.end_flush());
         }
         Ok(())
     }
@@ -119,13 +121,14 @@ impl Chain {
         // A flush of all levels that began before the merge would drop the notes of copies that it does not cover, and
         // would take the mark of the target before it has flushed the target.
         let _of_target = self.flushes.of_target.lock();
-        self.copied.begin_flush();
+        let of_merges = [&self.copied, &self.completed];
+        of_merges.iter().for_each(|notes| notes.begin_flush());
         let flushed = self.flush_level(&job.target).inspect_err(|error| {
             if error.kind() != ErrorKind::NoSpace {
                 self.stop(error);
             }
         });
-        flushed.map(|()| self.copied.end_flush())
+        flushed.map(|()| of_merges.iter().for_each(|notes| notes.end_flush()))
     }
 
     /// Stops the chain after other work on a level, such as shrinking, has failed: the device may lack the content to
@@ -149,7 +152,8 @@ impl Chain {
 
     /// Fails for a range that was changed before a failed flush: the device may have its old content.
     pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
-        if self.stopped.load(Ordering::SeqCst) && (self.unflushed.covers(range) || self.rearranged.covers(range)) {
+        let changed = [&self.unflushed, &self.rearranged, &self.completed];
+        if self.stopped.load(Ordering::SeqCst) && changed.iter().any(|notes| notes.covers(range)) {
             return Err(self.not_flushed(range));
         }
         Ok(())

@@ -358,6 +358,10 @@ impl Chain {
             Change::Write(offset, data) | Change::ZeroPart(offset, data) => self.put(levels, target, offset, data),
             Change::Clear(clear) => self.clear_any(levels, target, range, clear == Clear::Keep),
         };
+        let whole = target.widened(range);
+        if whole != *range && job.leaves_target_out() {
+            self.completed.note(&whole);
+        }
         match result {
             Ok(()) => Ok(()),
             Err(error) => {

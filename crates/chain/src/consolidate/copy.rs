@@ -143,12 +143,22 @@ impl Chain {
             // With no level below the sources, absent ranges read as zeros too, so zeros need no copy.
             found.retain(|mapping| !(last && mapping.to == To::Zero));
         }
-        let mut bytes = 0;
-        for (run, zero) in grains(target, &found) {
-            bytes += if zero { 0 } else { run.end - run.start };
-            self.copy_run(&levels, job, places.view, run, zero).map_err(|error| error.context(&self.name))?;
-        }
+        let bytes = self.copy_runs(&levels, job, places.view, &found)?;
         Ok(Copied { next: range.end, bytes })
+    }
+
+    /// Copies the ranges of `found`, in whole grains; returns the bytes written. The caller has locked the range.
+    fn copy_runs(&self, levels: &Arc<Levels>, job: &Job, view: usize, found: &[Mapping]) -> Result<u64> {
+        let mut bytes = 0;
+        for (run, zero) in grains(&job.target, found) {
+            bytes += if zero { 0 } else { run.end - run.start };
+            let copied = self.copy_run(levels, job, view, run.clone(), zero);
+            if job.leaves_target_out() && !covers(found, &run) {
+                self.completed.note(&run);
+            }
+            copied.map_err(|error| error.context(&self.name))?;
+        }
+        Ok(bytes)
     }
 
     /// Copies whole grains. The caller has locked the range.
@@ -217,9 +227,7 @@ impl Chain {
             let (demand, window) = (range.clone(), range);
             let kept = Walk { levels: &levels, among: keeping.clone(), demand, window, most: 0 }.run()?.mappings;
             let found = within_gaps(&tail, &kept);
-            for (run, zero) in grains(target, &found) {
-                self.copy_run(&levels, job, places.view, run, zero)?;
-            }
+            self.copy_runs(&levels, job, places.view, &found)?;
             at = stop;
         }
         Ok(())
@@ -234,6 +242,13 @@ impl Copied {
         }
         self
     }
+}
+
+/// Whether every byte of a range is stored according to `found`.
+fn covers(found: &[Mapping], range: &Range<u64>) -> bool {
+    let stored = found.iter().filter(|mapping| mapping.to != To::Absent);
+    let within = |mapping: &Mapping| mapping.end().min(range.end).saturating_sub(mapping.start.max(range.start));
+    stored.map(within).sum::<u64>() == range.end - range.start
 }
 
 /// The parts of `found` that are absent in `held`.

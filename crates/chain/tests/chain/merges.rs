@@ -425,6 +425,61 @@ fn reads_of_copies_that_were_planned_before_a_failed_flush_of_the_target_are_ref
     assert_content(&chain, &content);
 }
 
+/// The top has a part of a large grain. A merge completes the grain in the base, which has the other parts from then on.
+#[test]
+fn parts_of_grains_that_a_merge_completes_are_not_read_after_a_failed_flush_of_the_target() {
+    const CAPACITY: u64 = 4 << 20;
+    const FAR: u64 = 2 << 20;
+    for mirrored in [false, true] {
+        let base = Mock::new(Manner::new(CAPACITY, 65_536));
+        let layers = vec![Mock::new(Manner::new(CAPACITY, 4096)) as Arc<dyn Layer>, base.clone() as Arc<dyn Layer>];
+        let chain = Chain::open("completed", layers, Options::default()).unwrap();
+        chain.write(if mirrored { 0 } else { FAR + 4096 }, &[7; 4096]).unwrap();
+        chain.flush().unwrap();
+        base.faults.flush.store(!mirrored, Ordering::SeqCst);
+        let last = LastPass {
+            chain: &chain,
+            begun: AtomicBool::new(false),
+            done: AtomicBool::new(!mirrored),
+            work: || {
+                chain.write(FAR + 4096, &[8; 4096]).unwrap();
+                // This flush does not cover the target.
+                chain.flush().unwrap();
+                base.faults.flush.store(true, Ordering::SeqCst);
+            },
+        };
+        assert_eq!(chain.consolidate(&last, &mut || Ok(())).err().unwrap().kind(), ErrorKind::Io);
+        assert!(last.done.load(Ordering::SeqCst), "nothing was written in the last pass");
+        let mut out = [0; 512];
+        assert_eq!(chain.read(FAR, &mut out).unwrap_err().kind(), ErrorKind::Io, "mirrored: {mirrored}");
+        chain.read(CAPACITY - 512, &mut out).unwrap();
+    }
+}
+
+/// Calls `work` once in the last pass of a merge, in which every write is made in both levels.
+struct LastPass<'a, F: Fn() + Sync> {
+    chain: &'a Chain,
+    begun: AtomicBool,
+    done: AtomicBool,
+    work: F,
+}
+
+impl<F: Fn() + Sync> Progress for LastPass<'_, F> {
+    fn update(&self, done: u64, total: u64) {
+        if done < total {
+            // A range that the last pass has to copy.
+            self.chain.write(0, &[9; 4096]).unwrap();
+        }
+        self.begun.store(done == total, Ordering::SeqCst);
+    }
+    fn rate(&self) -> u64 {
+        if self.begun.load(Ordering::SeqCst) && !self.done.swap(true, Ordering::SeqCst) {
+            (self.work)();
+        }
+        0
+    }
+}
+
 /// A file that calls a function at each flush.
 struct OnSync<F> {
     inner: MemoryFile,
