@@ -160,8 +160,8 @@ impl SeSparse {
         self.file.sync().during(|| format!("flushing {}", self.name))
     }
 
-    /// Stops all changes after a failed commit: it is unknown which of its writes are durable.
-    fn stop(&self, error: Error) -> Error {
+    /// Stops all changes after a failed commit or flush: it is unknown which writes are durable.
+    pub(super) fn stop(&self, error: Error) -> Error {
         let error = self.commits.stop_after(error);
         tracing::error!(image = %self.name, %error, "writes stopped: the state of the storage device is unknown");
         error

@@ -51,7 +51,9 @@ impl SeSparse {
         report.cut += *ended.as_ref().unwrap_or(&0);
         done?;
         ended?;
-        self.sync()?;
+        // The file system reports a failed write-back once. Without the stop, the next flush of a guest would succeed
+        // although its data may be lost.
+        self.sync().map_err(|error| self.stop(error))?;
         Ok(report)
     }
 

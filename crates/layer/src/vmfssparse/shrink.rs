@@ -289,7 +289,9 @@ impl VmfsSparse {
         self.tables.set_limit(left);
         drop(space);
         self.write_end(writer, left)?;
-        self.file.file().sync().during(context)?;
+        // The file system reports a failed write-back once. Without the stop, the next flush of a guest would succeed
+        // although its data may be lost.
+        self.file.file().sync().during(context).map_err(|error| writer.commits.stop_after(error))?;
         Ok(false)
     }
 }

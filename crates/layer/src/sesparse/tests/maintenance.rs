@@ -3,8 +3,10 @@
 use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
 use crate::ErrorKind;
+use crate::proving::{Gated, Request};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::simulated::Fault;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A disk of 64 MiB in which every second run was discarded, or overwritten with zeros.
 fn half_dead(directory: &LocalDirectory, zeros: bool) -> SeSparse {
@@ -223,4 +225,31 @@ fn a_grain_allocated_again_during_its_move_keeps_its_location() {
     assert_eq!(stamps(&layer, last, GRAIN).unwrap(), [2; SECTORS as usize]);
     layer.flush().unwrap();
     assert_clean(&layer);
+}
+
+#[test]
+fn an_image_stops_if_the_last_flush_of_a_shrink_fails() {
+    let attempt = |fails_at: u32| {
+        let count = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&count);
+        let gate = move |request| match request {
+            Request::Sync if counted.fetch_add(1, Ordering::SeqCst) + 1 == fails_at => {
+                Err(std::io::Error::other("the device fails"))
+            }
+            _ => Ok(()),
+        };
+        let inner = simulated(14).directory().create(NAME, IoMode::Buffered).unwrap();
+        let layer = SeSparse::create(Arc::new(Gated { inner, gate }), NAME, 64 * MIB, writing()).unwrap();
+        layer.write(0, &[&stamped(64, 1)]).unwrap();
+        layer.zero(0..8 * GRAIN, false).unwrap();
+        layer.flush().unwrap();
+        let shrunk = layer.shrink(&NoProgress);
+        (layer, shrunk, count.load(Ordering::SeqCst))
+    };
+    let (_, shrunk, flushes) = attempt(0);
+    assert!(shrunk.unwrap().cut > 0);
+    let (layer, shrunk, _) = attempt(flushes);
+    assert_eq!(shrunk.unwrap_err().kind(), ErrorKind::Io);
+    assert!(layer.has_stopped());
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped, "writes before the shrink may be lost");
 }

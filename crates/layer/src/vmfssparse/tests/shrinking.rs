@@ -3,7 +3,7 @@
 use super::*;
 use crate::model::{Random, sector_bytes, stamps};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use testkit::steps;
 use work::NoProgress;
@@ -154,4 +154,34 @@ fn an_image_shrinks_during_writes() {
     expect(&layer, &model);
     assert!(shrunk.moved > 0 && again.after <= shrunk.before.max(again.before));
     assert!(layer.usage().unwrap().dead * 100 <= before.dead);
+}
+
+#[test]
+fn a_redo_log_stops_if_the_last_flush_of_a_shrink_fails() {
+    let attempt = |fails_at: u32| {
+        let count = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&count);
+        let gate = move |request| match request {
+            Request::Sync if counted.fetch_add(1, Ordering::SeqCst) + 1 == fails_at => {
+                Err(std::io::Error::other("the device fails"))
+            }
+            _ => Ok(()),
+        };
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let inner = disk.directory().create("image", IoMode::Buffered).unwrap();
+        let file: Arc<dyn File> = Arc::new(Gated { inner, gate });
+        let options = CreateOptions { capacity: CAPACITY * SECTOR, grain_sectors: 1 };
+        create(Arc::clone(&file), "image", &options).unwrap();
+        let layer = VmfsSparse::open(file, &OpenOptions::writing("image")).unwrap();
+        waste(&layer, 100);
+        write(&layer, 0, 8, 2);
+        let shrunk = layer.shrink(&NoProgress);
+        (layer, shrunk, count.load(Ordering::SeqCst))
+    };
+    let (_, shrunk, flushes) = attempt(0);
+    assert!(shrunk.unwrap().moved > 0);
+    let (layer, shrunk, _) = attempt(flushes);
+    assert_eq!(shrunk.unwrap_err().kind(), ErrorKind::Io);
+    assert!(layer.has_stopped());
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped, "writes before the shrink may be lost");
 }
