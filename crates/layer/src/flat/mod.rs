@@ -121,6 +121,9 @@ pub struct Flat {
     locks: Locks,
     /// Held during filling and punching, so that only one of them runs at a time.
     work: Mutex<()>,
+    /// Held during a flush. The file system reports a failed write-back to one flush only, so that another one at the
+    /// same time would succeed.
+    flushing: Mutex<()>,
 }
 
 impl Flat {
@@ -173,6 +176,7 @@ impl Flat {
             blocks,
             locks: Locks::new(),
             work: Mutex::new(()),
+            flushing: Mutex::new(()),
         }))
     }
 
@@ -429,6 +433,7 @@ impl Layer for Flat {
         if !self.writable {
             return Ok(());
         }
+        let _flushing = self.flushing.lock();
         // The image may have been closed since the caller has found something to flush.
         if self.state.load(Ordering::Acquire) != CLOSED {
             self.check_open()?;

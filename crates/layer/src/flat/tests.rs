@@ -4,8 +4,11 @@
 use super::*;
 use crate::descriptor::tests::Random;
 use crate::descriptor::{Adapter, Descriptor, storage};
+use crate::proving::{Gated, Request};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Access, Directory};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 use testkit::steps;
 use work::NoProgress;
 
@@ -508,4 +511,40 @@ fn discards_of_holes_cost_no_io() {
     let mut extents = Vec::new();
     flat.map(0..capacity, 100, &mut extents).unwrap();
     assert_eq!(extents, [Extent { start: 0, length: capacity, content: Content::Zero }]);
+}
+
+/// Filling flushes the file beside the flushes of clients. The first of two concurrent flushes gets the report of lost
+/// writes.
+#[test]
+fn a_flush_beside_one_that_fails_does_not_succeed() {
+    let disk = disk(21);
+    let directory = disk.directory();
+    made(directory.as_ref(), MIB, Provisioning::Thin);
+    let flags: [Arc<AtomicBool>; 2] = Default::default();
+    let [first, second] = flags.clone();
+    let gate = move |request| match request {
+        Request::Sync if !first.swap(true, Ordering::SeqCst) => {
+            let begun = Instant::now();
+            while !second.load(Ordering::SeqCst) && begun.elapsed() < Duration::from_millis(200) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(std::io::Error::other("the device fails"))
+        }
+        Request::Sync => {
+            second.store(true, Ordering::SeqCst);
+            Ok(())
+        }
+        _ => Ok(()),
+    };
+    let inner = directory.open_foreign("disk", IoMode::Buffered, Access::ReadWrite).unwrap();
+    let flat = Flat::open(Arc::new(Gated { inner, gate }), "disk", options(true)).unwrap();
+    flat.write(0, &[&[1; 512]]).unwrap();
+    std::thread::scope(|scope| {
+        let failed = scope.spawn(|| flat.flush());
+        while !flags[0].load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        assert_eq!(flat.flush().unwrap_err().kind(), ErrorKind::Stopped);
+        assert_eq!(failed.join().unwrap().unwrap_err().kind(), ErrorKind::Io);
+    });
 }
