@@ -52,7 +52,8 @@ impl SeSparse {
         done?;
         ended?;
         // The file system reports a failed write-back once. Without the stop, the next flush of a guest would succeed
-        // although its data may be lost.
+        // although its data may be lost, and so would a commit that flushes at the same time.
+        let _between_commits = self.commits.turn();
         self.sync().map_err(|error| self.stop(error))?;
         Ok(report)
     }
