@@ -7,10 +7,13 @@
 //!    ([`storage::renumber`]): a change that has space for its payload is never refused because of the CID.
 //! 4. The descriptor in memory equals the one in the file: it is changed after the file. After a failed write the file
 //!    may have the old or the new descriptor, so the next update writes it even if nothing changes.
+//! 5. A descriptor inside an extent is flushed together with the data of the extent. The file system reports a failed
+//!    write-back to one flush only. So after a failed flush of such a descriptor the image takes no more changes, and no
+//!    other flush runs beside it.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};
-use crate::{ErrorKind, Extent, Layer, Result, Usage};
+use crate::{Error, ErrorKind, Extent, Layer, Result, Usage};
 use backend::File;
 use parking_lot::Mutex;
 use std::any::Any;
@@ -28,6 +31,10 @@ pub(super) struct StoredDescriptor {
     renewed: AtomicBool,
     /// Whether the last write failed, so that the file may have the descriptor of that write.
     uncertain: AtomicBool,
+    /// Held during each flush of the extent that embeds the descriptor.
+    flushing: Mutex<()>,
+    /// Whether a write or flush of the embedded descriptor has failed, so that data of the extent may be lost.
+    failed: AtomicBool,
 }
 
 impl StoredDescriptor {
@@ -40,8 +47,31 @@ impl StoredDescriptor {
         // An unfinished image was created with a CID that no child records. Its descriptor must not be replaced either:
         // the process that creates the image holds a lock on that file.
         let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
-        let uncertain = AtomicBool::new(false);
-        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed, uncertain }
+        let (uncertain, failed) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (descriptor, flushing) = (Mutex::new(descriptor), Mutex::default());
+        Self { place, embedded, descriptor, random, renewed, uncertain, flushing, failed }
+    }
+
+    /// Writes the embedded descriptor.
+    fn embed<T>(&self, write: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _flushing = self.flushing.lock();
+        write().inspect_err(|error| {
+            if error.kind() == ErrorKind::Io {
+                self.failed.store(true, Ordering::Release);
+            }
+        })
+    }
+
+    /// Fails after a failure of the embedded descriptor.
+    fn check_written(&self) -> Result<()> {
+        if !self.failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let text = format!(
+            "'{}': its descriptor could not be written, and data that was written before may be lost: open it again",
+            self.place.label()
+        );
+        Err(Error::new(ErrorKind::Stopped, text))
     }
 
     /// Changes the descriptor, first in the file and then in memory.
@@ -56,7 +86,7 @@ impl StoredDescriptor {
         let directory = &**self.place.folder.directory();
         match &self.embedded {
             None => storage::replace_or_renumber(directory, &self.place.name, &current, &changed)?,
-            Some((file, place)) => storage::write_embedded(&**file, place.clone(), &changed)?,
+            Some((file, place)) => self.embed(|| storage::write_embedded(&**file, place.clone(), &changed))?,
         }
         *current = changed;
         self.uncertain.store(false, Ordering::Release);
@@ -65,6 +95,7 @@ impl StoredDescriptor {
 
     /// Gives the image a new CID, only once for each opening.
     pub(super) fn renew(&self) -> Result<()> {
+        self.check_written()?;
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -91,7 +122,9 @@ impl StoredDescriptor {
                 }
                 *current = changed;
             }
-            Some((file, place)) => *current = storage::renew_embedded(&**file, place.clone(), random)?,
+            Some((file, place)) => {
+                *current = self.embed(|| storage::renew_embedded(&**file, place.clone(), random))?;
+            }
         }
         self.uncertain.store(false, Ordering::Release);
         self.renewed.store(true, Ordering::Release);
@@ -174,18 +207,49 @@ impl Layer for Identified {
     }
 
     fn flush(&self) -> Result<()> {
+        let _flushing = self.home.flushing.lock();
+        self.home.check_written()?;
         self.inner.flush()
     }
 
     fn has_stopped(&self) -> bool {
-        self.inner.has_stopped()
+        self.home.failed.load(Ordering::Acquire) || self.inner.has_stopped()
     }
 
     fn close(&self) -> Result<()> {
+        let _flushing = self.home.flushing.lock();
+        self.home.check_written()?;
         self.inner.close()
     }
 
     fn usage(&self) -> Result<Usage> {
         self.inner.usage()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::ErrorKind;
+    use crate::image::{Folder, Image, ImageKind, NewImage, OpenOptions, Place, create};
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+    use work::NoProgress;
+
+    #[test]
+    fn an_image_stops_if_the_descriptor_in_its_extent_cannot_be_flushed() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let folder = Folder::plain(disk.directory());
+        let new = NewImage::new("vm.vmdk", 1 << 20, ImageKind::MonolithicSparse);
+        create(&folder, &new, &mut || 7, &NoProgress).unwrap();
+        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let image = Image::open(Place { folder, name: "vm.vmdk".to_owned() }, &options).unwrap();
+        let layer = image.layer();
+        layer.write(0, &[&[1; 65_536]]).unwrap();
+        disk.fail_syncs(1);
+        let failed = image.update_descriptor(|descriptor| descriptor.renew_content(&mut || 9));
+        assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
+        assert!(layer.has_stopped());
+        assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped, "the write before may be lost");
+        assert_eq!(layer.write(0, &[&[2; 65_536]]).unwrap_err().kind(), ErrorKind::Stopped);
+        assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::Stopped);
     }
 }
