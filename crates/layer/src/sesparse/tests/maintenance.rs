@@ -6,6 +6,7 @@ use crate::ErrorKind;
 use crate::proving::{Gated, Request};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::simulated::Fault;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A disk of 64 MiB in which every second run was discarded, or overwritten with zeros.
@@ -252,4 +253,26 @@ fn an_image_stops_if_the_last_flush_of_a_shrink_fails() {
     assert_eq!(shrunk.unwrap_err().kind(), ErrorKind::Io);
     assert!(layer.has_stopped());
     assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped, "writes before the shrink may be lost");
+}
+
+/// Of two flushes at the same time, only one gets the report of lost writes.
+#[test]
+fn no_commit_flushes_beside_a_shrink() {
+    let (made, beside): (Arc<OnceLock<SeSparse>>, Arc<AtomicU32>) = Default::default();
+    let (seen, count) = (Arc::clone(&made), Arc::clone(&beside));
+    let gate = move |request| {
+        let is_free = || seen.get().is_some_and(|layer| layer.commits.try_turn().is_some());
+        if matches!(request, Request::Sync) && is_free() {
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+        Ok(())
+    };
+    let inner = simulated(15).directory().create(NAME, IoMode::Buffered).unwrap();
+    let file = Arc::new(Gated { inner, gate });
+    let layer = made.get_or_init(|| SeSparse::create(file, NAME, 64 * MIB, writing()).unwrap());
+    layer.write(0, &[&stamped(64, 1)]).unwrap();
+    layer.zero(0..8 * GRAIN, false).unwrap();
+    layer.flush().unwrap();
+    assert!(layer.shrink(&NoProgress).unwrap().cut > 0);
+    assert_eq!(beside.load(Ordering::SeqCst), 0, "a commit may run at the same time");
 }
