@@ -10,7 +10,7 @@ use disk::{
     Datastore, DiskSettings, InitOptions, LimitsChange, NewDisk, NoProgress, Point, Progress, Provisioning,
     SettingsChange,
 };
-use error::Result;
+use error::{ErrorKind, Result};
 use export::clients::Clients;
 use std::path::Path;
 use std::sync::Arc;
@@ -40,6 +40,29 @@ impl Watch for Renaming {
     }
 }
 
+/// Renames the clone `c` to `e` when the next clone is being made; then another disk gets the name.
+struct RenamingClone {
+    datastore: Arc<Datastore>,
+    renamed: AtomicBool,
+}
+
+impl Progress for RenamingClone {
+    fn update(&self, _: u64, _: u64) {
+        let there = self.datastore.disks().unwrap().iter().any(|disk| disk.name == "c");
+        if there && !self.renamed.swap(true, Ordering::SeqCst) {
+            self.datastore.rename_disk("c", "e").unwrap();
+            let new = NewDisk::native(CAPACITY, Provisioning::Thin);
+            self.datastore.create_disk("c", &new, &NoProgress).unwrap();
+        }
+    }
+}
+
+impl Watch for RenamingClone {
+    fn part(&self, part: Part) -> Result<()> {
+        panic!("{part:?} was not asked for")
+    }
+}
+
 /// A datastore with the disk `a`, which has data and a quota.
 fn made(folder: &Path) -> Arc<Datastore> {
     let path = folder.join("store");
@@ -55,15 +78,19 @@ fn made(folder: &Path) -> Arc<Datastore> {
     datastore
 }
 
-/// Carries out a request during which the disk is renamed.
-fn ask(folder: &Path, datastore: &Arc<Datastore>, request: Request) -> Reply {
-    let target = Target::Open(Service {
+fn target(folder: &Path, datastore: &Arc<Datastore>) -> Target {
+    Target::Open(Service {
         clients: Arc::new(Clients::of_record(Arc::clone(datastore.directory()))),
         datastore: Arc::clone(datastore),
         location: folder.join("store").as_path().into(),
         served: None,
         jobs: None,
-    });
+    })
+}
+
+/// Carries out a request during which the disk is renamed.
+fn ask(folder: &Path, datastore: &Arc<Datastore>, request: Request) -> Reply {
+    let target = target(folder, datastore);
     let renaming = Renaming { datastore: Arc::clone(datastore), renamed: AtomicBool::new(false) };
     let reply = dispatch(&target, request, &renaming).unwrap();
     assert!(renaming.renamed.into_inner(), "the disk was not renamed during the operation");
@@ -79,6 +106,36 @@ fn a_clone_has_the_settings_of_a_disk_that_is_renamed_meanwhile() {
     let settings = datastore.disk("b").unwrap().settings;
     assert_ne!(settings, DiskSettings::default());
     assert_eq!(clones[0].settings, settings);
+    datastore.close().unwrap();
+}
+
+/// Otherwise the second clone would be a copy of the disk that has got the name.
+#[test]
+fn all_clones_are_copies_of_a_disk_that_is_renamed_meanwhile() {
+    let folder = tempfile::tempdir().unwrap();
+    let datastore = made(folder.path());
+    let names = vec!["c".into(), "d".into()];
+    let request = Request::Clone { disk: "a".into(), at: Point::Head, names, full: true };
+    ask(folder.path(), &datastore, request);
+    let blocks = |name: &str| datastore.disk(name).unwrap().blocks_allocated;
+    assert_eq!(["a", "b", "c", "d"].map(blocks), [Some(0), Some(1), Some(1), Some(1)]);
+    datastore.close().unwrap();
+}
+
+/// Otherwise the disk that has got the name of the clone would be lost.
+#[test]
+fn a_failed_request_for_clones_deletes_only_its_clones() {
+    let folder = tempfile::tempdir().unwrap();
+    let datastore = made(folder.path());
+    let renaming = RenamingClone { datastore: Arc::clone(&datastore), renamed: AtomicBool::new(false) };
+    // The third clone cannot be made, because its name is taken.
+    let names = vec!["c".into(), "d".into(), "a".into()];
+    let request = Request::Clone { disk: "a".into(), at: Point::Head, names, full: true };
+    let error = dispatch(&target(folder.path(), &datastore), request, &renaming).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
+    assert!(renaming.renamed.into_inner());
+    let names: Vec<String> = datastore.disks().unwrap().into_iter().map(|disk| disk.name).collect();
+    assert_eq!(names, ["a", "c", "e"]);
     datastore.close().unwrap();
 }
 

@@ -97,11 +97,24 @@ impl Datastore {
     }
 
     /// The UUID of a disk, under which its settings are stored.
-    pub(crate) fn uuid_of(&self, name: &str) -> Result<String> {
+    pub fn uuid_of(&self, name: &str) -> Result<String> {
         match self.foreign.find(name) {
             Some(entry) => Ok(entry.disk.uuid()),
             None => self.native.find_disk(name).map(|disk| names::uuid_text(&disk.uuid)),
         }
+    }
+
+    /// The present name of the disk with that UUID, which had the name `name` before.
+    pub fn name_of(&self, uuid: &str, name: &str) -> Result<String> {
+        if self.uuid_of(name).is_ok_and(|there| there == uuid) {
+            return Ok(name.to_owned());
+        }
+        let image = self.foreign.entries().into_iter().find(|entry| entry.disk.uuid() == uuid);
+        let native = || self.native.name_of(&names::parse_uuid(uuid)?);
+        image.map(|entry| entry.disk.name()).or_else(native).ok_or_else(|| {
+            let text = format!("disk '{name}' was deleted meanwhile");
+            Error::new(ErrorKind::NotFound, text)
+        })
     }
 
     /// Gives the settings of a disk to clones of it that were just made. `source` is the UUID of the disk: while the
@@ -188,9 +201,30 @@ impl Datastore {
         deleted
     }
 
+    /// Deletes a disk that a request has made before it failed.
+    ///
+    /// # Errors
+    /// `NotFound` if the disk was renamed or deleted since: its name may belong to another disk. `Busy` while another
+    /// operation uses the disk.
+    pub fn take_back(&self, made: &DiskInfo) -> Result<()> {
+        self.end_whole_groups()?;
+        // The disk is not renamed between the check and its deletion, because a rename needs a use too.
+        let _use = self.uses.alone(&made.name, "deleted")?;
+        if self.uuid_of(&made.name)? != made.uuid {
+            let text = format!("disk '{}' is another disk now", made.name);
+            return Err(Error::new(ErrorKind::NotFound, text));
+        }
+        self.delete_used(&made.name, false)
+    }
+
     fn delete_whole_disk(&self, name: &str, promote: bool) -> Result<()> {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
+        self.delete_used(name, promote)
+    }
+
+    /// Deletes a disk of which the caller has a use.
+    fn delete_used(&self, name: &str, promote: bool) -> Result<()> {
         let Some(entry) = self.foreign.find(name) else {
             let uuid = self.uuid_of(name)?;
             // A migration of the clone would delete the snapshots that are handed over to it.

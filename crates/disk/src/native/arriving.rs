@@ -93,6 +93,12 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible)
     }
 
+    /// The name of the disk with that UUID, if it is visible to users.
+    pub fn name_of(&self, uuid: &[u8; 16]) -> Option<String> {
+        let fits = |disk: &&Object| disk.uuid == *uuid && is_visible(disk);
+        self.engine.with_catalog(|catalog| catalog.disks().find(fits).map(|disk| disk.name.clone()))
+    }
+
     /// The snapshot on which a disk is based. An error if a client uses the disk, or if the disk was changed since the
     /// snapshot.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
