@@ -214,7 +214,8 @@ fn ask(target: &Target, form: Form, mut request: Request) -> Result<End, End> {
         _ => None,
     };
     let outcome = control::dispatch(target, request.clone(), &follow);
-    let streamed = stream.map(Stream::finish);
+    // After an error, the rest of the stream is not awaited: its reader may be one that reads no more.
+    let streamed = stream.filter(|_| outcome.is_ok()).map(Stream::finish);
     let unread = follow.unread();
     let parts = follow.finish();
     let reply = match outcome {

@@ -261,6 +261,34 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     assert!(files(&here.path()).iter().chain(&files(&there.path())).all(|name| !name.starts_with("backup-")));
 }
 
+/// The first SIGINT ends the command, although nothing reads or writes the other end of its pipe.
+#[test]
+fn an_interrupted_command_does_not_wait_for_its_pipe() {
+    let here = Store::new();
+    let mut server = here.serve("");
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 9, 0..40);
+    here.run("snapshot create web@s").ok();
+    let running = || {
+        let jobs = here.run("--json job list").json();
+        jobs["jobs"].as_array().unwrap().iter().any(|job| job["state"] == "running")
+    };
+    for arguments in ["backup create web@s -", "backup restore - copy"] {
+        let mut command = here.command(arguments);
+        let mut command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        until("the job runs", running);
+        send(command.id(), "INT");
+        assert_eq!(wait(&mut command), Some(130), "{arguments}");
+        until("the job has ended", || !running());
+    }
+    // The server stops, too, although the command is still there.
+    let mut command = here.command("backup restore - copy");
+    let mut command = command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    until("the job runs", running);
+    assert_eq!(server.stop("TERM"), Some(0));
+    assert_eq!(wait(&mut command), Some(130));
+}
+
 #[test]
 fn rules_delete_old_backups_and_keep_what_others_are_based_on() {
     let (here, beside) = (Store::new(), Beside::new());

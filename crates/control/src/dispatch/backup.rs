@@ -2,7 +2,7 @@
 //! so that an interrupted backup can continue and the next backup can be an increment. The snapshot is deleted when the
 //! next backup of the disk's current state is complete.
 
-use super::{Service, Watch, claims};
+use super::{Service, Watch, claims, stream};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
     BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, Repository, RestoreOptions, StreamLevel,
@@ -12,12 +12,9 @@ use disk::transfer::{SnapshotIdentity, new_identity};
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use std::io::BufReader;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Name of a stream in messages.
-const STREAM: &str = "the stream of the backup";
 /// Number of characters of the identities in the name of a snapshot.
 const SUFFIX: usize = 8;
 
@@ -33,11 +30,6 @@ fn repository(place: &BackupPlace) -> Result<Repository> {
         }
         BackupPlace::Process(_) => Err(invalid("a stream is not a repository of backups")),
     }
-}
-
-fn connect(path: &Path) -> Result<UnixStream> {
-    connections::listen::connect(path)
-        .map_err(|error| Error::io("connecting to the command that reads or writes the stream of the backup", error))
 }
 
 /// The key in a file.
@@ -153,8 +145,9 @@ impl Creating<'_> {
                 let (snapshot, from) = self.snapshots()?;
                 let outgoing = self.datastore.outgoing(&self.create.disk, snapshot)?;
                 let source = (&outgoing, self.create.disk.as_str());
-                let mut stream = connect(path)?;
-                create_stream(&mut stream, STREAM, source, from.as_ref(), self.options(), self.progress)
+                stream::with(path, self.progress, |mut stream| {
+                    create_stream(&mut stream, stream::NAME, source, from.as_ref(), self.options(), self.progress)
+                })
             }
         }
     }
@@ -271,12 +264,13 @@ fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -
             let mut chain = Chain::new(vec![Box::new(level)], description.capacity);
             restore(datastore, &mut chain, (&description, true), &options, progress)?
         }
-        BackupPlace::Process(path) => {
-            let stream = StreamReader::new(BufReader::with_capacity(1 << 18, connect(path)?), STREAM, key)?;
+        BackupPlace::Process(path) => stream::with(path, progress, |stream| {
+            let reader = BufReader::with_capacity(1 << 18, stream);
+            let stream = StreamReader::new(reader, stream::NAME, key)?;
             let description = stream.description().clone();
             let mut chain = Chain::new(vec![Box::new(StreamLevel::new(stream))], description.capacity);
-            restore(datastore, &mut chain, (&description, true), &options, progress)?
-        }
+            restore(datastore, &mut chain, (&description, true), &options, progress)
+        })?,
     };
     Ok(Reply::Restored(Box::new(done)))
 }

@@ -14,6 +14,7 @@ mod machine;
 mod scrub;
 mod send;
 mod snapshot;
+mod stream;
 
 pub use machine::disks;
 pub use send::point_name;
