@@ -260,12 +260,18 @@ impl Images {
                 _ => {}
             }
         }
-        let mut gone = 0;
+        let (mut gone, mut settled) = (0, false);
         for id in durable::names(&self.folder)? {
-            let image = match self.read(&id, RECORD) {
-                Err(error) if error.kind() == ErrorKind::NotFound => self.read(&id, BEGUN),
-                image => image,
+            let (image, unfinished) = match self.read(&id, RECORD) {
+                Err(error) if error.kind() == ErrorKind::NotFound => (self.read(&id, BEGUN), true),
+                image => (image, false),
             };
+            // The request of a killed command that takes the image's snapshots may still be running. Once the record is
+            // removed, nothing would delete snapshots that are taken then.
+            if unfinished && image.is_ok() && !settled {
+                machines.disks().settle()?;
+                settled = true;
+            }
             match image {
                 Ok(image) if used.contains(&id) => drop(kept.insert(image.record.memory)),
                 Ok(image) => gone += usize::from(self.remove(&image, &**machines.disks())?),

@@ -43,6 +43,22 @@ fn a_paused_guest_does_not_wait_for_the_removal_of_machines() {
     assert!(disks_left(host.machines().folder()).unwrap().is_empty());
 }
 
+/// Otherwise the server would take the snapshots of the image after its record was removed, and nothing would delete
+/// them.
+#[test]
+fn an_unfinished_image_stays_until_the_requests_of_its_command_have_ended() {
+    let top = tempfile::tempdir().unwrap();
+    let (host, disks) = host(top.path());
+    let image = host.images().begin(Definition::new("web", 1, 64 << 20).unwrap(), None, false).unwrap();
+    let is_there = || top.path().join("memory-images").join(&image.id).exists();
+    disks.3.store(true, Ordering::SeqCst);
+    host.recover().unwrap();
+    assert!(is_there());
+    disks.3.store(false, Ordering::SeqCst);
+    host.recover().unwrap();
+    assert!(!is_there());
+}
+
 #[test]
 fn recovery_keeps_the_disk_of_a_machine_that_another_command_creates() {
     let folder = tempfile::tempdir().unwrap();
