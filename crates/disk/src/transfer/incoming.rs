@@ -181,6 +181,8 @@ impl NewReception {
                 && new.point == known.point
                 && new.capacity == known.capacity
                 && new.keep == known.keep
+                // An existing disk is only changed on request, also if an earlier attempt requested that.
+                && (new.update || !known.update)
                 && known.base.as_ref().is_none_or(|base| new.bases.contains(base))
         };
         self.attachment.is_some() == record.attachment.is_some()

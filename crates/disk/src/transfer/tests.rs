@@ -75,6 +75,26 @@ fn a_reception_ends_if_its_clone_was_not_resized_yet() {
 }
 
 #[test]
+fn an_interrupted_update_is_not_resumed_without_the_request_to_update() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    datastore.create_disk("web", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_snapshots(&[("web".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    let base = datastore.native.snapshot_identity("web", "s").unwrap();
+    let mut new = offer(CAPACITY, vec![names::uuid_text(&base.uuid)]);
+    new.disks[0].update = true;
+    drop(receive(&datastore, &new));
+    new.disks[0].update = false;
+    let refused = datastore.receive(&new).err().unwrap();
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
+    new.disks[0].update = true;
+    receive(&datastore, &new).commit(&[(0, 0)]).unwrap();
+    assert_eq!(datastore.disk("web").unwrap().parent_snapshot.as_deref(), Some("monday"));
+}
+
+#[test]
 fn a_disk_is_not_migrated_while_a_snapshot_of_it_is_sent() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
