@@ -127,6 +127,11 @@ impl LocalDirectory {
         self.keeps_owner.then(|| Owner::of(&self.folder)).flatten()
     }
 
+    /// The open folder.
+    pub(crate) fn handle(&self) -> &OwnedFd {
+        &self.folder
+    }
+
     /// The path of the folder, as the caller gave it.
     pub fn path(&self) -> &Path {
         &self.path

@@ -1,9 +1,10 @@
 //! Reading of files that others may have written, or whose names users give, such as descriptions and lists of rules.
 //! Such a name may be that of a pipe or a device, and reading it may never end.
 
-use crate::private;
+use crate::local::LocalDirectory;
+use crate::{private, replace};
 use error::{Error, ErrorKind, IoContext, Result};
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
@@ -20,6 +21,20 @@ pub fn read(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
 /// As [`read`], for a file of a datastore. Root does not follow a symbolic link of another user.
 pub fn read_own(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
     read_opened(private::open_to_read(path), path, most, what)
+}
+
+/// As [`read`], for a canonical path (as [`std::fs::canonicalize`] gives it): a link that was put there after the path
+/// was resolved is not followed.
+pub fn read_resolved(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    read_opened(open_resolved(path), path, most, what)
+}
+
+/// Opens a file by its canonical path, component by component, and follows no link.
+fn open_resolved(path: &Path) -> io::Result<File> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?;
+    let folder = LocalDirectory::open_resolved(replace::folder_of(path))?;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(folder.handle(), name, flags, Mode::empty())?.into())
 }
 
 /// Opens a file for reading, without waiting for the other end of a pipe.
@@ -68,5 +83,20 @@ mod tests {
             assert!(error.kind() == ErrorKind::Invalid && error.to_string().ends_with(why), "{error}");
         }
         assert_eq!(read(&folder.path().join("nothing"), 4, "list").unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn no_link_in_a_resolved_path_is_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        std::fs::create_dir(root.join("own")).unwrap();
+        std::fs::write(root.join("own/file"), "own").unwrap();
+        assert_eq!(read_resolved(&root.join("own/file"), 5, "list").unwrap(), b"own");
+        std::os::unix::fs::symlink(root.join("own/file"), root.join("link")).unwrap();
+        std::os::unix::fs::symlink(root.join("own"), root.join("linked")).unwrap();
+        for path in ["link", "linked/file"] {
+            assert!(read(&root.join(path), 5, "list").is_ok());
+            assert!(read_resolved(&root.join(path), 5, "list").is_err(), "{path}");
+        }
     }
 }

@@ -89,6 +89,7 @@ fn requests(folder: &Path) -> Vec<Request> {
         force_parent: false,
         replay_journal: false,
         rate: 0,
+        resolved: false,
     };
     let place = BackupPlace::Folder(folder.join("backups"));
     let restore = BackupRestore { place, backup: Some(a()), name: web(), update: false, key: None, rate: 0 };

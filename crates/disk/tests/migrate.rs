@@ -349,6 +349,7 @@ fn import(path: &Path, way: disk::migrate::ImportMode, rate: u64) -> disk::migra
         force_parent: false,
         replay_journal: false,
         rate,
+        resolved: false,
     }
 }
 

@@ -50,6 +50,11 @@ pub(crate) fn keep(from: &Path, folder: &Path) -> Result<()> {
     durable::write(&file(folder), &regular::read(from, LENGTH_MAX, "file of UEFI variables")?)
 }
 
+/// As [`keep`], for a file that a description of a machine names: its canonical path, in which links are refused.
+pub(crate) fn keep_resolved(from: &Path, folder: &Path) -> Result<()> {
+    durable::write(&file(folder), &regular::read_resolved(from, LENGTH_MAX, "file of UEFI variables")?)
+}
+
 /// Copies the UEFI variables of one folder, if it has any, to another folder.
 pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
     match file(from).exists() {

@@ -392,6 +392,7 @@ fn images(face: &Face) {
         force_parent: false,
         replay_journal: false,
         rate: 0,
+        resolved: false,
     };
     face.disk(DiskRequest::Import { name: text("flat"), import });
     face.disk(DiskRequest::Stats { name: text("flat") });

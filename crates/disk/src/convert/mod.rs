@@ -71,6 +71,8 @@ pub struct ImageOptions {
     pub permitted: Vec<PathBuf>,
     /// The disk to read from an archive, by the name of its file in the archive.
     pub member: Option<String>,
+    /// Whether the path is canonical and was permitted before, so that a link in it is refused.
+    pub resolved: bool,
 }
 
 /// A conversion to carry out.

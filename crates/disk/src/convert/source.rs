@@ -78,9 +78,12 @@ impl ImageOptions {
         }
     }
 
-    /// The file at a path that a user gave.
+    /// The file at a path that a user or a description of a machine gave.
     pub(crate) fn place(&self, path: &Path) -> Result<Place> {
-        Place::local(path, &self.permitted)
+        match self.resolved {
+            true => Place::resolved(path, &self.permitted),
+            false => Place::local(path, &self.permitted),
+        }
     }
 }
 

@@ -71,6 +71,9 @@ pub struct ImportOptions {
     pub replay_journal: bool,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
+    /// Whether the path is canonical and was permitted before, so that a link in it is refused.
+    #[serde(default)]
+    pub resolved: bool,
 }
 
 /// The part of a disk's record that describes the overlay above its images.
@@ -152,7 +155,10 @@ impl Datastore {
             adopted: options.format.and_then(SourceFormat::of_image),
             ..self.foreign.options().clone()
         };
-        let place = Place::local(&options.path, &options.permitted)?;
+        let place = match options.resolved {
+            true => Place::resolved(&options.path, &options.permitted)?,
+            false => Place::local(&options.path, &options.permitted)?,
+        };
         if is_archive(&place, options.format)? {
             let text = format!(
                 "'{}' is an archive of a virtual machine: `lamina convert ARCHIVE disk:{name} --format native` makes a \

@@ -11,7 +11,9 @@
 //! 4. A refused name is not looked up in the file system, so an error does not reveal whether such a file exists.
 //! 5. Only regular files are opened: no device, pipe or socket.
 //!
-//! The file that the user named needs no permission: its folder is the first root.
+//! The file that the user named needs no permission: its folder is the first root. A file that a description of a
+//! machine named was permitted when the description was read, and its path is canonical since then
+//! ([`Place::resolved`]).
 
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::local::LocalDirectory;
@@ -151,6 +153,19 @@ impl Place {
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         Ok(Self { folder: Folder::local(folder, permitted)?, name: name.to_owned() })
+    }
+
+    /// As [`Place::local`], for a canonical path that was permitted before: `Invalid` if another process has replaced
+    /// a component of the path by a link since.
+    pub fn resolved(path: &Path, permitted: &[PathBuf]) -> Result<Self> {
+        let place = Self::local(path, permitted)?;
+        match place.folder.path().is_some_and(|folder| folder.join(&place.name) == path) {
+            true => Ok(place),
+            false => {
+                let text = format!("'{}' leads to another file than before: a link has replaced it", path.display());
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+        }
     }
 
     /// A file in a folder without a path.

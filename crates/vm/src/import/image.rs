@@ -16,7 +16,9 @@ pub fn read(path: &Path) -> Result<Foreign> {
     machine.memory = MEMORY;
     machine.platform.display = Display::Vga;
     let controller = machine.add_controller("sata".into(), Bus::Sata)?;
-    let content = Content::Image { path: path.to_owned(), format: None };
+    // The user may name a link. A file that does not exist is reported when it is opened.
+    let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let content = Content::Image { path: file, format: None };
     machine.add_disk(ForeignDisk { label: "disk".into(), controller, unit: 0, content, stated: None })?;
     machine.add_card(ForeignCard {
         label: "card".into(),

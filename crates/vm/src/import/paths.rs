@@ -2,7 +2,8 @@
 //! that does not belong to the machine.
 //!
 //! A file is accepted if its real path, after following links, is in the real folder of the description or in a folder
-//! that the user has permitted.
+//! that the user has permitted. The file is opened by this path without following links, because who can write the
+//! folder can replace the file by a link meanwhile: a disk is opened after the disks before it were copied.
 
 use error::{Error, ErrorKind, Result};
 use std::io;

@@ -119,7 +119,7 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
     }
     let machine = making.machine(&definition.name);
     if let Some(file) = &plan.nvram {
-        nvram::keep(file, machine.folder())?;
+        nvram::keep_resolved(file, machine.folder())?;
     }
     let snapshots = take_over_snapshots(host, plan, &machine)?;
     making.finish(&definition.name)?;

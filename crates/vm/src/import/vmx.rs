@@ -60,7 +60,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
         && path.with_extension("vmsd").exists()
     {
         let list = permitted.find(name)?;
-        let bytes = regular::read(&list, limits::TEXT_MAX, "list of snapshots")?;
+        let bytes = regular::read_resolved(&list, limits::TEXT_MAX, "list of snapshots")?;
         snapshots(&mut machine, &bytes, &list)?;
     }
     Ok(machine)

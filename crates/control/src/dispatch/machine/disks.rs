@@ -106,7 +106,7 @@ impl Disks for Bound {
 
     fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<ImageFacts> {
         let format = format.map(str::parse).transpose()?;
-        let options = ImageOptions { format, permitted: permitted.to_vec(), ..ImageOptions::default() };
+        let options = ImageOptions { format, permitted: permitted.to_vec(), resolved: true, ..ImageOptions::default() };
         let request = Request::Image(ImageRequest::Show { path: path.to_owned(), options });
         match dispatch(&Target::Files, request, &NoProgress)? {
             Reply::Image(info) => match (info.problem, info.levels.first()) {
@@ -147,6 +147,7 @@ impl Disks for Bound {
                     force_parent: false,
                     replay_journal: false,
                     rate: how.rate,
+                    resolved: true,
                 },
             }),
             Content::Member { archive, member } => Request::Convert(Box::new(Conversion {

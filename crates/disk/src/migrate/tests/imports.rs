@@ -28,6 +28,7 @@ fn live(image: PathBuf) -> ImportOptions {
         force_parent: false,
         replay_journal: false,
         rate: 0,
+        resolved: false,
     }
 }
 

@@ -273,6 +273,7 @@ impl DiskImport {
                 force_parent: self.force_parent,
                 replay_journal: self.replay_journal,
                 rate: self.rate,
+                resolved: false,
             },
         })
     }

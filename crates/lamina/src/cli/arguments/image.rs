@@ -53,6 +53,7 @@ impl OpeningArguments {
             replay_journal: self.replay_journal,
             permitted: self.allow_folder.clone(),
             member: self.member.clone(),
+            resolved: false,
         }
     }
 }
