@@ -1,5 +1,6 @@
 //! The interface to exports: which ones clients can open over any protocol, and with which permissions.
 
+use crate::access::absent;
 use crate::clients::Visit;
 use crate::clients::limits::RETIRED_PATIENCE;
 use disk::device::Device;
@@ -23,6 +24,11 @@ pub trait Exports: Send + Sync {
 
     /// Opens an export by name. The export is open until the device is dropped.
     fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>>;
+
+    /// Whether the client may open an export with that name, which need not exist.
+    fn may_open(&self, _name: &str) -> bool {
+        true
+    }
 
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
@@ -75,10 +81,19 @@ impl Exports for Admission<'_> {
     }
 
     fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>> {
+        // Checked first: the list of clients has reasons to refuse a name that name other exports and clients.
+        if !self.may_open(name) {
+            tracing::debug!(export = name, "the client may not open the export");
+            return Err(absent(name));
+        }
         self.visit.chooses(name, RETIRED_PATIENCE)?;
         let device = self.exports.open(name, read_only)?;
         self.visit.opened(name)?;
         Ok(device)
+    }
+
+    fn may_open(&self, name: &str) -> bool {
+        self.exports.may_open(name)
     }
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {

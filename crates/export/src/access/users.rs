@@ -41,10 +41,6 @@ impl Restricted {
             Some(_) => Arc::new(Self { exports: Arc::clone(exports), access: Arc::clone(access), user }),
         }
     }
-
-    fn may_open(&self, name: &str) -> bool {
-        self.access.only(self.user).is_none_or(|only| only.contains(name))
-    }
 }
 
 impl Exports for Restricted {
@@ -63,6 +59,10 @@ impl Exports for Restricted {
                 Err(absent(name))
             }
         }
+    }
+
+    fn may_open(&self, name: &str) -> bool {
+        self.access.only(self.user).is_none_or(|only| only.contains(name))
     }
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {

@@ -432,8 +432,14 @@ impl Handshake<'_> {
         // The previous device is closed first, so that a client that queries all exports does not keep them all open.
         self.opened = None;
         let read_only = self.terms.read_only || permission == Permission::Read;
+        let limited = self.terms.rules.is_some() || !self.exports.shows_snapshots();
         let device = self.exports.open(name, read_only).map_err(|error| match error.kind() {
-            ErrorKind::NotFound if self.terms.rules.is_some() => access::absent(name),
+            ErrorKind::NotFound if limited => access::absent(name),
+            ErrorKind::Busy if limited => {
+                // The reason may be that the disk was renamed, and then names the disk and a client of it.
+                tracing::debug!(export = name, "export refused: {error}");
+                Error::new(ErrorKind::Busy, format!("export '{name}' cannot be opened now: try again later"))
+            }
             _ => error,
         })?;
         Ok(self.opened.insert(Opened { name: name.to_owned(), device }).clone())

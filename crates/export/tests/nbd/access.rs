@@ -249,6 +249,39 @@ fn a_user_learns_of_no_snapshot_of_its_own_disk() {
     assert_eq!(user.ask(CMD_RESIZE, 0, CAPACITY, 0).error, EPERM);
 }
 
+/// A renamed disk whose former name a client may still request: no other client learns of it.
+#[test]
+fn a_rename_is_not_revealed_to_other_tenants_and_users() {
+    let certificates = Certificates::new();
+    let clients = Arc::new(export::clients::Clients::in_memory(Duration::from_secs(60)));
+    let config = ServerConfig {
+        listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+        tls: Some(certificates.server(true, true)),
+        rules: Some(Rules::parse("a.example a-* write\n").unwrap()),
+        user_access: Some(Arc::new(OneDisk)),
+        clients: Arc::clone(&clients),
+        ..ServerConfig::default()
+    };
+    let disks = ["a-1", "b-1"].map(|name| MemoryDisk::new(name, CAPACITY, 2));
+    let tenants = Tenants { certificates, running: Running::with(config, Shelf::of(&disks.each_ref())) };
+    let _sessions = ["a-1", "b-1"].map(|export| {
+        let visit = clients.arrive(connections::Peer::Unknown);
+        visit.chooses(export, Duration::from_secs(60)).unwrap();
+        visit.agreed(export);
+        clients.rename(export, &format!("secret-{export}"), || Ok(())).unwrap();
+        visit
+    });
+    let mut tenant = tenants.client("a.example");
+    let mut user = Client::unix(&tenants.running.socket);
+    user.greet(3);
+    for client in [&mut tenant, &mut user] {
+        let absent = reply(client, OPT_INFO, "b-9");
+        assert_eq!(reply(client, OPT_INFO, "b-1"), absent);
+        let (kind, text) = reply(client, OPT_INFO, "a-1");
+        assert!(kind == ERR_UNKNOWN && text.contains("try again") && !text.contains("secret"), "{text}");
+    }
+}
+
 #[test]
 fn rules_in_a_pipe_or_device_are_refused_at_once() {
     let folder = Folder::new();
