@@ -14,13 +14,12 @@
 //! 5. The names and sizes in manifests are not encrypted.
 
 use crate::pack::{HEAD, Head};
-use backend::{private, random};
+use backend::{private, random, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, Prk, Salt};
 use std::fmt;
-use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -37,6 +36,8 @@ const AUTHENTICATED: usize = 52;
 /// secret and a salt.
 const IDENTITY: &[&[u8]] = &[b"lamina backup key identity"];
 const PACK: &[&[u8]] = &[b"lamina backup pack"];
+/// Most bytes of a key file.
+const LENGTH_MAX: u64 = 1024;
 /// The beginning of a key file.
 const BEGIN: &str = "lamina-backup-key-1 ";
 
@@ -81,9 +82,9 @@ impl Key {
 
     /// Reads the key in a file.
     pub fn read(path: &Path) -> Result<Self> {
-        let mut text = String::new();
-        let read = File::open(path).and_then(|file| file.take(1024).read_to_string(&mut text));
-        read.during(|| format!("reading the key '{}'", path.display()))?;
+        // A pipe is refused: a job that waits for its other end cannot be cancelled.
+        let bytes = regular::read(path, LENGTH_MAX, "key made by 'lamina backup key'")?;
+        let text = String::from_utf8_lossy(&bytes);
         let digits = text.trim_end().strip_prefix(BEGIN).filter(|digits| digits.len() == 64 && digits.is_ascii());
         let mut secret = [0; 32];
         let parsed = digits.is_some_and(|digits| {

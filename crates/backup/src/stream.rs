@@ -435,13 +435,19 @@ fn resume(
     }
 }
 
+/// Opens the file of a backup for reading.
+pub(crate) fn open(path: &Path, name: &str) -> Result<File> {
+    let during = || format!("reading {name}");
+    // Checked before the file is opened, because opening a pipe waits for the other end of the pipe.
+    check_regular(&std::fs::metadata(path).during(during)?, name)?;
+    File::open(path).during(during)
+}
+
 /// The manifest of the backup in a file, which is read from the end of the file.
 pub fn manifest_of(path: &Path) -> Result<Manifest> {
     let name = format!("'{}'", path.display());
     let during = || format!("reading {name}");
-    // Checked before the file is opened, because opening a pipe waits for the other end of the pipe.
-    check_regular(&std::fs::metadata(path).during(during)?, &name)?;
-    let mut file = File::open(path).during(during)?;
+    let mut file = open(path, &name)?;
     let length = file.metadata().during(during)?.len();
     let mut at = length.saturating_sub(TAIL as u64);
     file.seek(SeekFrom::Start(at)).during(during)?;
@@ -484,7 +490,7 @@ impl FileLevel {
     pub fn open(path: &Path, key: Option<&Arc<Key>>) -> Result<Self> {
         let name = format!("'{}'", path.display());
         let manifest = manifest_of(path)?;
-        let file = File::open(path).during(|| format!("reading {name}"))?;
+        let file = open(path, &name)?;
         let mut start = [0; PART];
         let mut at = 0;
         fill(&mut &file, &mut start, &name, &mut at)?;

@@ -5,10 +5,9 @@ use crate::manifest::Manifest;
 use crate::pack::{HEAD, Index, unpack};
 use crate::repository::{Repository, pack_name};
 use crate::seal::Key;
-use crate::stream::{Next, StreamReader};
+use crate::stream::{Next, StreamReader, open};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
@@ -175,7 +174,34 @@ pub fn verify_stream(
 /// Verifies the backup in a file.
 pub fn verify_file(path: &Path, key: Option<&Arc<Key>>, progress: &dyn Progress) -> Result<Verified> {
     let name = format!("'{}'", path.display());
-    let file = File::open(path).during(|| format!("reading {name}"))?;
+    let file = open(path, &name)?;
     let length = file.metadata().during(|| format!("reading {name}"))?.len();
     verify_stream(BufReader::with_capacity(1 << 20, file), (&name, length), key, progress)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::process::Command;
+    use std::sync::mpsc;
+    use std::time::Duration;
+    use work::NoProgress;
+
+    /// A job that waits for the other end of a pipe cannot be cancelled, and its server does not stop.
+    #[test]
+    fn a_pipe_in_place_of_a_file_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let (ended, end) = mpsc::channel();
+        std::thread::spawn(move || {
+            let _ = ended.send(verify_file(&pipe, None, &NoProgress).map(drop));
+            let _ = ended.send(Key::read(&pipe).map(drop));
+        });
+        for _ in 0..2 {
+            let error = end.recv_timeout(Duration::from_secs(60)).expect("it waits for the pipe").unwrap_err();
+            assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("a pipe"), "{error}");
+        }
+    }
 }
