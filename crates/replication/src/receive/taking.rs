@@ -18,6 +18,11 @@ struct Segment {
     bytes: u64,
 }
 
+/// Whether a range ends in the segment in which it begins.
+fn is_inside(offset: u64, length: u64) -> bool {
+    (offset % SEGMENT).checked_add(length).is_some_and(|end| end <= SEGMENT)
+}
+
 /// Receives until the sender has sent everything, and adds the received bytes to `total`.
 pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, total: &AtomicU64) -> Result<()> {
     let mut buffer = Buffer::recycled(PIECE_MAX / BLOCK_SIZE);
@@ -45,7 +50,7 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
                 let payload = &mut buffer[..head.length as usize];
                 let sums = line.data(&head, payload)?;
                 let length = u64::from(head.length);
-                if head.offset.checked_add(length).is_none_or(|end| end > (number + 1) * SEGMENT) {
+                if !is_inside(head.offset, length) {
                     return wrong("sent data beyond its segment");
                 }
                 reception.write(disk, head.offset, payload, sums.as_ref())?;
@@ -57,7 +62,7 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
             }
             Kind::Zero => {
                 let length = line.number(&head)?;
-                if head.offset.checked_add(length).is_none_or(|end| end > (number + 1) * SEGMENT) {
+                if !is_inside(head.offset, length) {
                     return wrong("sent zeros beyond their segment");
                 }
                 reception.zero(disk, head.offset, length)?;
@@ -74,6 +79,20 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
             Kind::End if segment.is_none() => return line.tell(&Message::Pong { bytes: all }),
             Kind::End => return wrong("ended within a segment"),
             Kind::Message => return wrong("sent a message where data was expected"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_at_the_end_of_all_numbers_are_judged_without_a_panic() {
+        assert!(is_inside(0, SEGMENT) && is_inside(SEGMENT - 1, 1) && is_inside(u64::MAX - 4095, 4096));
+        for (offset, length) in [(0, SEGMENT + 1), (SEGMENT - 1, 2), (1, u64::MAX), (u64::MAX, 2), (u64::MAX, u64::MAX)]
+        {
+            assert!(!is_inside(offset, length), "{offset} {length}");
         }
     }
 }
