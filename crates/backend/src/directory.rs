@@ -1,5 +1,6 @@
 //! Directories: names, ownership, free space, queues.
 
+use crate::dirty::DirtyMedium;
 use crate::searched::SearchedFolder;
 use crate::{File, IoMode, Queue, QueueKind};
 use error::{Error, ErrorKind};
@@ -178,6 +179,11 @@ pub trait LocalFolder: Send + Sync {
         Err(has_no_folders(name))
     }
 
+    /// What this process has left dirty in the page cache of the folder's file system; `None` if it is not limited.
+    fn dirty(&self) -> Option<Arc<DirtyMedium>> {
+        None
+    }
+
     /// A handle for a search for files with wrong permissions or owners; `None` if the folder has no permissions.
     fn searched(&self) -> io::Result<Option<SearchedFolder>> {
         Ok(None)
@@ -235,6 +241,11 @@ impl dyn Directory + '_ {
     /// As [`LocalFolder::remove_folder`]; `Unsupported` without a local part.
     pub fn remove_folder(&self, name: &str) -> io::Result<()> {
         self.local().map_or_else(|| Err(has_no_folders(name)), |local| local.remove_folder(name))
+    }
+
+    /// As [`LocalFolder::dirty`]; `None` without a local part.
+    pub fn dirty(&self) -> Option<Arc<DirtyMedium>> {
+        self.local().and_then(|local| local.dirty())
     }
 
     /// As [`LocalFolder::searched`]; a directory without a local part has no permissions.

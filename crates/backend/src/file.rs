@@ -166,6 +166,12 @@ pub trait LocalFile: Send + Sync {
         Ok(())
     }
 
+    /// Must be called after a queue has written a range through the descriptor, without `durable`: counts what is dirty
+    /// in the page cache, and waits if the medium cannot keep up ([`crate::dirty`]).
+    fn wrote(&self, offset: u64, length: u64) {
+        let _ = (offset, length);
+    }
+
     /// Starts reading a range into the page cache, if the file is buffered.
     fn will_need(&self, offset: u64, length: u64) {
         let _ = (offset, length);

@@ -27,6 +27,7 @@ mod buffer;
 pub mod clock;
 mod completions;
 mod directory;
+pub mod dirty;
 mod file;
 pub mod local;
 pub mod overlay;

@@ -28,6 +28,7 @@ pub use kept::{HeldSpace, KeptSpace};
 pub use scheduling::{Slice, Thread};
 
 use crate::directory::renamed;
+use crate::dirty::{DirtyMedium, medium_of};
 use crate::file::flush_failed;
 use crate::owner::{Owner, create_folder_in, explained, open_in};
 use crate::portable::{PortableQueue, Workers};
@@ -402,6 +403,10 @@ impl LocalFolder for LocalDirectory {
         check_name(name)?;
         retry(|| rustix::fs::unlinkat(&self.folder, name, rustix::fs::AtFlags::REMOVEDIR))
             .map_err(|error| named(error, "remove folder", &self.path.join(name)))
+    }
+
+    fn dirty(&self) -> Option<Arc<DirtyMedium>> {
+        medium_of(rustix::fs::fstat(&*self.folder).ok()?.st_dev)
     }
 
     fn searched(&self) -> io::Result<Option<SearchedFolder>> {

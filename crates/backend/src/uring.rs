@@ -335,7 +335,7 @@ impl Operation {
                     }
                 }
             }
-            Work::Write { vectors, next, .. } => {
+            Work::Write { slices, vectors, next, durable } => {
                 if moved == 0 {
                     return Some(Err(io::ErrorKind::WriteZero.into()));
                 }
@@ -352,6 +352,11 @@ impl Operation {
                     }
                 }
                 if *next == vectors.len() {
+                    let local = self.file.as_ref().and_then(|file| file.local());
+                    if let Some(local) = local.filter(|_| !*durable) {
+                        let length = slices.iter().map(|slice| slice.len() as u64).sum();
+                        local.file.wrote(self.offset.saturating_sub(length), length);
+                    }
                     return Some(Ok(()));
                 }
             }
@@ -525,6 +530,20 @@ mod tests {
         assert_eq!((*next, vectors[1].length), (1, 7680));
         assert_eq!(vectors[1].base.addr(), data.as_ptr().addr() + 4608);
         assert!(operation.advance(7680).unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_buffered_write_through_the_ring_counts_as_dirty() {
+        let open = Arc::new(crate::local::OpenFile::new(tempfile::tempfile().unwrap(), IoMode::Buffered));
+        for durable in [true, false] {
+            let data = Arc::new(Buffer::zeroed(2));
+            let vectors = vec![IoVector { base: data.as_ptr(), length: 8192 }];
+            let slices = vec![SharedSlice::new(data, 0..8192)];
+            let mut operation = operation(open.clone(), Work::Write { slices, vectors, next: 0, durable });
+            assert!(operation.advance(4096).is_none());
+            assert!(operation.advance(4096).unwrap().is_ok());
+            assert_eq!(open.take_counted(), if durable { 0 } else { 8192 });
+        }
     }
 
     #[test]

@@ -261,6 +261,10 @@ impl Datastore {
             uses.shut(disk, problem);
         }
         let samples = Samples::open(Arc::clone(native.engine.directory()));
+        let mut foreground = Foreground::new(pace::TARGET_DEFAULT);
+        if let Some(medium) = native.engine.directory().dirty() {
+            foreground = foreground.limited_by(move || medium.background_rate());
+        }
         let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
@@ -272,7 +276,7 @@ impl Datastore {
             reserved: Arc::default(),
             name_refusal: OnceLock::new(),
             imports: Imports::default(),
-            foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
+            foreground: Arc::new(foreground),
             samples,
             receptions: Mutex::default(),
             unended: Mutex::default(),
@@ -402,6 +406,7 @@ impl Datastore {
             scrub: self.scrub_summary(),
             background_work: background_work as u64,
             background_rate,
+            dirty: engine.directory().dirty().map(|medium| medium.used().into()),
             engine: kind.into(),
             io_mode: match engine.options().mode {
                 IoMode::Buffered => "buffered".into(),

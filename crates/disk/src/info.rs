@@ -5,6 +5,7 @@ use crate::growth::Growth;
 use crate::quota::LimitInfo;
 use crate::scrub::ScrubSummary;
 use crate::settings::DiskSettings;
+use backend::dirty::DirtyUse;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
 pub use layer::image::ImageKind;
@@ -415,10 +416,31 @@ pub struct Status {
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.
     pub background_rate: u64,
+    /// What is dirty in the page cache of the file system; `None` if it is not bounded.
+    #[serde(default)]
+    pub dirty: Option<DirtyInfo>,
     /// How I/O is submitted: `io_uring` or `threads`.
     pub engine: String,
     /// How data files are opened: `buffered` or `direct`.
     pub io_mode: String,
+}
+
+/// Data that the server wrote through the page cache, on the file system of the datastore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DirtyInfo {
+    /// Bytes that are not known to be on the medium.
+    pub bytes: u64,
+    /// The bound of these bytes.
+    pub bound: u64,
+    /// How long writes were delayed because the medium is slower, in milliseconds, of all threads together.
+    pub waited_ms: u64,
+}
+
+impl From<DirtyUse> for DirtyInfo {
+    fn from(used: DirtyUse) -> Self {
+        let waited_ms = u64::try_from(used.waited.as_millis()).unwrap_or(u64::MAX);
+        Self { bytes: used.dirty, bound: used.bound, waited_ms }
+    }
 }
 
 /// A finding of a check.

@@ -12,6 +12,9 @@
 //! | otherwise, if the work used its rate | [`INCREASE`] more, at least [`RATE_STEP`] more |
 //!
 //! [`RATE_MIN`] ensures that background work ends even on storage that cannot reach the target latency.
+//!
+//! The page cache hides a slow medium from requests, until it is full and the kernel pauses them all. So the rate is
+//! also limited while much of what was written waits for its write-out ([`Foreground::limited_by`]).
 
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -53,6 +56,8 @@ pub struct Foreground {
     /// Number of sessions that have unfinished requests.
     waiting: AtomicUsize,
     control: Mutex<Control>,
+    /// The rate that the medium permits; `None` for no limit.
+    medium_rate: Option<Box<dyn Fn() -> u64 + Send + Sync>>,
 }
 
 /// State of the rate controller. Its counters are the values of those in [`Foreground`] at the beginning of the window.
@@ -108,7 +113,13 @@ impl Foreground {
             moved: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             control: Mutex::new(Control::new(Instant::now())),
+            medium_rate: None,
         }
+    }
+
+    /// Also limits the common rate to what `rate` returns, in bytes per second; 0 for no limit.
+    pub fn limited_by(self, rate: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
+        Self { medium_rate: Some(Box::new(rate)), ..self }
     }
 
     /// Sets the target latency.
@@ -138,7 +149,12 @@ impl Foreground {
     /// Number of background operations that are running, and their common rate in bytes per second; 0 for no limit.
     pub fn pace(&self) -> (usize, u64) {
         let rate = self.control.lock().rate;
-        (self.jobs.load(Ordering::Relaxed), if rate >= RATE_MAX { 0 } else { rate as u64 })
+        let rate = if rate >= RATE_MAX { 0 } else { rate as u64 };
+        (self.jobs.load(Ordering::Relaxed), slower(rate, self.medium_rate()))
+    }
+
+    fn medium_rate(&self) -> u64 {
+        self.medium_rate.as_ref().map_or(0, |rate| rate())
     }
 
     fn begin(&self) {
@@ -154,6 +170,14 @@ impl Foreground {
 
     /// Bytes per second that one background operation may move now; 0 for no limit.
     fn share(&self) -> u64 {
+        let of_medium = match self.medium_rate() {
+            0 => 0,
+            rate => (rate / self.jobs.load(Ordering::Relaxed).max(1) as u64).max(1),
+        };
+        slower(of_medium, self.share_beside_requests())
+    }
+
+    fn share_beside_requests(&self) -> u64 {
         if self.target.load(Ordering::Relaxed) == 0 {
             return 0;
         }

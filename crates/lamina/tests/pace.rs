@@ -1,4 +1,4 @@
-//! Background work slows down for active clients, but not for idle ones.
+//! Background work slows down for active clients, but not for idle ones. What is dirty in the page cache is bounded.
 
 #![allow(clippy::unwrap_used)]
 
@@ -83,5 +83,35 @@ fn a_copy_slows_down_for_late_requests_only() {
     for name in ["slowed", "idle", "gained", "full"] {
         store.run(&format!("disk show {name}")).ok();
     }
+    store.is_clean();
+}
+
+#[test]
+fn what_a_server_leaves_dirty_is_bounded() {
+    let store = Store::new();
+    store.run("disk create vm1 64M").ok();
+    let dirty = || store.run("status --json").json()["dirty"].clone();
+    let server = store.serve("--dirty-limit 8M");
+    assert_eq!(dirty()["bound"], 8 << 20);
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    let mut most = 0;
+    for at in (0..64 << 20).step_by(1 << 20) {
+        client.write(at, &pattern::bytes(at, 1 << 20)).unwrap();
+        most = most.max(dirty()["bytes"].as_u64().unwrap());
+    }
+    // Each thread that writes may exceed the bound by one write.
+    assert!((1..=12 << 20).contains(&most), "{most}");
+    client.flush().unwrap();
+    drop(client);
+    let status = store.run("status").ok();
+    assert!(
+        status.lines().any(|line| line.starts_with("dirty data") && line.contains(" of at most 8 MiB,")),
+        "{status}"
+    );
+    drop(server);
+    let server = store.serve("--dirty-limit off");
+    assert!(dirty().is_null());
+    assert!(!store.run("status").ok().contains("dirty data"));
+    drop(server);
     store.is_clean();
 }

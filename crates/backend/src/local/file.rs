@@ -4,6 +4,7 @@
 //! keep the kernel's code: the crates above add which disk they concern.
 
 use super::{extents, kept, retry};
+use crate::dirty::{self, DirtyFile, WriteOut};
 use crate::file::flush_failed;
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range, check_slices};
@@ -12,8 +13,9 @@ use kept::has_space;
 use parking_lot::RwLock;
 use std::io::{self, IoSlice};
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// The most slices in one system call (`IOV_MAX` of Linux and the BSDs).
 pub(crate) const VECTORS_MAX: usize = 1024;
@@ -26,9 +28,37 @@ const CACHED_WRITE_MAX: u64 = 64 << 10;
 
 /// A file of a [`super::LocalDirectory`].
 pub struct OpenFile {
-    file: std::fs::File,
+    file: Arc<Descriptor>,
     mode: IoMode,
+    /// The account of what buffered writes have left dirty; made at the first one, `None` if nothing is limited.
+    dirty: OnceLock<Option<Arc<DirtyFile>>>,
+}
+
+/// The descriptor, which the thread that writes out dirty data uses too.
+struct Descriptor {
+    file: std::fs::File,
     written_out: WrittenOut,
+}
+
+impl std::ops::Deref for Descriptor {
+    type Target = std::fs::File;
+
+    fn deref(&self) -> &std::fs::File {
+        &self.file
+    }
+}
+
+impl AsFd for Descriptor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl WriteOut for Descriptor {
+    fn write_out(&self, offset: u64, length: u64, wait: bool) {
+        // A failure is kept, and the next flush reports it.
+        let _ = self.written_out.run(|| write_out_call(&self.file, offset, length, wait));
+    }
 }
 
 /// Failures of write-back, kept for the next flush.
@@ -71,6 +101,14 @@ impl WrittenOut {
 const CLOSED_ELSEWHERE: u64 = 16 << 20;
 
 impl Drop for OpenFile {
+    fn drop(&mut self) {
+        if let Some(Some(dirty)) = self.dirty.get() {
+            dirty.close();
+        }
+    }
+}
+
+impl Drop for Descriptor {
     /// The last close of a removed file frees its space, which may take long: two thirds of a second for 2 GiB on a
     /// file system mounted with `discard`. If the thread of a request held the last handle, all requests of its
     /// connection would wait.
@@ -85,8 +123,19 @@ impl Drop for OpenFile {
 }
 
 impl OpenFile {
-    pub(super) fn new(file: std::fs::File, mode: IoMode) -> Self {
-        Self { file, mode, written_out: WrittenOut::default() }
+    pub(crate) fn new(file: std::fs::File, mode: IoMode) -> Self {
+        let file = Arc::new(Descriptor { file, written_out: WrittenOut::default() });
+        Self { file, mode, dirty: OnceLock::new() }
+    }
+
+    /// The account for a write.
+    fn account(&self) -> Option<&DirtyFile> {
+        let account = self.dirty.get_or_init(|| {
+            let device = rustix::fs::fstat(&self.file).ok()?.st_dev;
+            let target: Arc<dyn WriteOut> = Arc::clone(&self.file) as _;
+            Some(DirtyFile::new(dirty::medium_of(device)?, target))
+        });
+        account.as_deref()
     }
 
     fn write_vectors(&self, mut vectors: &mut [IoSlice<'_>], mut offset: u64, durable: bool) -> io::Result<()> {
@@ -261,14 +310,22 @@ impl File for OpenFile {
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         let total = check_slices(self.mode, slices, offset)?;
-        kept::in_range(&self.file, offset..offset + total, || self.write_all(slices, offset, total, durable))
+        let outcome =
+            kept::in_range(&self.file, offset..offset + total, || self.write_all(slices, offset, total, durable));
+        if !durable {
+            self.wrote(offset, total);
+        }
+        outcome
     }
 
     fn sync(&self) -> io::Result<()> {
         // The flush is never retried after a failure: the kernel reports a lost write once, and a second flush would
         // succeed.
-        let flushed = self.file.sync_data();
-        let written_out = self.written_out.take();
+        let flushed = match self.dirty.get() {
+            Some(Some(dirty)) => dirty.flushed_by(|| self.file.sync_data()),
+            _ => self.file.sync_data(),
+        };
+        let written_out = self.file.written_out.take();
         flushed.and(written_out).map_err(flush_failed)
     }
 
@@ -291,13 +348,20 @@ impl File for OpenFile {
 impl LocalFile for OpenFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
-            // A failure is kept, and the next flush reports it.
-            let _ = self.written_out.run(|| write_out_call(&self.file, offset, length, wait));
+            self.file.write_out(offset, length, wait);
+        }
+    }
+
+    fn wrote(&self, offset: u64, length: u64) {
+        if self.mode == IoMode::Buffered
+            && let Some(account) = self.account()
+        {
+            account.wrote(offset, length);
         }
     }
 
     fn end_flush(&self) -> io::Result<()> {
-        self.written_out.take().map_err(flush_failed)
+        self.file.written_out.take().map_err(flush_failed)
     }
 
     fn will_need(&self, offset: u64, length: u64) {
@@ -353,7 +417,7 @@ impl LocalFile for OpenFile {
         let mut placed = extents::places_by_writing_out(&self.file);
         if placed {
             // A length of 0 means: to the end of the file, at the time of the call.
-            match self.written_out.run(|| write_out_call(&self.file, offset, 0, true)) {
+            match self.file.written_out.run(|| write_out_call(&self.file, offset, 0, true)) {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => placed = false,
                 outcome => outcome?,
             }
@@ -482,6 +546,13 @@ mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
+    impl OpenFile {
+        /// Takes what is counted as dirty.
+        pub(crate) fn take_counted(&self) -> u64 {
+            self.dirty.get().and_then(Option::as_ref).map_or(0, |dirty| dirty.take_counted())
+        }
+    }
+
     /// Descriptors of this process that lead to removed files of `folder`.
     fn removed(folder: &std::path::Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
@@ -516,7 +587,7 @@ mod tests {
         std::fs::create_dir_all(&folder).unwrap();
         let file = OpenFile::new(std::fs::File::create_new(folder.join("file")).unwrap(), IoMode::Buffered);
         let lost = || Err(io::Error::from_raw_os_error(rustix::io::Errno::NOSPC.raw_os_error()));
-        file.written_out.run(lost).unwrap_err();
+        file.file.written_out.run(lost).unwrap_err();
         // A write-back that succeeds afterwards does not clear the failure.
         file.write_out(0, 4096, true);
         // Writes are lost, so the caller must not wait for space and continue.
@@ -524,7 +595,42 @@ mod tests {
         assert!(!error::lacks_space(&error) && error.to_string().contains("lost"), "{error}");
         file.sync().unwrap();
         // On a kernel without this call the error does not mean a lost write.
-        file.written_out.run(|| Err(io::ErrorKind::Unsupported.into())).unwrap_err();
+        file.file.written_out.run(|| Err(io::ErrorKind::Unsupported.into())).unwrap_err();
+        file.sync().unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn buffered_writes_are_counted_as_dirty_until_a_flush() {
+        let folder = std::env::temp_dir().join(format!("lamina-counted-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let open = |mode| OpenFile::new(std::fs::File::create(folder.join("file")).unwrap(), mode);
+        let file = open(IoMode::Buffered);
+        file.write_at(&[&[1; 4096]], 0, true).unwrap();
+        assert_eq!(file.take_counted(), 0, "a durable write leaves nothing dirty");
+        file.write_at(&[&[1; 1 << 16], &[2; 1 << 16]], 0, false).unwrap();
+        assert_eq!(file.take_counted(), 1 << 17);
+        file.write_at(&[&[1; 4096]], 0, false).unwrap();
+        file.sync().unwrap();
+        assert_eq!(file.take_counted(), 0);
+        // A queue has written.
+        LocalFile::wrote(&file, 0, 1 << 16);
+        assert_eq!(file.take_counted(), 1 << 16);
+        let file = open(IoMode::Direct);
+        LocalFile::wrote(&file, 0, 1 << 16);
+        assert!(file.dirty.get().is_none());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_flush_fails_after_the_thread_that_writes_dirty_data_out_has_failed() {
+        let folder = std::env::temp_dir().join(format!("lamina-thread-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = OpenFile::new(std::fs::File::create_new(folder.join("file")).unwrap(), IoMode::Buffered);
+        let target: Arc<dyn WriteOut> = Arc::clone(&file.file) as _;
+        // The kernel refuses this range.
+        target.write_out(i64::MAX as u64, 1 << 20, true);
+        file.sync().unwrap_err();
         file.sync().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
     }

@@ -100,3 +100,20 @@ fn background_operations_share_the_rate_and_requests_are_timed_only_meanwhile() 
     foreground.set_target(Duration::ZERO);
     assert_eq!(Background::new(&NoProgress, &foreground).rate(), 0);
 }
+
+#[test]
+fn background_operations_share_the_rate_of_a_medium_that_is_behind() {
+    let permitted = Arc::new(AtomicU64::new(0));
+    let of_medium = Arc::clone(&permitted);
+    let foreground = Foreground::new(Duration::ZERO).limited_by(move || of_medium.load(Ordering::Relaxed));
+    let foreground = Arc::new(foreground);
+    let work = [Background::new(&NoProgress, &foreground), Background::new(&NoProgress, &foreground)];
+    assert_eq!((work[0].rate(), work[1].rate()), (0, 0));
+    // Also without a target latency.
+    permitted.store(3 << 20, Ordering::Relaxed);
+    assert_eq!((work[0].rate(), work[1].rate()), (3 << 19, 3 << 19));
+    foreground.set_target(TARGET_DEFAULT);
+    assert_eq!((work[0].rate(), foreground.pace()), (3 << 19, (2, 3 << 20)));
+    permitted.store(u64::MAX, Ordering::Relaxed);
+    assert!(work[0].rate() <= RATE_FIRST as u64 / 2);
+}

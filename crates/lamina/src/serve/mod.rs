@@ -63,6 +63,8 @@ struct Groups {
 /// Serves until a signal stops the server.
 pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
     location.require()?;
+    // Before a file is written: the limit applies to file systems that are written for the first time.
+    backend::dirty::set_limit(arguments.dirty_limit);
     if arguments.access.is_some() && arguments.receive.is_some() && arguments.receive_from.is_empty() {
         let text = "with --access, --receive needs --receive-from: otherwise every client could replace disks there";
         return Err(Error::new(ErrorKind::Invalid, text));

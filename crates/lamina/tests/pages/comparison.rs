@@ -11,7 +11,7 @@
 //! Spaces at the end of a line are ignored.
 
 /// Labels of the values that depend on the host.
-const OF_THE_HOST: [&str; 16] = [
+const OF_THE_HOST: [&str; 17] = [
     "uuid:",
     "available:",
     "allocated:",
@@ -28,6 +28,7 @@ const OF_THE_HOST: [&str; 16] = [
     "fragments:",
     "fingerprint:",
     "background work:",
+    "dirty data:",
 ];
 
 /// Units of sizes.

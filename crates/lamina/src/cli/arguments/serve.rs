@@ -1,9 +1,11 @@
 //! Arguments of `lamina serve` and `lamina export`.
 
 use crate::cli::address::location;
-use crate::cli::size::memory;
+use crate::cli::size::{memory, parse_size};
+use backend::dirty::{BOUND_MIN, DirtyLimit};
 use clap::{Args, Subcommand, ValueEnum};
 use disk::Location;
+use error::text::size;
 use export::nbd::limits::CONNECTIONS_DEFAULT;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -149,6 +151,11 @@ pub struct ServeArguments {
     /// down, to 8 MiB/s at the least, until 99 % of the requests stay within this latency. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
+    /// Limit of the data that this server leaves dirty in the page cache of each file system, 4M at the least. Beyond
+    /// it writes are delayed, first those of background work. 0 or "off" for no limit but the kernel's, at which the
+    /// kernel pauses all writes. "auto" for half of the amount at which the kernel starts to write data out.
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_dirty_limit)]
+    pub dirty_limit: DirtyLimit,
     /// Serve the datastore even on a file system on which it may lose flushed writes or stop for lack of space, such as
     /// NFS, SMB, FUSE or ZFS.
     #[arg(long)]
@@ -178,6 +185,20 @@ fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(refused)
 }
 
+/// Parses a limit of dirty data: a size, `auto` or `off`.
+fn parse_dirty_limit(text: &str) -> Result<DirtyLimit, String> {
+    match text {
+        "auto" => return Ok(DirtyLimit::Auto),
+        "off" => return Ok(DirtyLimit::Off),
+        _ => {}
+    }
+    match parse_size(text)? {
+        0 => Ok(DirtyLimit::Off),
+        bytes @ BOUND_MIN.. => Ok(DirtyLimit::Bytes(bytes)),
+        _ => Err(format!("the least is {}, or 'off' for no limit", size(BOUND_MIN))),
+    }
+}
+
 /// Parses a time in milliseconds, up to a minute, with or without a fraction.
 fn parse_milliseconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
@@ -197,6 +218,21 @@ mod tests {
         for text in ["localhost:10809", "127.0.0.1", "127.0.0.1:99999", ""] {
             assert!(parse_socket_address(text).unwrap_err().contains("such as 127.0.0.1:10809"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_limit_of_dirty_data_is_a_size_or_a_word() {
+        for (text, limit) in [
+            ("auto", DirtyLimit::Auto),
+            ("off", DirtyLimit::Off),
+            ("0", DirtyLimit::Off),
+            ("4M", DirtyLimit::Bytes(4 << 20)),
+            ("2G", DirtyLimit::Bytes(2 << 30)),
+        ] {
+            assert_eq!(parse_dirty_limit(text), Ok(limit), "{text}");
+        }
+        assert!(parse_dirty_limit("4095K").unwrap_err().contains("the least is 4 MiB"));
+        assert!(parse_dirty_limit("none").is_err());
     }
 
     #[test]

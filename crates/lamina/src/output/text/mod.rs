@@ -130,6 +130,11 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    if let Some(dirty) = status.dirty {
+        let waited = dirty.waited_ms as f64 / 1000.0;
+        let text = format!("{} of at most {}, writes waited {waited:.1} s", size(dirty.bytes), size(dirty.bound));
+        facts.push(("dirty data", text));
+    }
     facts
         .extend(status.waiting.iter().map(|of| ("waiting", format!("disk {}: {}", of.disk, disk::waiting_writes(of)))));
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
