@@ -106,7 +106,7 @@ fn automatic(read: impl Fn(&str) -> Option<String>) -> u64 {
             let memory = read("/proc/meminfo")?;
             let available = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
             let kilobytes = available.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
-            Some(kilobytes.saturating_mul(1024) / 100 * percent)
+            Some((kilobytes.saturating_mul(1024) / 100).saturating_mul(percent))
         }),
     };
     threshold.map_or(BOUND_UNKNOWN, |bytes| (bytes / 2).clamp(BOUND_MIN, BOUND_AUTO_MAX))
@@ -114,7 +114,7 @@ fn automatic(read: impl Fn(&str) -> Option<String>) -> u64 {
 
 /// How far `dirty` is between two steps, from 0 to [`FULLNESS_MAX`].
 fn fullness(dirty: u64, from: u64, to: u64) -> f64 {
-    (dirty.saturating_sub(from) as f64 / (to - from).max(1) as f64).min(FULLNESS_MAX)
+    (dirty.saturating_sub(from) as f64 / to.saturating_sub(from).max(1) as f64).min(FULLNESS_MAX)
 }
 
 /// The pause after a write of `bytes`: none below three quarters of the bound, the time that the medium takes for the
@@ -271,10 +271,7 @@ impl DirtyMedium {
         for file in files.iter().filter_map(Weak::upgrade) {
             file.map.take(|offset, bytes| {
                 any = true;
-                match file.closed.load(Ordering::Relaxed) {
-                    true => self.subtract(bytes),
-                    false => going.start(Part { file: Arc::clone(&file), offset, bytes }),
-                }
+                going.start(&file, offset, bytes);
             });
         }
         if any {
@@ -286,7 +283,8 @@ impl DirtyMedium {
 
 /// A region that is being written out.
 struct Part {
-    file: Arc<DirtyFile>,
+    /// Weak, so that a file that its owner drops meanwhile is closed at once.
+    file: Weak<DirtyFile>,
     offset: u64,
     /// Bytes to subtract from the account at the end.
     bytes: u64,
@@ -302,10 +300,13 @@ struct GoingOut<'a> {
 }
 
 impl GoingOut<'_> {
-    fn start(&mut self, part: Part) {
-        part.file.target.write_out(part.offset, REGION, false);
-        self.bytes += part.bytes;
-        self.parts.push_back(part);
+    fn start(&mut self, file: &Arc<DirtyFile>, offset: u64, bytes: u64) {
+        if file.closed.load(Ordering::Relaxed) {
+            return self.medium.subtract(bytes);
+        }
+        file.target.write_out(offset, REGION, false);
+        self.bytes += bytes;
+        self.parts.push_back(Part { file: Arc::downgrade(file), offset, bytes });
         while self.parts.len() > GOING_OUT_PARTS || self.bytes > GOING_OUT_BYTES {
             self.end_first();
         }
@@ -313,7 +314,9 @@ impl GoingOut<'_> {
 
     fn end_first(&mut self) {
         let Some(part) = self.parts.pop_front() else { return };
-        part.file.target.write_out(part.offset, REGION, true);
+        if let Some(file) = part.file.upgrade().filter(|file| !file.closed.load(Ordering::Relaxed)) {
+            file.target.write_out(part.offset, REGION, true);
+        }
         self.bytes -= part.bytes;
         self.done += part.bytes;
         self.medium.subtract(part.bytes);
@@ -330,6 +333,9 @@ impl GoingOut<'_> {
     }
 
     fn measure(&mut self) {
+        if self.done == 0 {
+            return;
+        }
         let seconds = self.began.elapsed().as_secs_f64().max(1e-6);
         let speed = (std::mem::take(&mut self.done) as f64 / seconds) as u64;
         let smoothed = self.medium.speed.load(Ordering::Relaxed) / 2 + speed / 2;

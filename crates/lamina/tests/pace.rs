@@ -71,7 +71,7 @@ fn a_copy_slows_down_for_late_requests_only() {
     assert!(idle < slowed / 2, "{idle:?} without clients, {slowed:?} beside one");
     drop(server);
     // This target is so high that no request exceeds it.
-    let server = store.serve("--latency-target 60000");
+    let server = store.serve("--latency-target 60000 --dirty-limit off");
     let (gained, rates) = clone_beside_a_client(&store, "gained", true);
     assert!(gained < slowed / 2, "{gained:?}, and {slowed:?} beside late requests");
     assert!(rates.iter().all(|rate| *rate == 0 || *rate >= 64 << 20), "{rates:?}");

@@ -1,3 +1,5 @@
+//! The account of dirty data, with write-out that is slow, fast or stuck.
+
 #![allow(clippy::unwrap_used)]
 
 use super::*;
