@@ -1,5 +1,5 @@
-//! Files that the description of a machine names, and that are replaced by links before they are imported: whoever can
-//! write the folder of the description must not get the content of other files of the host.
+//! Files that the description of a machine names, and that are replaced by links before they are imported: a user
+//! who can write the folder of the description must not get the content of other files of the host.
 
 #![allow(clippy::unwrap_used)]
 
