@@ -219,11 +219,17 @@ impl Engine {
                     // Both disks or snapshots have the same tree, so no range can differ.
                     return Ok(None);
                 }
-                let mut effects = Effects::default();
-                let compared = tree::diff(&mut meta.nodes(&mut effects), a, b, part.clone(), &mut |extent| {
+                // A shrink that a crash cut off leaves blocks past the end of the disk. They are no content of it.
+                let end_of_both = end.div_ceil(block).clamp(part.start, part.end);
+                let (longer_a, longer_b) = (a.filter(|_| ends.0 > ends.1), b.filter(|_| ends.1 > ends.0));
+                let mut each = |extent: tree::DiffExtent| -> Result<()> {
                     found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
                     Ok(())
-                });
+                };
+                let mut effects = Effects::default();
+                let mut nodes = meta.nodes(&mut effects);
+                let compared = tree::diff(&mut nodes, a, b, part.start..end_of_both, &mut each)
+                    .and_then(|()| tree::diff(&mut nodes, longer_a, longer_b, end_of_both..part.end, &mut each));
                 if compared.is_err() && meta.pages.absent() > 0 {
                     meta.survey_difference([a, b], &part);
                 }
