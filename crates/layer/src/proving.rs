@@ -164,8 +164,8 @@ impl<F: Fn(Request) -> io::Result<()> + Send + Sync> LocalFile for Gated<F> {
     }
 }
 
-/// A file that is changed during a read: if `armed`, the next read from `start` on returns its first `before` bytes from
-/// before the call of `change`, and the other bytes from after it.
+/// A file that is changed during a read: if `armed`, the next read from `start` on returns its first `before` bytes
+/// from before the call of `change`, and the other bytes from after it.
 pub(crate) struct ChangedInRead<F> {
     pub(crate) inner: Arc<dyn File>,
     pub(crate) armed: Arc<AtomicBool>,

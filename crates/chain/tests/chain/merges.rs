@@ -425,7 +425,8 @@ fn reads_of_copies_that_were_planned_before_a_failed_flush_of_the_target_are_ref
     assert_content(&chain, &content);
 }
 
-/// The top has a part of a large grain. A merge completes the grain in the base, which has the other parts from then on.
+/// The top has a part of a large grain. A merge completes the grain in the base, which has the other parts from then
+/// on.
 #[test]
 fn parts_of_grains_that_a_merge_completes_are_not_read_after_a_failed_flush_of_the_target() {
     const CAPACITY: u64 = 4 << 20;

@@ -178,8 +178,8 @@ impl Device for ChainedDevice {
                 Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot '{base}' to compare with", self.name))
             })?;
             let spans = self.chain.changed_above(key, offset, length, limit);
-            // A merge may have given this level the content of levels above it. The record has lost the snapshot before,
-            // or has it at another level now.
+            // A merge may have given this level the content of levels above it. The record has lost the snapshot
+            // before, or has it at another level now.
             if self.base(base) == Some(key) {
                 break spans?;
             }

@@ -8,8 +8,8 @@
 //! 4. The descriptor in memory equals the one in the file: it is changed after the file. After a failed write the file
 //!    may have the old or the new descriptor, so the next update writes it even if nothing changes.
 //! 5. A descriptor inside an extent is flushed together with the data of the extent. The file system reports a failed
-//!    write-back to one flush only. So after a failed flush of such a descriptor the image takes no more changes, and no
-//!    other flush runs beside it.
+//!    write-back to one flush only. So after a failed flush of such a descriptor the image takes no more changes, and
+//!    no other flush runs beside it.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};

@@ -490,8 +490,8 @@ impl Catalog {
             return Ok(());
         }
         let by_slot: FxHashMap<u64, u64> = self.objects.values().map(|held| (held.slot, held.object.id)).collect();
-        // A record stays marked as changed until its page is updated: if the page has another version, this fails, and a
-        // later checkpoint tries it again. A lost page marks further records.
+        // A record stays marked as changed until its page is updated: if the page has another version, this fails, and
+        // a later checkpoint tries it again. A lost page marks further records.
         while let Some(slot) = self.dirty.first().copied() {
             let page = match pages.get_mut(slot_page(slot)) {
                 Ok(page) => page,

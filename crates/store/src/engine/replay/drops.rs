@@ -72,8 +72,8 @@ impl Engine {
 
     /// Drops a leaf or a shared subtree of a deleted tree. False if none is left, or if it is lost.
     fn drop_part(&self, meta: &mut Meta, doubts: &mut Doubts, drops: &mut Drops, object: u64) -> Result<bool> {
-        // The object does not exist if replay sees fewer leaves than the journal has drops. A lost page is not read again
-        // for each drop, because the medium may take seconds to fail.
+        // The object does not exist if replay sees fewer leaves than the journal has drops. A lost page is not read
+        // again for each drop, because the medium may take seconds to fail.
         if drops.lost.contains(&object) || meta.catalog.find(object).is_none() {
             return Ok(false);
         }
