@@ -88,7 +88,7 @@ fn a_stalled_stream_does_not_delay_the_cancellation() {
         let (ended, end) = mpsc::channel::<Result<Reply>>();
         let cancellable = Arc::new(Cancellable::default());
         let (watch, target, request) = (Arc::clone(&cancellable), target.clone(), Request::Backup(request));
-        std::thread::spawn(move || ended.send(dispatch(&target, request, &*watch)));
+        std::thread::spawn(move || drop(ended.send(dispatch(&target, request, &*watch))));
         // The command keeps its connection open, and reads no more than a byte: the request is writing the only pack
         // then. It writes nothing.
         let (mut connection, _) = listener.accept().unwrap();

@@ -173,8 +173,7 @@ fn a_redo_log_stops_if_the_last_flush_of_a_shrink_fails() {
         let options = CreateOptions { capacity: CAPACITY * SECTOR, grain_sectors: 1 };
         create(Arc::clone(&file), "image", &options).unwrap();
         let layer = VmfsSparse::open(file, &OpenOptions::writing("image")).unwrap();
-        waste(&layer, 100);
-        write(&layer, 0, 8, 2);
+        scattered(&layer, 1);
         let shrunk = layer.shrink(&NoProgress);
         (layer, shrunk, count.load(Ordering::SeqCst))
     };
