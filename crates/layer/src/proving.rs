@@ -119,7 +119,6 @@ pub(crate) fn memory_file(bytes: &[u8]) -> Arc<dyn File> {
 
 /// A request of a [`Gated`] file.
 pub(crate) enum Request {
-    Read(Range<u64>),
     Write,
     Sync,
     Reserve(Range<u64>),
@@ -132,12 +131,8 @@ pub(crate) struct Gated<F> {
 }
 
 impl<F: Fn(Request) -> io::Result<()> + Send + Sync> File for Gated<F> {
-    backend::forward_file!(inner: len, set_len, punch);
+    backend::forward_file!(inner: len, set_len, read_at, punch);
 
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        (self.gate)(Request::Read(offset..offset + buffer.len() as u64))?;
-        self.inner.read_at(buffer, offset)
-    }
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         (self.gate)(Request::Write)?;
         self.inner.write_at(slices, offset, durable)
@@ -194,6 +189,17 @@ pub(crate) fn killed_at_a_flush(inner: Arc<dyn File>, left: Arc<AtomicU32>) -> A
         Request::Sync => {
             let taken = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
             taken.map(drop).map_err(|_| io::Error::other("the process is killed"))
+        }
+        _ => Ok(()),
+    };
+    Arc::new(Gated { inner, gate })
+}
+
+/// A file that counts its flushes, of which the one with number `fails_at` fails; no flush has the number 0.
+pub(crate) fn failing_at_a_flush(inner: Arc<dyn File>, count: Arc<AtomicU32>, fails_at: u32) -> Arc<dyn File> {
+    let gate = move |request| match request {
+        Request::Sync if count.fetch_add(1, Ordering::SeqCst) + 1 == fails_at => {
+            Err(io::Error::other("the device fails"))
         }
         _ => Ok(()),
     };

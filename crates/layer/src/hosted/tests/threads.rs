@@ -1,5 +1,6 @@
 //! Many threads at once: a reader that holds an epoch never reads another grain's bytes.
 
+use super::super::check::Check;
 use super::*;
 use crate::proving::ChangedInRead;
 use std::sync::OnceLock;
@@ -62,61 +63,66 @@ fn concurrent_readers_never_see_data_of_other_grains() {
     assert!(check.is_sound() && check.dead == 0, "{check:?}");
 }
 
+/// An extent with one grain in the first of three tables. When `armed`, the next read of the second table first calls
+/// `change`.
+struct ChangedInCheck {
+    layer: Arc<OnceLock<Hosted>>,
+    armed: Arc<AtomicBool>,
+}
+
+/// The byte at which the last table of a [`ChangedInCheck`] begins.
+const LAST: u64 = 2 * TABLE_ENTRIES as u64 * GRAIN;
+
+impl ChangedInCheck {
+    fn new(change: fn(&Hosted)) -> Self {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let inner = small(disk.directory().as_ref(), LAST + GRAIN, true);
+        let layer = open(&inner, true, false).unwrap();
+        layer.write(0, &[&[1; GRAIN as usize]]).unwrap();
+        layer.close().unwrap();
+        let start = u64::from(layer.tables.directories().named(1)[0]) * SECTOR;
+        let (layer, armed): (Arc<OnceLock<Hosted>>, Arc<AtomicBool>) = Default::default();
+        let seen = Arc::clone(&layer);
+        let change = move || change(seen.get().unwrap());
+        let file: Arc<dyn File> =
+            Arc::new(ChangedInRead { inner, armed: Arc::clone(&armed), start, before: 0, change });
+        let _ = layer.set(open(&file, true, false).unwrap());
+        Self { layer, armed }
+    }
+
+    fn layer(&self) -> &Hosted {
+        self.layer.get().unwrap()
+    }
+
+    /// The result of a check during which the change is made.
+    fn check(&self) -> Check {
+        self.armed.store(true, Ordering::SeqCst);
+        let check = self.layer().check().unwrap();
+        assert!(!self.armed.load(Ordering::SeqCst), "the check did not read the second table");
+        check
+    }
+}
+
 /// Between the check's reads of two tables, a grain of the first table is freed, and one of the last table is written.
 #[test]
 fn a_check_finds_no_place_twice_because_it_is_used_again_meanwhile() {
-    let last = 2 * u64::from(TABLE_ENTRIES) * GRAIN;
-    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
-    let file = small(disk.directory().as_ref(), last + GRAIN, true);
-    let layer = open(&file, true, false).unwrap();
-    layer.write(0, &[&[1; GRAIN as usize]]).unwrap();
-    layer.close().unwrap();
-    let second = u64::from(layer.tables.directories().named(1)[0]) * SECTOR;
-
-    let changed: Arc<OnceLock<Hosted>> = Arc::default();
-    let armed = Arc::new(AtomicBool::new(false));
-    let gate = {
-        let (changed, armed) = (Arc::clone(&changed), Arc::clone(&armed));
-        move |request| {
-            if matches!(request, Request::Read(bytes) if bytes.start == second) && armed.swap(false, Ordering::SeqCst) {
-                let layer = changed.get().unwrap();
-                layer.zero(0..GRAIN, false).unwrap();
-                layer.flush().unwrap();
-                layer.write(last, &[&[2; GRAIN as usize]]).unwrap();
-            }
-            Ok(())
-        }
-    };
-    let gated: Arc<dyn File> = Arc::new(Gated { inner: file, gate });
-    let layer = changed.get_or_init(|| open(&gated, true, false).unwrap());
-    armed.store(true, Ordering::SeqCst);
-    let check = layer.check().unwrap();
-    assert!(!armed.load(Ordering::SeqCst), "the check did not read the second table");
+    let changed = ChangedInCheck::new(|layer| {
+        layer.zero(0..GRAIN, false).unwrap();
+        layer.flush().unwrap();
+        layer.write(LAST, &[&[2; GRAIN as usize]]).unwrap();
+    });
+    let check = changed.check();
     assert!(check.is_sound(), "{check:?}");
-    layer.flush().unwrap();
-    assert_eq!(layer.writer.as_ref().unwrap().space.free(), GRAIN / SECTOR, "the check still holds its epoch");
+    changed.layer().flush().unwrap();
+    let free = changed.layer().writer.as_ref().unwrap().space.free();
+    assert_eq!(free, GRAIN / SECTOR, "the check still holds its epoch");
 }
 
 /// Between the reads of two tables, a grain of the first table is appended to the file.
 #[test]
 fn data_written_during_a_check_is_not_counted_as_dead() {
-    let last = 2 * u64::from(TABLE_ENTRIES) * GRAIN;
-    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
-    let file = small(disk.directory().as_ref(), last + GRAIN, true);
-    let layer = open(&file, true, false).unwrap();
-    layer.write(0, &[&[1; GRAIN as usize]]).unwrap();
-    layer.close().unwrap();
-    let start = u64::from(layer.tables.directories().named(1)[0]) * SECTOR;
-    let changed: Arc<OnceLock<Hosted>> = Arc::default();
-    let armed = Arc::new(AtomicBool::new(false));
-    let seen = Arc::clone(&changed);
-    let change = move || seen.get().unwrap().write(GRAIN, &[&[2; GRAIN as usize]]).unwrap();
-    let file: Arc<dyn File> =
-        Arc::new(ChangedInRead { inner: file, armed: Arc::clone(&armed), start, before: 0, change });
-    let layer = changed.get_or_init(|| open(&file, true, false).unwrap());
-    let dead = layer.check().unwrap().dead;
-    armed.store(true, Ordering::SeqCst);
-    assert_eq!(layer.check().unwrap().dead, dead);
-    assert!(!armed.load(Ordering::SeqCst), "the check did not read the second table");
-    assert_eq!(layer.usage().unwrap().mapped, 2 * GRAIN);
+    let changed = ChangedInCheck::new(|layer| layer.write(GRAIN, &[&[2; GRAIN as usize]]).unwrap());
+    let dead = changed.layer().check().unwrap().dead;
+    assert_eq!(changed.check().dead, dead);
+    assert_eq!(changed.layer().usage().unwrap().mapped, 2 * GRAIN);
 }

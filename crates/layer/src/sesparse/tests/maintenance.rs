@@ -3,7 +3,7 @@
 use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
 use crate::ErrorKind;
-use crate::proving::{Gated, Request};
+use crate::proving::{Gated, Request, failing_at_a_flush};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::simulated::Fault;
 use std::sync::OnceLock;
@@ -232,15 +232,9 @@ fn a_grain_allocated_again_during_its_move_keeps_its_location() {
 fn an_image_stops_if_the_last_flush_of_a_shrink_fails() {
     let attempt = |fails_at: u32| {
         let count = Arc::new(AtomicU32::new(0));
-        let counted = Arc::clone(&count);
-        let gate = move |request| match request {
-            Request::Sync if counted.fetch_add(1, Ordering::SeqCst) + 1 == fails_at => {
-                Err(std::io::Error::other("the device fails"))
-            }
-            _ => Ok(()),
-        };
         let inner = simulated(14).directory().create(NAME, IoMode::Buffered).unwrap();
-        let layer = SeSparse::create(Arc::new(Gated { inner, gate }), NAME, 64 * MIB, writing()).unwrap();
+        let file = failing_at_a_flush(inner, Arc::clone(&count), fails_at);
+        let layer = SeSparse::create(file, NAME, 64 * MIB, writing()).unwrap();
         layer.write(0, &[&stamped(64, 1)]).unwrap();
         layer.zero(0..8 * GRAIN, false).unwrap();
         layer.flush().unwrap();

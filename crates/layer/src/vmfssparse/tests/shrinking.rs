@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::model::{Random, sector_bytes, stamps};
+use crate::proving::failing_at_a_flush;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -160,16 +161,9 @@ fn an_image_shrinks_during_writes() {
 fn a_redo_log_stops_if_the_last_flush_of_a_shrink_fails() {
     let attempt = |fails_at: u32| {
         let count = Arc::new(AtomicU32::new(0));
-        let counted = Arc::clone(&count);
-        let gate = move |request| match request {
-            Request::Sync if counted.fetch_add(1, Ordering::SeqCst) + 1 == fails_at => {
-                Err(std::io::Error::other("the device fails"))
-            }
-            _ => Ok(()),
-        };
         let disk = SimulatedDisk::new(1, SimulatedOptions::default());
         let inner = disk.directory().create("image", IoMode::Buffered).unwrap();
-        let file: Arc<dyn File> = Arc::new(Gated { inner, gate });
+        let file = failing_at_a_flush(inner, Arc::clone(&count), fails_at);
         let options = CreateOptions { capacity: CAPACITY * SECTOR, grain_sectors: 1 };
         create(Arc::clone(&file), "image", &options).unwrap();
         let layer = VmfsSparse::open(file, &OpenOptions::writing("image")).unwrap();
