@@ -129,6 +129,11 @@ impl Chain {
         self.levels().capacity()
     }
 
+    /// The smallest range, in bytes, of which the top layer can free the space.
+    pub fn grain(&self) -> u64 {
+        self.levels().top().grain
+    }
+
     /// True when changes are refused.
     pub fn read_only(&self) -> bool {
         self.read_only

@@ -2,6 +2,7 @@
 
 mod accounting;
 mod control;
+mod reclaim;
 mod sampling;
 mod space;
 mod uses;
@@ -445,6 +446,9 @@ impl Datastore {
         let (disk, snapshot) = names::split(name);
         let _rename = self.rename_lock.read();
         self.uses.check_not_shut(disk)?;
+        if snapshot.is_none() {
+            self.uses.check_open_to_clients(disk)?;
+        }
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
             None => self.native.open_device(disk, snapshot, read_only),

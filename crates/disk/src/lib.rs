@@ -23,6 +23,7 @@ mod native;
 pub mod pace;
 mod privacy;
 mod quota;
+mod reclaim;
 pub mod salvage;
 mod scrub;
 pub mod sealed;
@@ -47,6 +48,7 @@ pub use growth::{Growth, GrowthRate};
 pub use info::*;
 pub use location::Location;
 pub use quota::{LimitInfo, Limits};
+pub use reclaim::{ReclaimMethod, ReclaimPart, ReclaimReport};
 pub use scrub::{
     DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
 };

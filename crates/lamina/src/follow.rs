@@ -89,6 +89,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Disk(DiskRequest::Inflate { .. }) => ("inflating", BYTES),
         Request::Disk(DiskRequest::PunchZero { .. }) => ("looking for zeros", BYTES),
         Request::Disk(DiskRequest::Wipe { .. }) => ("wiping", BYTES),
+        Request::Disk(DiskRequest::Reclaim { .. }) => ("reclaiming", BYTES),
         Request::Disk(DiskRequest::Shrink { .. }) => ("shrinking", BYTES),
         Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),
         Request::Snapshot(SnapshotRequest::Delete { .. }) => ("merging", BYTES),

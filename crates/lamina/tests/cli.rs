@@ -47,6 +47,7 @@ const VERBS: [Verb; 91] = [
     verb("disk wipe", "vm1"),
     verb("disk shrink", "vm1"),
     verb("disk consolidate", "vm1"),
+    verb("disk reclaim", "vm1"),
     verb("disk migrate", "vm1 --format thin"),
     verb("disk import", "/nowhere/vm1.vmdk vm1"),
     // Missing certificates are reported before a missing datastore.

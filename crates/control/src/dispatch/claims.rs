@@ -11,6 +11,7 @@ use error::{Error, ErrorKind, Result};
 use export::clients::limits::LEAVING_PATIENCE;
 use export::clients::{Client, Clients};
 use std::time::Duration;
+use vm::machine::Machine;
 
 /// Most clients that an error message names.
 const CLIENTS_NAMED_MAX: usize = 5;
@@ -28,6 +29,8 @@ pub enum Deed<'a> {
     DeleteSnapshot(&'a str),
     /// Replace the disk's content by data from another server.
     Replace,
+    /// Give back what the disk's guest does not use.
+    Reclaim,
 }
 
 impl Deed<'_> {
@@ -40,7 +43,7 @@ impl Deed<'_> {
         };
         match self {
             Self::Delete | Self::Rename => true,
-            Self::Revert | Self::Replace => snapshot.is_none(),
+            Self::Revert | Self::Replace | Self::Reclaim => snapshot.is_none(),
             Self::DeleteSnapshot(name) => snapshot == Some(name),
         }
     }
@@ -52,6 +55,7 @@ impl Deed<'_> {
             Self::Revert => "revert the disk".into(),
             Self::DeleteSnapshot(name) => format!("delete the snapshot '{name}'"),
             Self::Replace => "replace the disk".into(),
+            Self::Reclaim => "reclaim the disk's space".into(),
         }
     }
 }
@@ -127,6 +131,23 @@ pub fn refuse_to_leave(service: &Service, disk: &str, to: &Location, force: bool
          {machine} --remove-disk {disk}' removes it from the machine first; use --force to migrate the disk all the same"
     );
     Err(Error::new(ErrorKind::Busy, text))
+}
+
+/// Returns `Busy` if a guest may use the disk: its free map is in the memory of the guest then, and blocks that are free
+/// on the disk may be in use.
+pub fn refuse_to_reclaim(service: &Service, disk: &str) -> Result<()> {
+    wait_left(&service.clients, disk, Deed::Reclaim);
+    let (mut reasons, _) = about_clients(&service.clients, disk, Deed::Reclaim);
+    if let Some(folder) = service.location.local_path()
+        && let Some(name) = machine_of(&service.location, disk)?
+        && Machine::at(folder.join(vm::machines::FOLDER).join(&name)).process()?.is_some()
+    {
+        reasons.push(format!("machine '{name}', which uses disk '{disk}', is running; stop it first"));
+    }
+    match reasons.is_empty() {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Busy, reasons.join("; "))),
+    }
 }
 
 /// Waits a limited time for the sessions of clients that have closed their connections: the server sees the end of a
@@ -219,6 +240,7 @@ mod tests {
         assert_eq!(concerns(Deed::Delete), [true, true, true, false, false, false]);
         assert_eq!(concerns(Deed::Rename), concerns(Deed::Delete));
         assert_eq!(concerns(Deed::Revert), [true, false, false, false, false, false]);
+        assert_eq!(concerns(Deed::Reclaim), concerns(Deed::Revert));
         assert_eq!(concerns(Deed::DeleteSnapshot("s")), [false, true, false, false, false, false]);
     }
 

@@ -66,6 +66,12 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::Wipe { name } => Reply::Reclaimed { reclaimed: datastore.wipe_disk(&name, progress)?, name },
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
+        DiskRequest::Reclaim { name, dry_run } => {
+            // Waits for clients that are just leaving, which the datastore would refuse.
+            claims::refuse_to_reclaim(service, &name)?;
+            let refuse = || claims::refuse_to_reclaim(service, &name);
+            Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
+        }
         DiskRequest::Migrate { name, target, to, force, rate } => {
             if let Some(to) = &to {
                 claims::refuse_to_leave(service, &name, to, force)?;

@@ -109,6 +109,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         | DiskRequest::Show { .. }
         | DiskRequest::WouldFree { .. }
         | DiskRequest::Space { .. }
+        | DiskRequest::Reclaim { dry_run: true, .. }
         | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
         DiskRequest::Create { .. } | DiskRequest::Import { .. } => return Changes::NewDisks,
         DiskRequest::Resize { .. } => return Changes::Resized,
@@ -124,6 +125,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         DiskRequest::PunchZero { name } => changed(name, "disk punchzero"),
         DiskRequest::Wipe { name } => changed(name, "disk wipe"),
         DiskRequest::Shrink { name } => changed(name, "disk shrink"),
+        DiskRequest::Reclaim { name, dry_run: false } => changed(name, "disk reclaim"),
         DiskRequest::Consolidate { name, .. } => changed(name, "disk consolidate"),
         DiskRequest::Migrate { name, to: None, .. } => changed(name, "disk migrate"),
     }])

@@ -95,6 +95,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::PunchZero { name } => ("disk punchzero", name),
         DiskRequest::Wipe { name } => ("disk wipe", name),
         DiskRequest::Shrink { name } => ("disk shrink", name),
+        DiskRequest::Reclaim { name, .. } => ("disk reclaim", name),
         DiskRequest::Consolidate { name, .. } => ("disk consolidate", name),
         DiskRequest::Migrate { name, .. } => ("disk migrate", name),
         DiskRequest::Import { name, .. } => ("disk import", name),

@@ -134,6 +134,13 @@ pub enum DiskRequest {
         /// The disk's name.
         name: String,
     },
+    /// Give back what the guest of a disk does not use.
+    Reclaim {
+        /// The disk's name.
+        name: String,
+        /// Count only, and change nothing.
+        dry_run: bool,
+    },
     /// Merge a chain into its base.
     Consolidate {
         /// The disk's name.
@@ -185,6 +192,7 @@ impl DiskRequest {
             | Self::PunchZero { .. }
             | Self::Wipe { .. }
             | Self::Shrink { .. }
+            | Self::Reclaim { .. }
             | Self::Consolidate { .. }
             | Self::Migrate { .. }
             | Self::Import { .. } => true,

@@ -7,8 +7,8 @@ use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
 use disk::{
-    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, Reclaimed, ScrubReport, ScrubSummary,
-    SnapshotInfo, Status, WouldFree,
+    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, ReclaimReport, Reclaimed, ScrubReport,
+    ScrubSummary, SnapshotInfo, Status, WouldFree,
 };
 use replication::Sent;
 use serde::{Deserialize, Serialize};
@@ -59,6 +59,8 @@ pub enum Reply {
         /// The space that was reclaimed.
         reclaimed: Reclaimed,
     },
+    /// Reply to `DiskRequest::Reclaim`.
+    Reclaim(Box<ReclaimReport>),
     /// Reply to `SnapshotRequest::Diff`, after all extents.
     Diff {
         /// Number of extents sent.

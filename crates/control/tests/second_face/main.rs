@@ -78,6 +78,7 @@ verbs! {
     "disk inflate": Request::Disk(DiskRequest::Inflate { .. }),
     "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
     "disk wipe": Request::Disk(DiskRequest::Wipe { .. }),
+    "disk reclaim": Request::Disk(DiskRequest::Reclaim { .. }),
     "disk shrink": Request::Disk(DiskRequest::Shrink { .. }),
     "disk consolidate": Request::Disk(DiskRequest::Consolidate { .. }),
     "disk migrate": Request::Disk(DiskRequest::Migrate { .. }),
@@ -403,6 +404,7 @@ fn images(face: &Face) {
     // Only the delta format has grains that may be unreferenced.
     let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
+    face.disk(DiskRequest::Reclaim { name: text("flat"), dry_run: true });
     face.disk(DiskRequest::Wipe { name: text("flat") });
     face.disk(DiskRequest::Shrink { name: text("flat") });
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });

@@ -89,7 +89,7 @@ impl Datastore {
     }
 
     /// One disk, without its block counts.
-    fn disk_in_list(&self, name: &str) -> Result<DiskInfo> {
+    pub(super) fn disk_in_list(&self, name: &str) -> Result<DiskInfo> {
         match self.foreign.find(name) {
             Some(entry) => self.foreign.info(&entry, false),
             None => self.native.disk_info(self.native.find_disk(name)?.id, false),

@@ -16,6 +16,8 @@ struct Use {
     disk: String,
     /// What an exclusive operation does to the disk, as a participle; `None` for a shared use.
     alone: Option<&'static str>,
+    /// Whether no client can open the disk.
+    without_clients: bool,
 }
 
 #[derive(Default)]
@@ -38,9 +40,9 @@ impl AllUses {
         }
     }
 
-    fn add(&mut self, disk: &str, alone: Option<&'static str>) -> u64 {
+    fn add(&mut self, disk: &str, alone: Option<&'static str>, without_clients: bool) -> u64 {
         self.last += 1;
-        self.held.push(Use { number: self.last, disk: disk.to_owned(), alone });
+        self.held.push(Use { number: self.last, disk: disk.to_owned(), alone, without_clients });
         self.last
     }
 }
@@ -66,11 +68,33 @@ impl Uses {
             let text = format!("disk '{name}' is being {what}: wait until this has ended, or stop it");
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        Ok(InUse { number: all.add(name, None), uses: Arc::clone(self) })
+        Ok(InUse { number: all.add(name, None, false), uses: Arc::clone(self) })
     }
 
     /// Acquires exclusive use of a disk, to be `what` (a participle): `Busy` while any other operation uses the disk.
     pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
+        self.exclude(name, what, false)
+    }
+
+    /// As [`Uses::alone`]; until the use ends, clients cannot open the disk either. Clients that have it open are not
+    /// affected: the caller checks that there are none.
+    pub fn alone_without_clients(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
+        self.exclude(name, what, true)
+    }
+
+    /// `Busy` while an operation does not allow clients to open the disk.
+    pub fn check_open_to_clients(&self, name: &str) -> Result<()> {
+        let all = self.all.lock();
+        match all.of(name).find(|other| other.without_clients).and_then(|other| other.alone) {
+            Some(what) => {
+                let text = format!("disk '{name}' is being {what}: open it when this has ended, or stop it");
+                Err(Error::new(ErrorKind::Busy, text))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn exclude(self: &Arc<Self>, name: &str, what: &'static str, without_clients: bool) -> Result<InUse> {
         let mut all = self.all.lock();
         all.check_not_shut(name)?;
         if let Some(other) = all.of(name).next() {
@@ -80,7 +104,7 @@ impl Uses {
             };
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        Ok(InUse { number: all.add(name, Some(what)), uses: Arc::clone(self) })
+        Ok(InUse { number: all.add(name, Some(what), without_clients), uses: Arc::clone(self) })
     }
 
     /// Refuses all uses of a disk until the datastore is opened again, with the reason.
@@ -133,6 +157,21 @@ mod tests {
         uses.share("y").unwrap();
         drop(alone);
         assert!(uses.all.lock().held.is_empty());
+    }
+
+    #[test]
+    fn clients_cannot_open_a_disk_during_an_operation_without_clients() {
+        let uses = Arc::new(Uses::default());
+        let alone = uses.alone("x", "migrated").unwrap();
+        uses.check_open_to_clients("x").unwrap();
+        drop(alone);
+        let alone = uses.alone_without_clients("x", "reclaimed").unwrap();
+        let error = uses.check_open_to_clients("x").unwrap_err();
+        assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("reclaimed"));
+        assert!(uses.share("x").is_err());
+        uses.check_open_to_clients("y").unwrap();
+        drop(alone);
+        uses.check_open_to_clients("x").unwrap();
     }
 
     #[test]

@@ -52,6 +52,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
             let disk::Reclaimed { freed, returned, moved } = reclaimed;
             json!({ "name": name, "freed": freed, "returned": returned, "moved": moved })
         }
+        Reply::Reclaim(report) => json!(report),
         Reply::Image(info) => json!(info),
         Reply::ImageCheck(check) => json!(check),
         Reply::ImageCreated(level) => json!(level),

@@ -393,6 +393,16 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
+    /// Give back the blocks that the guest's file systems do not use, while no client has the disk open. The free maps
+    /// of ext2, ext3, ext4, XFS and NTFS are read; elsewhere, blocks of zeros are given back.
+    Reclaim {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// Show what would be given back, and change nothing.
+        #[arg(long)]
+        dry_run: bool,
+    },
     /// Merge a disk's chain into its base, while the disk is in use. The snapshots of the merged images are deleted.
     Consolidate {
         /// The disk.
@@ -466,6 +476,7 @@ impl DiskCommand {
             Self::Inflate { name } => DiskRequest::Inflate { name: name.clone() },
             Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
+            Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
             Self::Migrate(migrate) => DiskRequest::Migrate {
                 name: migrate.name.clone(),

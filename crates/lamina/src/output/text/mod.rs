@@ -6,6 +6,7 @@ mod image;
 mod job;
 mod label;
 mod machine;
+mod reclaim;
 mod salvage;
 mod scrub;
 mod send;
@@ -49,6 +50,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
         Reply::Reclaimed { name, reclaimed } => disk::print_reclaimed(out, request, name, reclaimed),
+        Reply::Reclaim(report) => reclaim::print(out, report),
         Reply::Image(info) => image::print(out, info),
         Reply::ImageCheck(check) => image::print_check(out, check),
         Reply::ImageCreated(level) => image::print_created(out, level),

@@ -1,0 +1,200 @@
+//! Partitions of a disk: MBR with logical partitions, and GPT.
+//!
+//! Sources: the UEFI specification, chapter 5, for both.
+//!
+//! 1. Partitions are returned only if all of them lie within the disk and none overlaps another one: the free map of
+//!    one partition says nothing about the data of another.
+//! 2. A disk that has both a table and the signature of a file system is not divided: one of them is a remainder.
+
+use crate::fields::{byte, crc32, has, le32, le64};
+use crate::{Outcome, Source, Stop, Volume, refused, signatures};
+use error::Result;
+use std::ops::Range;
+
+const SECTOR: u64 = 512;
+/// Most logical partitions.
+const LOGICAL_MAX: usize = 128;
+/// Most entries of a GPT.
+const ENTRIES_MAX: u32 = 1024;
+const ENTRY_MAX: u32 = 1024;
+/// First entry of an MBR.
+const ENTRIES: usize = 446;
+const TYPE_PROTECTIVE: u8 = 0xEE;
+const TYPES_EXTENDED: [u8; 3] = [0x05, 0x0F, 0x85];
+
+/// How a disk is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// Not at all: its content begins with its first byte.
+    Whole,
+    /// By an MBR.
+    Mbr,
+    /// By a GPT.
+    Gpt,
+}
+
+/// A partition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    /// The number that Linux gives it; 0 for a disk without partitions.
+    pub number: u32,
+    /// The bytes of the disk that belong to it.
+    pub bytes: Range<u64>,
+}
+
+/// The partitions of a disk, in order of their place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// How the disk is divided.
+    pub scheme: Scheme,
+    /// The partitions; a disk that is not divided has one.
+    pub partitions: Vec<Partition>,
+}
+
+/// Finds the partitions of a disk. The inner error is the reason why they cannot be known. Fails only if the disk
+/// cannot be read.
+pub fn partitions(source: &dyn Source, capacity: u64) -> Result<std::result::Result<Layout, String>> {
+    match divide(&Volume::new(source, 0, capacity)) {
+        Ok(layout) => Ok(Ok(layout)),
+        Err(Stop::Refused(reason)) => Ok(Err(reason)),
+        Err(Stop::Failed(error)) => Err(error),
+    }
+}
+
+fn divide(disk: &Volume<'_>) -> Outcome<Layout> {
+    let whole = || Layout { scheme: Scheme::Whole, partitions: vec![Partition { number: 0, bytes: 0..disk.length() }] };
+    if disk.length() < SECTOR {
+        return Ok(whole());
+    }
+    let found = signatures::find(disk)?;
+    let mbr = disk.read(0, SECTOR)?;
+    let kinds = [0, 1, 2, 3].map(|index| byte(&mbr, ENTRIES + index * 16 + 4));
+    // The boot sectors of NTFS and FAT end as an MBR does, with instructions or text in the place of the table.
+    let is_table = has(&mbr, 510, &[0x55, 0xAA])
+        && (0..4).all(|index| byte(&mbr, ENTRIES + index * 16) & 0x7F == 0)
+        && kinds.iter().any(|kind| *kind != 0);
+    if !is_table {
+        return Ok(whole());
+    }
+    if !found.is_empty() {
+        return refused(format!("there are a partition table and signatures of {}", found.join(" and of ")));
+    }
+    let (scheme, mut partitions) =
+        if kinds.contains(&TYPE_PROTECTIVE) { (Scheme::Gpt, gpt(disk)?) } else { (Scheme::Mbr, primary(disk, &mbr)?) };
+    partitions.sort_by_key(|partition| partition.bytes.start);
+    if partitions.iter().any(|one| one.bytes.is_empty() || one.bytes.end > disk.length()) {
+        return refused("a partition is not within the disk");
+    }
+    if partitions.windows(2).any(|two| two[0].bytes.end > two[1].bytes.start) {
+        return refused("partitions overlap");
+    }
+    Ok(Layout { scheme, partitions })
+}
+
+/// The range of an entry of an MBR, in bytes from `base` on.
+fn entry(sector: &[u8], index: usize, base: u64) -> Range<u64> {
+    let at = ENTRIES + index * 16;
+    let (first, count) = (u64::from(le32(sector, at + 8)), u64::from(le32(sector, at + 12)));
+    base + first * SECTOR..base + (first + count) * SECTOR
+}
+
+/// The partitions of an MBR.
+fn primary(disk: &Volume<'_>, mbr: &[u8]) -> Outcome<Vec<Partition>> {
+    let mut partitions = Vec::new();
+    let mut extended = None;
+    for index in 0..4 {
+        let bytes = entry(mbr, index, 0);
+        match byte(mbr, ENTRIES + index * 16 + 4) {
+            0 => {}
+            kind if TYPES_EXTENDED.contains(&kind) => {
+                if extended.replace(bytes).is_some() {
+                    return refused("there are two extended partitions");
+                }
+            }
+            _ => partitions.push(Partition { number: index as u32 + 1, bytes }),
+        }
+    }
+    if let Some(extended) = extended {
+        // A primary partition within the extended one would hide behind the logical ones.
+        let overlaps = |one: &Partition| one.bytes.start < extended.end && extended.start < one.bytes.end;
+        if partitions.iter().any(overlaps) {
+            return refused("partitions overlap");
+        }
+        logical(disk, extended, &mut partitions)?;
+    }
+    Ok(partitions)
+}
+
+/// The logical partitions: each has a table of its own, which refers to the next table.
+fn logical(disk: &Volume<'_>, extended: Range<u64>, partitions: &mut Vec<Partition>) -> Outcome<()> {
+    let mut table = extended.start;
+    for number in 0..LOGICAL_MAX as u32 {
+        let sector = disk.read(table, SECTOR)?;
+        if !has(&sector, 510, &[0x55, 0xAA]) {
+            return refused("the table of a logical partition is damaged");
+        }
+        if byte(&sector, ENTRIES + 4) != 0 {
+            let bytes = entry(&sector, 0, table);
+            // The table itself is in no partition.
+            if bytes.start <= table || bytes.end > extended.end {
+                return refused("a logical partition is not within the extended one");
+            }
+            partitions.push(Partition { number: number + 5, bytes });
+        }
+        let next = entry(&sector, 1, extended.start);
+        if byte(&sector, ENTRIES + 16 + 4) == 0 {
+            return Ok(());
+        }
+        if next.start <= table || next.start >= extended.end {
+            return refused("the tables of the logical partitions do not ascend");
+        }
+        table = next.start;
+    }
+    refused(format!("there are more than {LOGICAL_MAX} logical partitions"))
+}
+
+/// The partitions of a GPT, on a disk with sectors of 512 or 4096 bytes.
+fn gpt(disk: &Volume<'_>) -> Outcome<Vec<Partition>> {
+    for sector in [512, 4096] {
+        if disk.length() < 2 * sector {
+            break;
+        }
+        let header = disk.read(sector, sector)?;
+        if has(&header, 0, b"EFI PART") {
+            return entries(disk, &header, sector);
+        }
+    }
+    refused("the GPT is missing")
+}
+
+fn entries(disk: &Volume<'_>, header: &[u8], sector: u64) -> Outcome<Vec<Partition>> {
+    let length = le32(header, 12) as usize;
+    let Some(covered) = header.get(..length).filter(|_| length >= 92) else {
+        return refused("the header of the GPT is invalid");
+    };
+    if crc32(&[&covered[..16], &[0; 4], &covered[20..]]) != le32(header, 16) || le64(header, 24) != 1 {
+        return refused("the header of the GPT is damaged");
+    }
+    let (first, count, size) = (le64(header, 72), le32(header, 80), le32(header, 84));
+    if count > ENTRIES_MAX || !(128..=ENTRY_MAX).contains(&size) {
+        return refused("the GPT has more or larger entries than are supported");
+    }
+    let Some(at) = first.checked_mul(sector) else { return refused("the header of the GPT is invalid") };
+    let table = disk.read(at, u64::from(count) * u64::from(size))?;
+    if crc32(&[&table]) != le32(header, 88) {
+        return refused("the entries of the GPT are damaged");
+    }
+    let mut partitions = Vec::new();
+    for (index, entry) in table.chunks_exact(size as usize).enumerate() {
+        if entry[..16] == [0; 16] {
+            continue;
+        }
+        let (first, last) = (le64(entry, 32), le64(entry, 40));
+        let range = first.checked_mul(sector).zip(last.checked_add(1).and_then(|end| end.checked_mul(sector)));
+        let Some((start, end)) = range.filter(|(start, end)| start < end) else {
+            return refused("a partition is not within the disk");
+        };
+        partitions.push(Partition { number: index as u32 + 1, bytes: start..end });
+    }
+    Ok(partitions)
+}

@@ -1,0 +1,165 @@
+//! Partition tables, which are built here.
+
+#![allow(clippy::unwrap_used)]
+
+use error::Result;
+use freemap::{Content, Layout, Scheme, Source, Volume, examine, partitions};
+use std::ops::Range;
+
+const SECTOR: usize = 512;
+
+struct Memory(Vec<u8>);
+
+impl Source for Memory {
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let at = offset as usize;
+        buffer.copy_from_slice(&self.0[at..at + buffer.len()]);
+        Ok(())
+    }
+}
+
+fn find(bytes: &[u8]) -> std::result::Result<Layout, String> {
+    partitions(&Memory(bytes.to_vec()), bytes.len() as u64).unwrap()
+}
+
+fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
+    bytes[at..at + value.len()].copy_from_slice(value);
+}
+
+/// Writes an entry of an MBR, or of the table of a logical partition, into sector `table`.
+fn entry(bytes: &mut [u8], table: usize, index: usize, kind: u8, sectors: Range<u32>) {
+    let at = table * SECTOR + 446 + index * 16;
+    bytes[at + 4] = kind;
+    put(bytes, at + 8, &sectors.start.to_le_bytes());
+    put(bytes, at + 12, &(sectors.end - sectors.start).to_le_bytes());
+    put(bytes, table * SECTOR + 510, &[0x55, 0xAA]);
+}
+
+fn found(layout: &Layout) -> Vec<(u32, u64, u64)> {
+    let sectors = |range: &Range<u64>| (range.start / 512, range.end / 512);
+    layout.partitions.iter().map(|one| (one.number, sectors(&one.bytes).0, sectors(&one.bytes).1)).collect()
+}
+
+/// A GPT with the partitions of the given sectors, first and last.
+fn gpt(sector: usize, of: &[(u64, u64)]) -> Vec<u8> {
+    let mut bytes = vec![0; 4096 * sector];
+    entry(&mut bytes, 0, 0, 0xEE, 1..4096);
+    let entries = 2 * sector;
+    for (index, (first, last)) in of.iter().enumerate() {
+        let at = entries + index * 128;
+        put(&mut bytes, at, &[9; 32]);
+        put(&mut bytes, at + 32, &first.to_le_bytes());
+        put(&mut bytes, at + 40, &last.to_le_bytes());
+    }
+    put(&mut bytes, sector, b"EFI PART");
+    put(&mut bytes, sector + 12, &92_u32.to_le_bytes());
+    put(&mut bytes, sector + 24, &1_u64.to_le_bytes());
+    put(&mut bytes, sector + 72, &2_u64.to_le_bytes());
+    put(&mut bytes, sector + 80, &16_u32.to_le_bytes());
+    put(&mut bytes, sector + 84, &128_u32.to_le_bytes());
+    let sum = crc_fast::crc32_iso_hdlc(&bytes[entries..entries + 16 * 128]);
+    put(&mut bytes, sector + 88, &sum.to_le_bytes());
+    let sum = crc_fast::crc32_iso_hdlc(&bytes[sector..sector + 92]);
+    put(&mut bytes, sector + 16, &sum.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn primary_and_logical_partitions_are_found_in_order() {
+    let mut bytes = vec![0; 1 << 20];
+    assert_eq!(find(&bytes).unwrap().scheme, Scheme::Whole);
+    entry(&mut bytes, 0, 0, 0x83, 1000..1100);
+    entry(&mut bytes, 0, 1, 0x82, 64..128);
+    entry(&mut bytes, 0, 3, 0x05, 200..900);
+    // The first logical partition is 8 sectors behind its table; the second table is relative to the first one.
+    entry(&mut bytes, 200, 0, 0x83, 8..100);
+    entry(&mut bytes, 200, 1, 0x05, 300..400);
+    entry(&mut bytes, 500, 0, 0x83, 8..64);
+    let layout = find(&bytes).unwrap();
+    assert_eq!(layout.scheme, Scheme::Mbr);
+    assert_eq!(found(&layout), [(2, 64, 128), (5, 208, 300), (6, 508, 564), (1, 1000, 1100)]);
+
+    let bad = |index: usize, sectors: Range<u32>| {
+        let mut bytes = bytes.clone();
+        entry(&mut bytes, 0, index, 0x83, sectors);
+        find(&bytes).unwrap_err()
+    };
+    assert!(bad(2, 100..140).contains("overlap"));
+    assert!(bad(2, 300..310).contains("overlap"), "within the extended partition");
+    assert!(bad(2, 2000..2049).contains("not within the disk"));
+    let mut cycle = bytes.clone();
+    entry(&mut cycle, 500, 1, 0x05, 0..1);
+    assert!(find(&cycle).unwrap_err().contains("ascend"));
+    put(&mut bytes, 500 * SECTOR + 510, &[0, 0]);
+    assert!(find(&bytes).unwrap_err().contains("damaged"));
+}
+
+#[test]
+fn a_gpt_is_verified() {
+    for sector in [512, 4096] {
+        let bytes = gpt(sector, &[(64, 127), (34, 63)]);
+        let layout = find(&bytes).unwrap();
+        assert_eq!(layout.scheme, Scheme::Gpt);
+        let scale = sector as u64 / 512;
+        assert_eq!(found(&layout), [(2, 34 * scale, 64 * scale), (1, 64 * scale, 128 * scale)]);
+        for at in [sector + 40, sector + 16, 2 * sector + 40] {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1;
+            assert!(find(&bytes).unwrap_err().contains("damaged"), "{at}");
+        }
+    }
+    assert!(find(&gpt(512, &[(34, 64), (64, 70)])).unwrap_err().contains("overlap"));
+    assert!(find(&gpt(512, &[(34, 4096)])).unwrap_err().contains("not within the disk"));
+    assert!(find(&gpt(512, &[(34, u64::MAX)])).unwrap_err().contains("not within the disk"));
+    let mut bytes = gpt(512, &[(34, 63)]);
+    put(&mut bytes, 512, b"NO  PART");
+    assert!(find(&bytes).unwrap_err().contains("missing"));
+}
+
+#[test]
+fn two_signatures_are_none() {
+    let mut bytes = vec![0; 1 << 20];
+    entry(&mut bytes, 0, 0, 0x83, 100..200);
+    put(&mut bytes, 0x438, &[0x53, 0xEF]);
+    assert!(find(&bytes).unwrap_err().contains("ext2/3/4"), "a table and a file system");
+    put(&mut bytes, 510, &[0, 0]);
+    put(&mut bytes, 0x218, b"LVM2 001");
+    let source = Memory(bytes);
+    let whole = Volume::new(&source, 0, source.0.len() as u64);
+    let Content::Other { name: None, reason } = examine(&whole).unwrap() else { panic!("an ambiguous volume") };
+    assert!(reason.contains("ext2/3/4") && reason.contains("LVM"), "{reason}");
+}
+
+#[test]
+fn what_has_no_free_map_is_named() {
+    let named = |at: usize, signature: &[u8]| {
+        let mut bytes = vec![0; 1 << 20];
+        put(&mut bytes, at, signature);
+        let source = Memory(bytes);
+        match examine(&Volume::new(&source, 0, source.0.len() as u64)).unwrap() {
+            Content::Other { name, .. } => name.unwrap_or_default(),
+            Content::FileSystem(_) => panic!("no file system"),
+        }
+    };
+    let raid = 0xA92B_4EFC_u32.to_le_bytes();
+    for (at, signature, name) in [
+        (4086, &b"SWAPSPACE2"[..], "swap space"),
+        (4086, b"S1SUSPEND\0", "swap space with a hibernated system"),
+        (0, b"LUKS\xBA\xBE", "LUKS"),
+        (0x218, b"LVM2 001", "LVM"),
+        (0x1_0040, b"_BHRfS_M", "btrfs"),
+        (0x52, b"FAT32   ", "FAT"),
+        (3, b"-FVE-FS-", "BitLocker"),
+        (4096, &raid, "Linux RAID"),
+        ((1 << 20) - 8192, &raid, "Linux RAID"),
+        ((1 << 20) - 65_536, &raid, "Linux RAID"),
+        (0, b"nothing", ""),
+    ] {
+        assert_eq!(named(at, signature), name);
+    }
+    for length in [0, 1, 511, 512, 4096, 70_000] {
+        let source = Memory(vec![0xFF; length]);
+        assert!(matches!(examine(&Volume::new(&source, 0, length as u64)).unwrap(), Content::Other { .. }));
+        let _ = partitions(&source, length as u64).unwrap();
+    }
+}
