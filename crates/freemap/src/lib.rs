@@ -174,19 +174,23 @@ impl FileSystem<'_> {
             Kind::Ntfs(_) => 1,
         };
         for number in 0..summary.units {
-            let mut free = 0;
+            let (mut free, mut ended) = (0, None);
+            // An error of `each` is kept apart, because its kind says nothing about the map.
             let mut report = |range: Range<u64>| {
-                if range.end > range.start {
-                    free += range.end - range.start;
-                    each(range)?;
-                }
-                Ok(())
+                free += range.end.saturating_sub(range.start);
+                each(range).map_err(|error| {
+                    ended = Some(error);
+                    Error::new(ErrorKind::Interrupted, "the caller ended the reading")
+                })
             };
             let outcome = match &self.kind {
                 Kind::Ext(ext) => ext.free_of(number, &mut report),
                 Kind::Xfs(xfs) => xfs.free_of(number, &mut report),
                 Kind::Ntfs(ntfs) => ntfs.free(&mut report),
             };
+            if let Some(error) = ended {
+                return Err(error);
+            }
             summary.free += free;
             match outcome {
                 Ok(()) => {}

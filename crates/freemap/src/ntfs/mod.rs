@@ -242,84 +242,75 @@ impl<'a> Ntfs<'a> {
             let is_clean = le16(&page, at + 0xC) == LOG_NO_CLIENT || le16(&page, at + 0xE) & LOG_CLEAN != 0;
             Ok((le64(&page, at), is_clean))
         };
+        let (one, two) = (page(0)?, page(1)?);
         // The page with the higher sequence number is the newer one.
-        match page(0)?.max(page(1)?) {
-            (_, true) => Ok(()),
-            (_, false) => refused("it was not cleanly unmounted: its journal needs recovery"),
-        }
+        let is_clean = if one.0 == two.0 { one.1 && two.1 } else { one.max(two).1 };
+        if is_clean { Ok(()) } else { refused("it was not cleanly unmounted: its journal needs recovery") }
     }
 
     /// Refuses a volume with a hibernation file that may be in use.
     fn check_hibernation(&self) -> Outcome<()> {
-        let Some(number) = self.find_in_root("hiberfil.sys")? else { return Ok(()) };
-        let record = self.record(number)?;
-        let head = match record::find(&record, ATTRIBUTE_DATA)? {
-            Some(Attribute::Runs { bytes, length, .. }) if length >= HIBERNATION_HEAD => {
-                self.read_runs(&record::runs(bytes, self.clusters)?, 0, HIBERNATION_HEAD)?
+        for number in self.find_in_root("hiberfil.sys")? {
+            let record = self.record(number)?;
+            let head = match record::find(&record, ATTRIBUTE_DATA)? {
+                Some(Attribute::Runs { bytes, length, .. }) if length >= HIBERNATION_HEAD => {
+                    self.read_runs(&record::runs(bytes, self.clusters)?, 0, HIBERNATION_HEAD)?
+                }
+                _ => return refused("its file hiberfil.sys may contain a hibernated system"),
+            };
+            if !(head.iter().all(|byte| *byte == 0) || has(&head, 0, b"WAKE") || has(&head, 0, b"wake")) {
+                return refused("its file hiberfil.sys contains a hibernated system");
             }
-            _ => return refused("its file hiberfil.sys may contain a hibernated system"),
-        };
-        match head.iter().all(|byte| *byte == 0) || has(&head, 0, b"WAKE") || has(&head, 0, b"wake") {
-            true => Ok(()),
-            false => refused("its file hiberfil.sys contains a hibernated system"),
         }
+        Ok(())
     }
 
-    /// The record of a file in the root folder. All blocks of the folder's index are searched, also those that are not
-    /// used any more.
-    fn find_in_root(&self, name: &str) -> Outcome<Option<u64>> {
+    /// The records of all files in the root folder with a name. All blocks of the folder's index are searched, also
+    /// those that are not used any more, so records of former files may be among them.
+    fn find_in_root(&self, name: &str) -> Outcome<Vec<u64>> {
         let record = self.record(RECORD_ROOT)?;
         let Some(Attribute::Resident { value }) = record::find(&record, ATTRIBUTE_INDEX_ROOT)? else {
             return refused("its root folder has no index");
         };
-        let block = u64::from(le32(value, 8));
-        if let Some(found) = find_entry(value.get(0x10..).unwrap_or_default(), name)? {
-            return Ok(Some(found));
-        }
+        let mut found = Vec::new();
+        find_entries(value.get(0x10..).unwrap_or_default(), name, &mut found)?;
         let (runs, length) = match record::find(&record, ATTRIBUTE_INDEX)? {
-            None => return Ok(None),
+            None => return Ok(found),
             Some(Attribute::Runs { bytes, valid, .. }) => (record::runs(bytes, self.clusters)?, valid),
             Some(Attribute::Resident { .. }) => return refused("the index of its root folder is inconsistent"),
         };
-        if ![512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536].contains(&block) || length > INDEX_MAX {
+        let block = u64::from(le32(value, 8));
+        if !block.is_power_of_two() || !(512..=65_536).contains(&block) || length > INDEX_MAX {
             return refused("the index of its root folder is not supported");
         }
         for at in (0..length / block).map(|number| number * block) {
             let bytes = self.read_runs(&runs, at, block)?;
-            if bytes.iter().all(|byte| *byte == 0) {
-                continue;
-            }
-            let bytes = fixed(bytes, b"INDX")?;
-            if let Some(found) = find_entry(&bytes[0x18..], name)? {
-                return Ok(Some(found));
+            if bytes.iter().any(|byte| *byte != 0) {
+                find_entries(&fixed(bytes, b"INDX")?[0x18..], name, &mut found)?;
             }
         }
-        Ok(None)
+        Ok(found)
     }
 }
 
-/// The record of a file in a node of an index of names. `node` begins with the header of the node.
-fn find_entry(node: &[u8], name: &str) -> Outcome<Option<u64>> {
+/// Adds the records of files with a name in a node of an index of names. `node` begins with the header of the node.
+fn find_entries(node: &[u8], name: &str, found: &mut Vec<u64>) -> Outcome<()> {
     let (mut at, end) = (le32(node, 0) as usize, (le32(node, 4) as usize).min(node.len()));
     while at + 0x10 <= end {
         let entry = &node[at..end];
         let length = usize::from(le16(entry, 8));
         if le16(entry, 12) & INDEX_ENTRY_LAST != 0 {
-            return Ok(None);
+            return Ok(());
         }
         if length < 0x10 || length > entry.len() {
             break;
         }
         let letters = usize::from(byte(entry, 0x10 + 0x40));
         let from = 0x10 + 0x42;
-        let found = entry.get(from..from + 2 * letters).unwrap_or_default();
-        let is_same = found.len() == 2 * name.len()
-            && found
-                .chunks_exact(2)
-                .zip(name.bytes())
-                .all(|(one, other)| one[1] == 0 && one[0].eq_ignore_ascii_case(&other));
-        if is_same {
-            return Ok(Some(le64(entry, 0) & 0xFFFF_FFFF_FFFF));
+        let letters = entry.get(from..from + 2 * letters).unwrap_or_default();
+        let is_same = |(one, other): (&[u8], u8)| one[1] == 0 && one[0].eq_ignore_ascii_case(&other);
+        if letters.len() == 2 * name.len() && letters.chunks_exact(2).zip(name.bytes()).all(is_same) {
+            found.push(le64(entry, 0) & 0xFFFF_FFFF_FFFF);
         }
         at += length;
     }
