@@ -36,7 +36,11 @@ impl Datastore {
             }
         };
         refuse()?;
-        let info = self.disk_in_list(name)?;
+        let info = match &entry {
+            // The provisioning type of a flat base changes when it is inflated or punched.
+            Some(entry) => self.foreign.info(entry, true)?,
+            None => self.disk_in_list(name)?,
+        };
         if info.provisioning != Provisioning::Thin {
             let text = format!(
                 "disk '{name}' is thick: its space stays reserved for it; 'lamina disk migrate {name} -d native' makes \

@@ -111,7 +111,7 @@ fn check_unmount(ring: &Ring<'_>, begin: u64, blocks: u64, header: &[u8]) -> Out
     let content = &bytes[(headers * BASIC) as usize..];
     let stored = le32(header, CHECKSUM);
     if stored != 0 {
-        let mut parts: Vec<&[u8]> = vec![&header[..CHECKSUM], &[0; 4], &header[CHECKSUM + 4..HEADER_LENGTH]];
+        let mut parts: Vec<&[u8]> = vec![&header[..CHECKSUM], &[0; 4][..], &header[CHECKSUM + 4..HEADER_LENGTH]];
         let extended = bytes[BASIC as usize..(headers * BASIC) as usize].chunks_exact(BASIC as usize);
         parts.extend(extended.map(|block| &block[..EXTENDED_LENGTH]));
         parts.push(&content[..length as usize]);
