@@ -525,12 +525,13 @@ fn damage_that_keeps_all_counts_is_noticed_by_checksums() {
     one_is_doubted(&image, &before, "checksum of a block of its tree");
 }
 
-/// A source whose second half is damaged.
-struct HalfDamaged(Image);
+/// A source whose third quarter is damaged.
+struct Damaged(Image);
 
-impl Source for HalfDamaged {
+impl Source for Damaged {
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        match offset + (buffer.len() as u64) > self.0.length() / 2 {
+        let length = self.0.length();
+        match offset + (buffer.len() as u64) > length / 2 && offset < length / 4 * 3 {
             true => Err(Error::new(ErrorKind::Corrupt, "damaged")),
             false => self.0.read_at(offset, buffer),
         }
@@ -544,7 +545,7 @@ fn a_group_whose_bitmap_cannot_be_read_counts_as_in_use() {
     let whole = Image::open(Path::new(&image));
     let (_, before, _) = look(&whole).unwrap();
     let length = whole.length();
-    let damaged = HalfDamaged(whole);
+    let damaged = Damaged(whole);
     let Content::FileSystem(file_system) = examine(&Volume::new(&damaged, 0, length)).unwrap() else { panic!() };
     let mut free = Vec::new();
     let summary = file_system.free_ranges(&mut |range| {
