@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn runs_are_those_of_a_bit_by_bit_walk() {
-        let mut random = testkit::random::Random::new(7);
+        let mut random = testkit::Random::new(7);
         for length in [0, 1, 2, 9, 64] {
             for _ in 0..50 {
                 let map: Vec<u8> =

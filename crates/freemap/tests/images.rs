@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use testkit::process::tool;
-use testkit::random::Random;
+use testkit::Random;
 
 const MIB: u64 = 1 << 20;
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use testkit::nbd::Client;
 use testkit::process::{Store, tool};
-use testkit::random::Random;
+use testkit::Random;
 
 const MIB: u64 = 1 << 20;
 /// Places and lengths of the partitions, in bytes.
