@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use testkit::process::tool;
 use testkit::Random;
+use testkit::process::tool;
 
 const MIB: u64 = 1 << 20;
 

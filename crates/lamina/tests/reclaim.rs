@@ -6,9 +6,9 @@ use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use testkit::Random;
 use testkit::nbd::Client;
 use testkit::process::{Store, tool};
-use testkit::Random;
 
 const MIB: u64 = 1 << 20;
 /// Places and lengths of the partitions, in bytes.

@@ -188,12 +188,12 @@ impl<'a> Ntfs<'a> {
         }
     }
 
-    /// The runs of a file's unnamed data, and the length of the data.
+    /// The runs of a file's unnamed data, and the length of the data that was written.
     fn runs_of(&self, number: u64, name: &str) -> Outcome<(Vec<Run>, u64)> {
         let record = self.record(number)?;
         match record::find(&record, ATTRIBUTE_DATA)? {
-            Some(Attribute::Runs { bytes, length, valid, .. }) if valid == length => {
-                Ok((record::runs(bytes, self.clusters)?, length))
+            Some(Attribute::Runs { bytes, length, valid }) => {
+                Ok((record::runs(bytes, self.clusters)?, length.min(valid)))
             }
             _ => refused(format!("its file {name} has no data in the expected form")),
         }
