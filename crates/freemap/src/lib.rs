@@ -7,7 +7,8 @@
 //! 2. The unit of doubt is the part of a file system that has a map of its own: a block group of ext4, an allocation
 //!    group of XFS, the volume of NTFS. Everything that is inconsistent counts as in use, as does every unit whose map
 //!    cannot be read without damage.
-//! 3. A file system that is not cleanly unmounted, or that uses a feature that is not known here, is refused as a whole.
+//! 3. A file system that is not cleanly unmounted, or that uses a feature that is not known here, is refused as a
+//!    whole.
 //! 4. Ranges are reported unit by unit, after the unit was checked completely. They lie within the volume, ascend
 //!    within a unit, and do not overlap.
 
@@ -33,8 +34,8 @@ const DOUBTS_MAX: usize = 8;
 
 /// The disk.
 pub trait Source {
-    /// Fills `buffer` with the bytes from `offset` on. Only ranges within the capacity are requested. The kind *corrupt*
-    /// marks the range as unreadable; every other error ends the reading.
+    /// Fills `buffer` with the bytes from `offset` on. Only ranges within the capacity are requested. The kind
+    /// *corrupt* marks the range as unreadable; every other error ends the reading.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 }
 
