@@ -441,7 +441,8 @@ fn survives_damage(image: &str, is_summed: bool, rounds: u64) {
             // Half of the changes are near the beginning of a range that is read, where the headers are.
             let range = random.pick(&read);
             let length = range.end - range.start;
-            let at = range.start + random.below(if random.percent(50) { length.min(256) } else { length });
+            let limit = if random.percent(50) { length.min(256) } else { length };
+            let at = range.start + random.below(limit);
             image.changed.insert(at, 1 << random.below(8));
         }
         match look(&image) {
