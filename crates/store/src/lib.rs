@@ -6,6 +6,7 @@
 //! catalog   disks and snapshots: names, capacities, roots
 //! tree      maps logical to physical blocks; nodes are shared between disks and reference-counted
 //! space     physical blocks: reference counts, checksums, free runs, space allocated in the file system
+//! pack      blocks that are compressed and stored together
 //! pages     4 KiB metadata pages, cached, written in place only by checkpoints
 //! journal   a ring: operations, and payload of small flushed writes
 //! sync      locks, atomics and threads, or a scheduler that decides their order
@@ -20,6 +21,7 @@ pub mod buffer;
 pub mod catalog;
 pub mod engine;
 pub mod journal;
+pub mod pack;
 pub mod pages;
 pub mod space;
 mod sync;

@@ -2,7 +2,7 @@
 
 use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
-use backend::{BLOCK_SIZE, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -70,6 +70,11 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
         Part::Zero { length } => Segment::Zero { length: *length },
         Part::Memory(slice) => Segment::Memory(slice.clone()),
         Part::Stored(stored) => Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length())),
+        Part::Packed(packed) => {
+            let stored = &packed.stored;
+            let media = Media::new(Arc::clone(&stored.file), stored.offset, stored.length());
+            Segment::Media(Media { delivered: 0..packed.length(), ..media })
+        }
     };
     ReadPlan {
         segments: planned.parts.iter().map(segment).collect(),
@@ -194,8 +199,16 @@ impl Device for NativeDevice {
             return Ok(Verdict::Again);
         }
         for (segment, part) in plan.segments.iter_mut().zip(&mut planned.parts) {
-            if let (Segment::Media(media), Part::Stored(stored)) = (segment, part) {
-                media.verified = Some(std::mem::take(&mut stored.checksums));
+            match (segment, part) {
+                (Segment::Media(media), Part::Stored(stored)) => {
+                    media.verified = Some(std::mem::take(&mut stored.checksums));
+                }
+                (Segment::Media(media), Part::Packed(packed)) => {
+                    let mut decoded = Buffer::recycled(packed.length() / BLOCK_SIZE);
+                    media.verified = Some(packed.decode(&self.name, media.fetched(), &mut decoded)?);
+                    media.buffer = Some(decoded);
+                }
+                _ => {}
             }
         }
         Ok(Verdict::Good)

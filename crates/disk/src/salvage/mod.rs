@@ -439,7 +439,7 @@ impl Source for SalvageSource {
 
     fn next(&mut self, start: u64) -> Result<SourceRun> {
         let (range, piece) = self.piece_at(start / BLOCK)?;
-        let zero = !matches!(piece, SalvagedPiece::Data(_));
+        let zero = matches!(piece, SalvagedPiece::Zero | SalvagedPiece::Lost);
         Ok(SourceRun { length: range.end * BLOCK - start, zero })
     }
 
@@ -452,10 +452,10 @@ impl Source for SalvageSource {
             let until = (range.end * BLOCK).min(end);
             let part = &mut out[(at - start) as usize..(until - start) as usize];
             match piece {
-                SalvagedPiece::Data(physical) => {
+                SalvagedPiece::Data(_) | SalvagedPiece::Packed { .. } => {
                     let blocks = until.div_ceil(BLOCK) - block;
                     let mut bytes = Buffer::recycled(blocks as usize);
-                    let verdicts = self.salvage.read(physical + (block - range.start), &mut bytes);
+                    let verdicts = self.salvage.read(piece, block - range.start, &mut bytes);
                     let from = (at % BLOCK) as usize;
                     part.copy_from_slice(&bytes[from..from + part.len()]);
                     let mut seen = self.seen.lock();

@@ -13,8 +13,8 @@
 //!    the set. The deleted trees are walked once: the walks for the sets begin with the references that are left.
 //! 3. A deleted tree that cannot be read is not dropped. The tree counts as used, and the counts of other trees do not
 //!    fail.
-//! 4. A tree maps a data block at most once, so the blocks that a tree maps are the blocks that it stores. The fields
-//!    are separate because compressed and deduplicated blocks will make them differ.
+//! 4. A tree maps a plain data block at most once. The blocks that a tree maps and those in which they are stored
+//!    differ by compressed blocks: a pack counts once for each group of adjacent entries of a leaf that map it.
 
 use super::Engine;
 use super::inspect::StoreCounts;
@@ -50,7 +50,9 @@ pub struct ObjectSpace {
     pub mapped: u64,
     /// The part of `mapped` that reads as zeros.
     pub unwritten: u64,
-    /// Data blocks to which the logical blocks are mapped.
+    /// The part of `mapped` that is compressed.
+    pub packed: u64,
+    /// Data blocks in which the logical blocks are stored.
     pub stored: u64,
     /// The part of `stored` that no other disk or snapshot uses: deleting this disk or snapshot alone frees it.
     pub exclusive: u64,
@@ -179,7 +181,8 @@ impl Accounts<'_> {
         Ok(ObjectSpace {
             mapped: mapped.all,
             unwritten: mapped.unwritten,
-            stored: mapped.all,
+            stored: mapped.all - mapped.packed + mapped.packs,
+            packed: mapped.packed,
             exclusive: freed.data,
             nodes: freed.nodes,
             reserved,

@@ -24,7 +24,7 @@ const CHECKPOINTS_MAX: u32 = 64;
 /// The newly allocated run that an operation maps.
 fn new_run(operation: &Operation) -> Option<Run> {
     match operation {
-        Operation::Map { run, .. } | Operation::MapData { run, .. } => Some(*run),
+        Operation::Map { run, .. } | Operation::MapData { run, .. } | Operation::Pack { run, .. } => Some(*run),
         Operation::Unwritten { run, fresh: true, .. } => Some(*run),
         _ => None,
     }

@@ -536,8 +536,9 @@ fn count_tree(
             Ok(!std::mem::replace(known, true))
         }
         Visit::Extent(mapping) => {
-            let from = mapping.physical.max(window.range.start);
-            let to = (mapping.physical + mapping.blocks).min(window.range.end);
+            let stored = mapping.stored();
+            let from = stored.physical.max(window.range.start);
+            let to = (stored.physical + stored.blocks).min(window.range.end);
             for block in from..to {
                 let count = &mut window.counts[(block - window.range.start) as usize];
                 *count += 1;
@@ -561,9 +562,10 @@ pub(super) fn owners_of(sight: &mut Sight<'_>, block: u64) -> Result<String> {
         let mut at = None;
         let mut visit = |visit: Visit| {
             if let Visit::Extent(mapping) = visit
-                && (mapping.physical..mapping.physical + mapping.blocks).contains(&block)
+                && let affected = mapping.logical_of(block..block + 1)
+                && !affected.is_empty()
             {
-                at = Some((mapping.logical + (block - mapping.physical)) * BLOCK_SIZE as u64);
+                at = Some(affected.start * BLOCK_SIZE as u64);
             }
             Ok(at.is_none())
         };

@@ -288,6 +288,7 @@ impl Engine {
         let mut last = (u64::MAX, u64::MAX);
         let count_exclusive = |meta: &mut Meta, extents: &[Extent]| {
             let mut exclusive = 0;
+            // Blocks of packs do not count: their references do not tell whether another tree has the pack.
             for extent in extents.iter().filter(|extent| !extent.shared_path) {
                 for block in extent.physical..extent.physical + extent.blocks {
                     exclusive += u64::from(meta.entry(block)?.references == 1);

@@ -153,14 +153,15 @@ impl Meta {
         // Each page of the table is read once, because the medium may take seconds to fail a read.
         let mut pages: BTreeMap<u64, Option<Error>> = BTreeMap::new();
         for mapping in mappings {
+            let stored = mapping.stored();
             let mut at = 0;
-            while at < mapping.blocks {
-                let block = mapping.physical + at;
-                let here = (TABLE_ENTRIES - block % TABLE_ENTRIES).min(mapping.blocks - at);
+            while at < stored.blocks {
+                let block = stored.physical + at;
+                let here = (TABLE_ENTRIES - block % TABLE_ENTRIES).min(stored.blocks - at);
                 let read =
                     pages.entry(block / TABLE_ENTRIES).or_insert_with(|| self.entry(block).err().filter(is_lost));
                 if let Some(error) = read {
-                    out.push((mapping.logical + at..mapping.logical + at + here, error.repeated()));
+                    out.push((mapping.logical_of(block..block + here), error.repeated()));
                 }
                 at += here;
             }

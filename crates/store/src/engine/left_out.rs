@@ -58,6 +58,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
         | Operation::Checksums { .. }
         | Operation::Synced { .. }
         | Operation::Resolve { .. }
+        | Operation::Pack { .. }
         | Operation::Backed { .. } => return None,
     })
 }
@@ -133,6 +134,10 @@ impl LeftOut {
         tracing::warn!(%error, "an operation of the journal is left out");
         if let Some((id, _)) = target(operation) {
             self.lose(id, 0..LOGICAL_LIMIT);
+        }
+        if let Operation::Pack { objects, .. } = operation {
+            // The plain blocks, which a leaf may still map, were free for other disks afterwards.
+            objects.iter().for_each(|object| self.lose(*object, 0..LOGICAL_LIMIT));
         }
         true
     }

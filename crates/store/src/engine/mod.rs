@@ -50,12 +50,12 @@
 //!
 //! # Locks
 //!
-//! The locks are acquired in this order: `checking` (one check at a time), `bulk` (no bulk writer has blocks that are
-//! not in the map), `counting` (one count of space at a time), `control` (one change of the catalog at a time),
-//! punching, checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no
-//! write that bypasses the buffer under way), extending (reservations in the file system), the buffers of disks
-//! (ascending by id), the metadata, permits. Data is read and written under no lock except `bulk`, the gate and
-//! `through`. The journal is written under its own lock.
+//! The locks are acquired in this order: `checking` (one check at a time), `packing` (one step of packing at a time),
+//! `bulk` (no bulk writer has blocks that are not in the map), `counting` (one count of space at a time), `control`
+//! (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the journal, the
+//! flush of the data files, `through` (no write that bypasses the buffer under way), extending (reservations in the
+//! file system), the buffers of disks (ascending by id), the metadata, permits. Data is read and written under no lock
+//! except `bulk`, the gate and `through`. The journal is written under its own lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
@@ -81,6 +81,7 @@ mod log;
 mod maintain;
 mod metadata;
 mod owner;
+mod packing;
 mod placement;
 mod punch;
 mod read;
@@ -106,7 +107,8 @@ pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
-pub use read::{Part, Planned, Stored};
+pub use packing::PackStep;
+pub use read::{Packed, Part, Planned, Stored};
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
@@ -198,6 +200,8 @@ pub struct Engine {
     checking: Mutex<()>,
     /// Held by a count of space: one runs at a time.
     counting: Mutex<()>,
+    /// Held by a step of packing: one runs at a time.
+    packing: Mutex<()>,
     /// Held by a change of the catalog: one runs at a time.
     control: Mutex<()>,
     buffers: Buffers,

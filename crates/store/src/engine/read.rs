@@ -5,6 +5,7 @@ use super::metadata::{Effects, Fetch};
 use super::{DataFiles, Engine, Head, Meta};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
+use crate::pack::Pack;
 use crate::pages::PageKey;
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
@@ -29,6 +30,35 @@ pub enum Part {
     Memory(SharedSlice),
     /// The part is in a data file.
     Stored(Stored),
+    /// The part is compressed, in a pack in a data file.
+    Packed(Packed),
+}
+
+/// Consecutive blocks of a pack.
+pub struct Packed {
+    /// The whole pack.
+    pub stored: Stored,
+    /// Index within the pack of the first block.
+    index: usize,
+    /// Number of blocks that are read.
+    blocks: usize,
+}
+
+impl Packed {
+    /// Length of the decoded blocks in bytes.
+    pub fn length(&self) -> usize {
+        self.blocks * BLOCK_SIZE
+    }
+
+    /// Decodes the blocks from the verified bytes of the pack into `out`, which has [`Packed::length`] bytes. Returns
+    /// the CRC32C of each.
+    ///
+    /// # Errors
+    /// `Corrupt` if the pack does not contain the blocks, although the stored bytes have their checksums.
+    pub fn decode(&self, name: &str, pack: &[u8], out: &mut [u8]) -> Result<Vec<u32>> {
+        let decoded = Pack::decode(pack).and_then(|pack| pack.read(self.index..self.index + self.blocks, out));
+        decoded.map_err(|error| error.context(format!("{name}: reading the pack at block {}", self.stored.block)))
+    }
 }
 
 /// Adjacent blocks of a data file, and their checksums.
@@ -56,6 +86,11 @@ impl Stored {
     pub fn length(&self) -> usize {
         self.checksums.len() * BLOCK_SIZE
     }
+
+    /// The planned checksum of a physical block.
+    fn checksum_of(&self, block: u64) -> Option<u32> {
+        self.checksums.get(usize::try_from(block.checked_sub(self.block)?).ok()?).copied()
+    }
 }
 
 impl Part {
@@ -64,6 +99,16 @@ impl Part {
             Self::Zero { length } => *length,
             Self::Memory(slice) => slice.len(),
             Self::Stored(stored) => stored.length(),
+            Self::Packed(packed) => packed.length(),
+        }
+    }
+
+    /// The blocks of a data file that have to be read.
+    fn stored(&self) -> Option<&Stored> {
+        match self {
+            Self::Zero { .. } | Self::Memory(_) => None,
+            Self::Stored(stored) => Some(stored),
+            Self::Packed(packed) => Some(&packed.stored),
         }
     }
 }
@@ -104,6 +149,15 @@ impl Meta {
             at = extent.logical + extent.blocks;
             if extent.unwritten {
                 out.push((extent.logical, Part::Zero { length: extent.blocks as usize * BLOCK_SIZE }));
+            } else if let Some(packed) = extent.packed {
+                let stored = extent.stored();
+                let run = Run { start: stored.physical, blocks: stored.blocks };
+                let (file, offset) = files.locate(run)?;
+                let mut checksums = Vec::with_capacity(run.blocks as usize);
+                self.data.checksums(&mut self.pages, run, &mut checksums)?;
+                let stored = Stored { file, offset, block: run.start, checksums };
+                let (index, blocks) = (usize::from(packed.index), extent.blocks as usize);
+                out.push((extent.logical, Part::Packed(Packed { stored, index, blocks })));
             } else {
                 self.plan_run(files, extent.logical, Run { start: extent.physical, blocks: extent.blocks }, out)?;
             }
@@ -262,15 +316,27 @@ impl Engine {
         for (index, part) in parts.iter().enumerate() {
             let first = at;
             at += (part.length() / BLOCK_SIZE) as u64;
-            let Part::Stored(stored) = part else { continue };
+            let Some(stored) = part.stored() else { continue };
+            // A damaged block of a pack affects all blocks that are read from the pack.
+            let is_packed = matches!(part, Part::Packed(_));
             let bytes = fetched(index);
             if bytes.len() != stored.length() {
                 return Err(Error::new(ErrorKind::Io, format!("{name}: a read was finished before its data was read")));
             }
             for (i, (block, wanted)) in bytes.chunks_exact(BLOCK_SIZE).zip(&stored.checksums).enumerate() {
                 if checksum(block) != *wanted {
+                    if i > 0
+                        && let Part::Packed(packed) = part
+                        && checksum(&bytes[..BLOCK_SIZE]) == stored.checksums[0]
+                        && packed.decode(name, bytes, &mut Buffer::recycled(packed.blocks)).is_ok()
+                    {
+                        // The damage is in other blocks of the pack: the index, which is in the first block of the
+                        // pack, proves the content of those that are read.
+                        continue;
+                    }
                     let here = Run { start: stored.block + i as u64, blocks: 1 };
-                    self.mismatch(name, first + i as u64, here, *wanted, replan)?;
+                    let logical = if is_packed { first } else { first + i as u64 };
+                    self.mismatch(name, logical, here, *wanted, replan)?;
                     return Ok(false);
                 }
             }
@@ -291,9 +357,9 @@ impl Engine {
         replan: &dyn Fn(u64) -> Result<Planned>,
     ) -> Result<()> {
         let now = replan(logical)?;
-        match now.parts.first() {
-            Some(Part::Stored(stored)) if stored.block == run.start && stored.checksums.first() == Some(&planned) => {}
-            _ => return Ok(()),
+        let planned_for = |planned: &Planned| planned.parts.first()?.stored()?.checksum_of(run.start);
+        if planned_for(&now) != Some(planned) {
+            return Ok(());
         }
         // A block that is suspect or in flight now may get the planned content after the read below.
         let unsettled =
@@ -317,8 +383,8 @@ impl Engine {
             let still = replan(logical)?;
             // The block was freed during the read, or its table entry was lost while the map still refers to it. Only
             // the second is an error: it is detected when planning again returns the same block.
-            return match still.parts.first() {
-                Some(Part::Stored(stored)) if stored.block == run.start => Err(Error::new(
+            return match planned_for(&still) {
+                Some(_) => Err(Error::new(
                     ErrorKind::Corrupt,
                     format!(
                         "{name}: the table has no entry for physical block {} at offset {}: it was damaged; run 'lamina \
@@ -386,8 +452,10 @@ impl Engine {
             let planned = plan(range.clone())?;
             // Where each part lies in `out`.
             let mut places = Vec::with_capacity(planned.parts.len());
+            // The packs, which are decoded once they are verified.
+            let mut packs: Vec<(usize, Buffer)> = Vec::new();
             let mut at = 0;
-            for part in &planned.parts {
+            for (index, part) in planned.parts.iter().enumerate() {
                 let place = at..at + part.length();
                 at = place.end;
                 let into = &mut out[place.clone()];
@@ -398,11 +466,26 @@ impl Engine {
                         .file
                         .read_at(into, stored.offset)
                         .during(|| format!("{name}: reading {} bytes", stored.length()))?,
+                    Part::Packed(Packed { stored, .. }) => {
+                        let mut pack = Buffer::recycled(stored.checksums.len());
+                        let read = stored.file.read_at(&mut pack, stored.offset);
+                        read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
+                        packs.push((index, pack));
+                    }
                 }
                 places.push(place);
             }
             let replan = |block: u64| plan(block..block + 1);
-            if self.verify(name, range.start, &planned.parts, |index| &out[places[index].clone()], &replan)? {
+            let fetched = |index: usize| match packs.binary_search_by_key(&index, |(index, _)| *index) {
+                Ok(at) => &packs[at].1[..],
+                Err(_) => &out[places[index].clone()],
+            };
+            if self.verify(name, range.start, &planned.parts, fetched, &replan)? {
+                for (index, pack) in packs {
+                    if let Part::Packed(packed) = &planned.parts[index] {
+                        packed.decode(name, &pack, &mut out[places[index].clone()])?;
+                    }
+                }
                 return Ok(out);
             }
         }

@@ -129,12 +129,9 @@ impl Sight<'_> {
             let mut effects = Effects::default();
             let mut visit = |visit: Visit| {
                 if let Visit::Extent(mapping) = visit {
-                    let from = mapping.physical.max(blocks.start);
-                    let to = (mapping.physical + mapping.blocks).min(blocks.end);
-                    if from < to {
-                        let first = mapping.logical + (from - mapping.physical);
-                        let span = here.get_or_insert(first..first);
-                        span.end = first + (to - from);
+                    let affected = mapping.logical_of(blocks.clone());
+                    if !affected.is_empty() {
+                        here.get_or_insert(affected.clone()).end = affected.end;
                     }
                 }
                 Ok(true)

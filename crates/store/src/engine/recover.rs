@@ -288,6 +288,7 @@ impl Engine {
             uuid: superblock.uuid,
             checking: Mutex::default(),
             counting: Mutex::default(),
+            packing: Mutex::default(),
             control: Mutex::default(),
             running: Running::default(),
             counters: Counters::default(),

@@ -75,6 +75,7 @@ impl Engine {
         }
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
+            Operation::Pack { .. } if left_out.leaves_out_parts() => self.pack_parts(meta, doubts, drops, operation),
             _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
             _ => self.carry_out_again(meta, doubts, operation, position),
         });
@@ -105,21 +106,19 @@ impl Engine {
             Operation::Synced { position: settled } => meta.settle(doubts, *settled)?,
             _ => {}
         }
-        if let Operation::Map { run, .. } = operation {
+        if let Operation::Map { run, .. } | Operation::Pack { run, .. } = operation {
             // If the operation that freed the blocks was left out, payload from before it may be kept.
             meta.forget_logged(*run);
         }
         let mut effects = Effects::default();
         meta.apply(operation, &mut effects)?;
-        for run in effects.freed {
-            blocks(&run).for_each(|block| doubts.told(block));
-            meta.data.release(run);
-        }
+        meta.release_again(doubts, effects.freed);
         match operation {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
             | Operation::Written { run, .. }
             | Operation::OverwriteData { run, .. }
+            | Operation::Pack { run, .. }
             | Operation::Checksums { run, .. } => {
                 blocks(run).for_each(|block| doubts.told(block));
                 meta.doubt(doubts, *run)
@@ -166,6 +165,14 @@ impl Engine {
 }
 
 impl Meta {
+    /// Makes the blocks that an operation has freed allocatable.
+    fn release_again(&mut self, doubts: &mut Doubts, freed: Vec<Run>) {
+        for run in freed {
+            blocks(&run).for_each(|block| doubts.told(block));
+            self.data.release(run);
+        }
+    }
+
     /// Called when a flush of the data files covered the overwrites announced before `settled`.
     fn settle(&mut self, doubts: &mut Doubts, settled: u64) -> Result<()> {
         for one in doubts.settle(settled) {

@@ -299,6 +299,7 @@ mod deleted;
 mod media;
 mod nodes;
 mod ownership;
+mod packed;
 mod reads;
 mod replayed;
 mod room;

@@ -19,7 +19,7 @@
 
 mod record;
 
-pub use record::{Operation, RUN_MAX, Reader, Writer};
+pub use record::{Operation, PACK_OBJECTS_MAX, RUN_MAX, Reader, Writer};
 
 use crate::pages::patiently;
 use crate::{Error, ErrorKind, IoContext, Result};

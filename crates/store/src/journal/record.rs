@@ -4,12 +4,17 @@
 //! checks every count against the rest of the body, so a damaged record is an error and never causes a huge allocation.
 
 use crate::space::Run;
-use crate::tree::{LOGICAL_LIMIT, PHYSICAL_LIMIT};
+use crate::tree::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, Source};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
 /// The longest run of one operation, in blocks (64 MiB).
 pub const RUN_MAX: u64 = 16_384;
+
+/// The bytes of a source in [`Operation::Pack`].
+const SOURCE_BYTES: usize = 11;
+/// The most trees that one [`Operation::Pack`] changes.
+pub const PACK_OBJECTS_MAX: usize = 512;
 
 /// A change of the datastore. Replay applies operations in the order of the journal.
 #[derive(Clone, Debug)]
@@ -52,6 +57,9 @@ pub enum Operation {
     Checksums { run: Run, checksums: Vec<u32> },
     /// `steps` nodes of the tree of a deleted object are visited and dropped.
     Drop { object: u64, steps: u32 },
+    /// The trees of `objects` map the blocks of `sources` to a newly allocated pack that contains them. The content of
+    /// the pack is durable. Index 0 of the pack is logical block `logical`; it has `blocks` indexes.
+    Pack { logical: u64, blocks: u64, run: Run, checksums: Vec<u32>, sources: Vec<Source>, objects: Vec<u64> },
 }
 
 impl Operation {
@@ -64,6 +72,9 @@ impl Operation {
             | Self::Written { run, .. }
             | Self::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
             Self::Put { record } | Self::Clone { record, .. } => 16 + record.len(),
+            Self::Pack { run, sources, objects, .. } => {
+                32 + 4 * run.blocks as usize + SOURCE_BYTES * sources.len() + 8 * objects.len()
+            }
             _ => 32,
         }
     }
@@ -94,6 +105,7 @@ impl Operation {
                 | Self::Unmap { .. }
                 | Self::Unwritten { .. }
                 | Self::Written { .. }
+                | Self::Pack { .. }
         )
     }
 }
@@ -143,6 +155,10 @@ impl Writer {
 
     fn u8(&mut self, value: u8) {
         self.bytes(&[value]);
+    }
+
+    fn u16(&mut self, value: u16) {
+        self.bytes(&value.to_le_bytes());
     }
 
     fn u32(&mut self, value: u32) {
@@ -278,6 +294,21 @@ impl Writer {
                 self.u64(*object);
                 self.u32(*steps);
             }
+            Operation::Pack { logical, blocks, run, checksums, sources, objects } => {
+                self.u8(19);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+                self.u16(*blocks as u16);
+                self.u16(sources.len() as u16);
+                for Source { index, run } in sources {
+                    self.u8(*index);
+                    self.u64(run.physical);
+                    self.u16(run.blocks as u16);
+                }
+                self.u16(objects.len() as u16);
+                objects.iter().for_each(|object| self.u64(*object));
+            }
         }
     }
 }
@@ -301,6 +332,10 @@ impl<'a> Reader<'a> {
 
     fn u8(&mut self) -> Result<u8> {
         Ok(self.take(1)?[0])
+    }
+
+    fn u16(&mut self) -> Result<u64> {
+        Ok(u64::from(u16::from_le_bytes(self.take(2)?.try_into().map_err(|_| damaged())?)))
     }
 
     fn u32(&mut self) -> Result<u32> {
@@ -347,6 +382,29 @@ impl<'a> Reader<'a> {
     fn record(&mut self) -> Result<Vec<u8>> {
         let length = self.u32()? as usize;
         Ok(self.take(length)?.to_vec())
+    }
+
+    fn pack(&mut self) -> Result<Operation> {
+        let (logical, run) = (self.u64()?, self.run()?);
+        let checksums = self.checksums(run)?;
+        let blocks = self.u16()?;
+        let logical = self.logical(logical, blocks)?;
+        if blocks > EXTENT_BLOCKS_MAX || run.blocks >= EXTENT_BLOCKS_MAX {
+            return Err(damaged());
+        }
+        let mut sources = Vec::new();
+        let mut from = 0;
+        for _ in 0..self.u16()? {
+            let (index, physical, length) = (self.u8()?, self.u64()?, self.u16()?);
+            let end = u64::from(index) + length;
+            if u64::from(index) < from || length == 0 || end > blocks || physical > PHYSICAL_LIMIT - length {
+                return Err(damaged());
+            }
+            sources.push(Source { index, run: PhysicalRun { physical, blocks: length } });
+            from = end;
+        }
+        let objects = (0..self.u16()?).map(|_| self.u64()).collect::<Result<_>>()?;
+        Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
     }
 
     /// The next operation; `None` at the end.
@@ -397,6 +455,7 @@ impl<'a> Reader<'a> {
                 let run = self.run()?;
                 Operation::Checksums { run, checksums: self.checksums(run)? }
             }
+            19 => self.pack()?,
             _ => return Err(damaged()),
         }))
     }

@@ -6,6 +6,7 @@ use super::*;
 use crate::ErrorKind;
 use crate::space::Run;
 use crate::testbed::{Random, plain_file};
+use crate::tree::{PhysicalRun, Source};
 use backend::SharedSlice;
 
 const SIZE: u64 = 512 * 4096;
@@ -319,12 +320,19 @@ fn operation(random: &mut Random, code: u64) -> Operation {
         15 => Operation::Trash { object: random.next() },
         16 => Operation::Drop { object: random.next(), steps: random.next() as u32 },
         17 => Operation::Announce { run },
-        _ => Operation::Checksums { run, checksums },
+        18 => Operation::Checksums { run, checksums },
+        _ => {
+            let physical = run.start.min((1 << 48) - 6);
+            let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks } };
+            let sources = vec![source(0, 1), source(1, 2), source(250, 6)];
+            let logical = logical.min((1 << 40) - 256);
+            Operation::Pack { logical, blocks: 256, run, checksums, sources, objects: vec![disk, random.next()] }
+        }
     }
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 18;
+const CODES: u64 = 19;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -353,6 +361,11 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
         Operation::Drop { .. } => ("drop", Operation::Drop { object: 0x66, steps: 4 }),
         Operation::Announce { .. } => ("announce", Operation::Announce { run }),
         Operation::Checksums { .. } => ("checksums", Operation::Checksums { run, checksums: checksums() }),
+        Operation::Pack { .. } => {
+            let source = Source { index: 3, run: PhysicalRun { physical: 0x77, blocks: 5 } };
+            let (sources, objects) = (vec![source], vec![disk, snapshot]);
+            ("pack", Operation::Pack { logical, blocks: 32, run, checksums: checksums(), sources, objects })
+        }
     }
 }
 

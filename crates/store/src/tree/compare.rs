@@ -60,7 +60,7 @@ pub fn diff<S: NodeStore + ?Sized>(
             }
             (Head::Extent(left), Head::Extent(right)) if left.logical == right.logical => {
                 let blocks = left.blocks.min(right.blocks);
-                if left.physical != right.physical || left.unwritten != right.unwritten {
+                if (left.physical, left.unwritten, left.packed) != (right.physical, right.unwritten, right.packed) {
                     report.add(left.logical, blocks, !right.unwritten)?;
                 }
                 a.pass(store, left, blocks)?;

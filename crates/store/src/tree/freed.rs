@@ -349,12 +349,14 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
             let children: Vec<NodeId> = page::children(node).collect();
             return children.into_iter().try_for_each(|child| self.reach(child, level - 1, pass, counts, freed));
         }
+        // One tree may map a pack by several entries.
+        let several_each = page::has_packs(node);
         for run in page::data_runs(node) {
             let (mut start, mut end) = (run.physical, run.physical + run.blocks);
             if !first {
                 (start, end) = (start.max(counts.window.start), end.min(counts.window.end));
             }
-            let (most, before) = (self.most(), self.before);
+            let (most, before) = (if several_each { u32::MAX } else { self.most() }, self.before);
             if start < end {
                 self.store.data_references(start, end - start, &mut |block, references| match before
                     .map_or(references, |before| left(&before.blocks, block, references))
@@ -376,6 +378,11 @@ pub struct MappedBlocks {
     pub all: u64,
     /// The part of `all` that reads as zeros.
     pub unwritten: u64,
+    /// The part of `all` that is compressed.
+    pub packed: u64,
+    /// The physical blocks of the packs that the tree maps. A pack of which blocks were overwritten may count several
+    /// times.
+    pub packs: u64,
 }
 
 /// Counts the blocks that trees map. Caches the counts of up to `REMEMBERED_MAX` nodes with several references, so
@@ -411,9 +418,17 @@ impl MappedCounter {
         let mut sum = MappedBlocks::default();
         let node = node_of_level(store, id, level)?;
         if level == 0 {
+            let mut last = None;
             for mapping in page::mappings_from(node, 0) {
                 sum.all += mapping.blocks;
                 sum.unwritten += if mapping.unwritten { mapping.blocks } else { 0 };
+                if mapping.packed.is_some() {
+                    sum.packed += mapping.blocks;
+                    // A pack that was divided is adjacent to itself, with the overwritten blocks in between.
+                    let stored = mapping.stored();
+                    sum.packs += if last == Some(stored.physical) { 0 } else { stored.blocks };
+                    last = Some(stored.physical);
+                }
             }
         } else {
             let children: Vec<NodeId> = page::children(node).collect();
@@ -421,6 +436,8 @@ impl MappedCounter {
                 let more = self.below(store, child, level - 1, go_on)?;
                 sum.all += more.all;
                 sum.unwritten += more.unwritten;
+                sum.packed += more.packed;
+                sum.packs += more.packs;
             }
         }
         if self.known.len() < REMEMBERED_MAX && references(store, id)? > 1 {

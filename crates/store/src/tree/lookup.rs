@@ -5,7 +5,7 @@
 //! from the root, which costs little compared with the many entries of a leaf.
 
 use super::page::{self, LOGICAL_LIMIT};
-use super::{Mapping, NodeId, NodeStore, corrupt};
+use super::{Mapping, NodeId, NodeStore, Packed, PhysicalRun, corrupt};
 use crate::Result;
 use std::ops::Range;
 
@@ -14,16 +14,27 @@ use std::ops::Range;
 pub struct Extent {
     /// First logical block.
     pub logical: u64,
-    /// Physical block of the first logical one.
+    /// Physical block of the first logical one; with `packed`, the first block of the pack.
     pub physical: u64,
     /// Length in blocks.
     pub blocks: u64,
     /// Whether the blocks are allocated, but read as zeros.
     pub unwritten: bool,
+    /// Set if the blocks are compressed.
+    pub packed: Option<Packed>,
     /// Whether a node on the path to this extent is shared ([`NodeStore::is_shared`]). Then another tree maps the
-    /// extent too, whatever the reference count of its blocks is. Only [`lookup_exclusive`] determines this; [`lookup`]
-    /// sets false.
+    /// extent too, whatever the reference count of its blocks is. Blocks of a pack count as shared too, because they
+    /// contain other logical blocks and are never overwritten in place. Only [`lookup_exclusive`] determines this;
+    /// [`lookup`] sets false.
     pub shared_path: bool,
+}
+
+impl Extent {
+    /// The physical blocks in which the extent is stored.
+    pub fn stored(&self) -> PhysicalRun {
+        let blocks = self.packed.map_or(self.blocks, |packed| u64::from(packed.stored));
+        PhysicalRun { physical: self.physical, blocks }
+    }
 }
 
 /// Appends to `out` the mappings within `range`, in order and cut to the range.
@@ -47,7 +58,7 @@ pub fn lookup_exclusive<S: NodeStore + ?Sized>(
     out: &mut Vec<Extent>,
 ) -> Result<()> {
     scan::<S, true>(store, root, range, |mapping, shared_path| {
-        out.push(extent(mapping, shared_path));
+        out.push(extent(mapping, shared_path || mapping.packed.is_some()));
         true
     })
 }
@@ -63,8 +74,8 @@ pub fn first_mapped<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: R
 }
 
 fn extent(mapping: Mapping, shared_path: bool) -> Extent {
-    let Mapping { logical, physical, blocks, unwritten } = mapping;
-    Extent { logical, physical, blocks, unwritten, shared_path }
+    let Mapping { logical, physical, blocks, unwritten, packed } = mapping;
+    Extent { logical, physical, blocks, unwritten, packed, shared_path }
 }
 
 /// Calls `each` in order with every mapping in `range`, cut to the range, until it returns false.

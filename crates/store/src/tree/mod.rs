@@ -10,10 +10,12 @@
 //! 1. **References of nodes.** The count of a node is the number of parent entries that refer to it, plus the number of
 //!    heads and snapshots that have it as their root.
 //! 2. **References of data.** The count of a data block is the number of leaf entries that map it, plus the references
-//!    held outside the trees. An entry of a shared leaf counts once, so an in-place overwrite needs an unshared *path*
-//!    as well as an unshared block ([`lookup_exclusive`]).
+//!    held outside the trees. An entry that maps a part of a pack refers to every block of the pack. An entry of a
+//!    shared leaf counts once, so an in-place overwrite needs an unshared *path* as well as an unshared block
+//!    ([`lookup_exclusive`]).
 //! 3. **Only exclusive nodes change.** A node is modified only when its own count is 1, and the count of every node
-//!    above it, up to the root of the changed tree, is 1.
+//!    above it, up to the root of the changed tree, is 1. The exception is [`pack()`], which changes no content: it
+//!    changes leaves in place, for all trees that share them.
 //! 4. **Order.** Extents of a leaf ascend and do not overlap. Keys of an internal node ascend. All blocks below a child
 //!    lie in `[key of the child, key of the next)`, so no extent crosses the bound of its leaf. The first child has no
 //!    key (0 is stored); its lower bound is that of its node.
@@ -37,6 +39,7 @@
 //! | `path` | the path from a root to a leaf, and making it exclusive |
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
+//! | `pack` | mapping blocks to a pack with the same content, in every leaf that maps them |
 //! | `reach` | how many pages a `replace` would change |
 //! | `freed` | counting what dropping trees would free, and the blocks that trees map |
 //! | `growth` | how many nodes a number of changes may need |
@@ -48,6 +51,7 @@ mod compare;
 mod freed;
 mod growth;
 mod lookup;
+mod pack;
 pub mod page;
 mod path;
 mod reach;
@@ -64,7 +68,8 @@ pub use compare::{DiffExtent, diff};
 pub use freed::{DataReferences, Freed, Left, MappedBlocks, MappedCounter, freed, freed_after, freed_and_left};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
-pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
+pub use pack::{Leaf, Source, fits, leaf_of, pack};
+pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, validate};
 pub use reach::{Reach, Seen, reach};
 pub use remove::{check_drop, drop_step};
 pub use replace::replace;
@@ -75,6 +80,7 @@ pub use walk::{Lost, Visit, walk, walk_damaged};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
 use std::fmt;
+use std::ops::Range;
 
 /// The most levels of a tree. Six levels of half-full nodes can map every logical block on its own. The other levels
 /// are for trees with nearly empty nodes: shared nodes are not merged when entries are removed.
@@ -94,17 +100,30 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// An entry of a leaf: consecutive logical blocks mapped to consecutive physical blocks.
+/// Where the blocks of an extent lie within a pack.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Packed {
+    /// Index within the pack of the first logical block.
+    pub index: u8,
+    /// Length of the pack in physical blocks, 1 to 255.
+    pub stored: u8,
+}
+
+/// An entry of a leaf: consecutive logical blocks mapped to consecutive physical blocks, or to consecutive blocks of a
+/// pack.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapping {
     /// First logical block.
     pub logical: u64,
-    /// Physical block of the first logical one.
+    /// Physical block of the first logical one; with `packed`, the first block of the pack.
     pub physical: u64,
     /// Length, 1 to [`EXTENT_BLOCKS_MAX`] in a leaf.
     pub blocks: u64,
     /// Whether the blocks are allocated, but read as zeros.
     pub unwritten: bool,
+    /// Set if the blocks are compressed. The entry then has a reference on every block of the pack, whichever part of
+    /// the pack it maps.
+    pub packed: Option<Packed>,
 }
 
 impl Mapping {
@@ -117,7 +136,33 @@ impl Mapping {
     fn clipped(self, start: u64, end: u64) -> Self {
         let first = self.logical.max(start);
         let last = self.end().min(end);
-        Self { logical: first, physical: self.physical + (first - self.logical), blocks: last - first, ..self }
+        let (mut physical, mut packed) = (self.physical, self.packed);
+        match &mut packed {
+            // The indexes of an entry end below 256.
+            Some(packed) => packed.index = packed.index.saturating_add((first - self.logical) as u8),
+            None => physical += first - self.logical,
+        }
+        Self { logical: first, physical, blocks: last - first, packed, ..self }
+    }
+
+    /// The physical blocks on which the entry has references.
+    pub fn stored(&self) -> PhysicalRun {
+        let blocks = self.packed.map_or(self.blocks, |packed| u64::from(packed.stored));
+        PhysicalRun { physical: self.physical, blocks }
+    }
+
+    /// The logical blocks of the entry that are stored in these physical blocks: for a pack, all of them.
+    pub fn logical_of(&self, physical: Range<u64>) -> Range<u64> {
+        let stored = self.stored();
+        let from = stored.physical.max(physical.start);
+        let to = (stored.physical + stored.blocks).min(physical.end);
+        if from >= to {
+            return self.logical..self.logical;
+        }
+        match self.packed {
+            Some(_) => self.logical..self.end(),
+            None => self.logical + (from - self.physical)..self.logical + (to - self.physical),
+        }
     }
 }
 

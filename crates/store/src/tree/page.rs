@@ -19,9 +19,12 @@
 //! |---|---|---|---|
 //! | leaf | 0 | 0-39 | first logical block |
 //! | | | 40-47 | length in blocks, less 1 |
-//! | | | 48-63 | zero |
-//! | | 1 | 0-47 | first physical block |
-//! | | | 48-62 | zero |
+//! | | | 48-55 | packed: index of the first block within the pack; otherwise zero |
+//! | | | 56-63 | zero |
+//! | | 1 | 0-47 | first physical block; packed: first block of the pack |
+//! | | | 48-55 | packed: blocks of the pack, 1 to 255; otherwise zero |
+//! | | | 56-61 | zero |
+//! | | | 62 | packed: the blocks are compressed |
 //! | | | 63 | unwritten: allocated, reads as zeros |
 //! | internal | 0 | 0-39 | first logical block below the child; 0 in entry 0, whose bound is the node's own |
 //! | | 1 | 0-47 | node number of the child |
@@ -31,7 +34,7 @@
 //! a single page can show. All other functions require such a page. Bounds and levels, which several pages together
 //! determine, are checked on each descent.
 
-use super::{LEVELS_MAX, Mapping, NodeId, corrupt};
+use super::{LEVELS_MAX, Mapping, NodeId, Packed, corrupt};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, Block};
 use std::ops::Range;
@@ -54,6 +57,9 @@ const HEADER_PAIRS: usize = HEADER_BYTES / ENTRY_BYTES;
 const MAGIC: [u8; 4] = *b"LMND";
 const VERSION: u16 = 1;
 const LENGTH_SHIFT: u32 = 40;
+const INDEX_SHIFT: u32 = 48;
+const STORED_SHIFT: u32 = 48;
+const PACKED: u64 = 1 << 62;
 const UNWRITTEN: u64 = 1 << 63;
 
 const _: () = assert!(ENTRIES_MAX == 254);
@@ -64,8 +70,10 @@ type RawEntry = [u64; 2];
 
 /// Consecutive physical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct PhysicalRun {
+pub struct PhysicalRun {
+    /// First block.
     pub physical: u64,
+    /// Number of blocks.
     pub blocks: u64,
 }
 
@@ -91,8 +99,9 @@ pub(super) struct Slot {
 /// The result of [`replace_in_leaf`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Edit {
-    /// The change is made. `shrank` is true if the leaf has fewer entries than before.
-    Done { shrank: bool },
+    /// The change is made. `shrank` is true if the leaf has fewer entries than before. `split` is a pack that one more
+    /// entry maps than before.
+    Done { shrank: bool, split: Option<PhysicalRun> },
     /// The entries do not fit, and nothing was changed.
     Full,
 }
@@ -120,14 +129,23 @@ fn decode(entry: &RawEntry) -> Mapping {
         physical: target & (PHYSICAL_LIMIT - 1),
         blocks: (place >> LENGTH_SHIFT) % EXTENT_BLOCKS_MAX + 1,
         unwritten: target & UNWRITTEN != 0,
+        packed: (target & PACKED != 0)
+            .then_some(Packed { index: (place >> INDEX_SHIFT) as u8, stored: (target >> STORED_SHIFT) as u8 }),
     }
 }
 
 fn encode(mapping: &Mapping) -> RawEntry {
     debug_assert!(mapping.blocks >= 1 && mapping.blocks <= EXTENT_BLOCKS_MAX);
-    debug_assert!(mapping.end() <= LOGICAL_LIMIT && mapping.physical + mapping.blocks <= PHYSICAL_LIMIT);
-    let flags = if mapping.unwritten { UNWRITTEN } else { 0 };
-    [(mapping.logical | (mapping.blocks - 1) << LENGTH_SHIFT).to_le(), (mapping.physical | flags).to_le()]
+    debug_assert!(mapping.end() <= LOGICAL_LIMIT && mapping.physical + mapping.stored().blocks <= PHYSICAL_LIMIT);
+    let mut place = mapping.logical | (mapping.blocks - 1) << LENGTH_SHIFT;
+    let mut target = mapping.physical | if mapping.unwritten { UNWRITTEN } else { 0 };
+    if let Some(packed) = mapping.packed {
+        debug_assert!(packed.stored > 0 && !mapping.unwritten);
+        debug_assert!(u64::from(packed.index) + mapping.blocks <= EXTENT_BLOCKS_MAX);
+        place |= u64::from(packed.index) << INDEX_SHIFT;
+        target |= PACKED | u64::from(packed.stored) << STORED_SHIFT;
+    }
+    [place.to_le(), target.to_le()]
 }
 
 /// The level of a node; 0 is a leaf.
@@ -181,13 +199,22 @@ fn validate_leaf(page: &Block, id: NodeId) -> Result<()> {
     let mut free_from = 0;
     for (index, entry) in entries(page).iter().enumerate() {
         let mapping = decode(entry);
-        if u64::from_le(entry[0]) >> (LENGTH_SHIFT + 8) != 0 || u64::from_le(entry[1]) & !UNWRITTEN >= PHYSICAL_LIMIT {
+        let known = match mapping.packed {
+            None => u64::from_le(entry[0]) >> INDEX_SHIFT == 0 && u64::from_le(entry[1]) & !UNWRITTEN < PHYSICAL_LIMIT,
+            Some(packed) => {
+                u64::from_le(entry[0]) >> (INDEX_SHIFT + 8) == 0
+                    && u64::from_le(entry[1]) & !PACKED < 1 << (STORED_SHIFT + 8)
+                    && packed.stored > 0
+                    && u64::from(packed.index) + mapping.blocks <= EXTENT_BLOCKS_MAX
+            }
+        };
+        if !known {
             return Err(corrupt(id, format_args!("unknown flags in entry {index}")));
         }
         if mapping.logical < free_from {
             return Err(corrupt(id, format_args!("entry {index} overlaps or precedes the one before")));
         }
-        if mapping.end() > LOGICAL_LIMIT || mapping.physical + mapping.blocks > PHYSICAL_LIMIT {
+        if mapping.end() > LOGICAL_LIMIT || mapping.physical + mapping.stored().blocks > PHYSICAL_LIMIT {
             return Err(corrupt(id, format_args!("entry {index} reaches past the end of the address space")));
         }
         free_from = mapping.end();
@@ -248,13 +275,20 @@ pub(super) fn first_ending_after(page: &Block, position: u64) -> usize {
     entries(page).partition_point(|entry| decode(entry).end() <= position)
 }
 
-/// The physical blocks of a leaf, with adjacent runs joined.
+/// The physical blocks of a leaf, with adjacent runs joined. A pack is in the list once for each entry that maps a part
+/// of it.
 pub(super) fn data_runs(page: &Block) -> Vec<PhysicalRun> {
     let mut runs = Vec::new();
     for mapping in entries(page).iter().map(decode) {
-        push_run(&mut runs, mapping.physical, mapping.blocks);
+        let stored = mapping.stored();
+        push_run(&mut runs, stored.physical, stored.blocks);
     }
     runs
+}
+
+/// Whether a leaf maps a part of a pack.
+pub(super) fn has_packs(page: &Block) -> bool {
+    entries(page).iter().any(|entry| u64::from_le(entry[1]) & PACKED != 0)
 }
 
 /// The children of an internal node.
@@ -352,10 +386,81 @@ fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
 /// The two extents joined, if the second continues the first logically and physically and one entry can hold both.
 fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     let follows = left.end() == right.logical
+        && left.packed.is_none()
+        && right.packed.is_none()
         && left.physical + left.blocks == right.physical
         && left.unwritten == right.unwritten
         && left.blocks + right.blocks <= EXTENT_BLOCKS_MAX;
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
+}
+
+/// The result of [`pack_in_leaf`].
+pub(super) enum Rewrite {
+    /// The change is made. `entries` entries map the pack, and `removed` are the blocks that the leaf no longer maps.
+    Done { entries: u32, removed: Vec<PhysicalRun> },
+    /// The entries do not fit, and nothing was changed.
+    Full,
+}
+
+/// Maps to a pack those plain blocks of `range` that `index_of` says are in it: it returns for a logical and a physical
+/// block the index within the pack.
+pub(super) fn pack_in_leaf(
+    page: &mut Block,
+    range: Range<u64>,
+    pack: PhysicalRun,
+    index_of: &dyn Fn(u64, u64) -> Option<u8>,
+) -> Rewrite {
+    let first = first_ending_after(page, range.start);
+    let entries = entries(page);
+    let last = first + entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
+    let (mut new, mut removed, mut packed_entries) = (Vec::<Mapping>::new(), Vec::new(), 0);
+    // The entry from which the last block was taken; none if the block is in the new pack.
+    let mut origin = Some(u64::MAX);
+    for mapping in entries[first..last].iter().map(decode) {
+        for logical in mapping.logical..mapping.end() {
+            let one = mapping.clipped(logical, logical + 1);
+            let is_plain = one.packed.is_none() && !one.unwritten && range.contains(&logical);
+            let index = if is_plain { index_of(logical, one.physical) } else { None };
+            let piece = match index {
+                Some(index) => {
+                    push_run(&mut removed, one.physical, 1);
+                    let packed = Some(Packed { index, stored: pack.blocks as u8 });
+                    Mapping { logical, physical: pack.physical, blocks: 1, unwritten: false, packed }
+                }
+                None => one,
+            };
+            // Two entries that map parts of another pack stay two entries, because each has a reference on it.
+            let from = if index.is_some() { None } else { Some(mapping.logical) };
+            match new.last_mut() {
+                Some(before) if (from == origin || piece.packed.is_none()) && continues(before, &piece) => {
+                    before.blocks += 1;
+                }
+                _ => {
+                    packed_entries += u32::from(index.is_some());
+                    new.push(piece);
+                }
+            }
+            origin = from;
+        }
+    }
+    if entries.len() - (last - first) + new.len() > ENTRIES_MAX {
+        return Rewrite::Full;
+    }
+    let new: Vec<RawEntry> = new.iter().map(encode).collect();
+    splice(page, first..last, &new);
+    Rewrite::Done { entries: packed_entries, removed }
+}
+
+/// Whether a single block continues an entry.
+fn continues(before: &Mapping, one: &Mapping) -> bool {
+    let next = match (before.packed, one.packed) {
+        (None, None) => before.physical + before.blocks == one.physical,
+        (Some(left), Some(right)) => {
+            before.physical == one.physical && u64::from(left.index) + before.blocks == u64::from(right.index)
+        }
+        _ => false,
+    };
+    next && before.end() == one.logical && before.unwritten == one.unwritten && before.blocks < EXTENT_BLOCKS_MAX
 }
 
 /// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds to `removed` the
@@ -406,10 +511,24 @@ pub(super) fn replace_in_leaf(
     if entries.len() - (last - first) + new_count > ENTRIES_MAX {
         return Edit::Full;
     }
+    let mut split = None;
     for mapping in entries[overlapped].iter().map(decode) {
-        let gone = mapping.clipped(range.start, range.end);
+        let gone = if mapping.packed.is_some() {
+            // The reference on the pack belongs to the entry, of which a part may remain at each end of the range.
+            let stored = mapping.stored();
+            match (mapping.logical < range.start, mapping.end() > range.end) {
+                (false, false) => stored,
+                (true, true) => {
+                    split = Some(stored);
+                    continue;
+                }
+                _ => continue,
+            }
+        } else {
+            mapping.clipped(range.start, range.end).stored()
+        };
         push_run(removed, gone.physical, gone.blocks);
     }
     splice(page, first..last, &new[..new_count]);
-    Edit::Done { shrank: new_count < last - first }
+    Edit::Done { shrank: new_count < last - first, split }
 }

@@ -91,6 +91,11 @@ impl Path {
         }
     }
 
+    /// Whether a node of the path has more than one reference.
+    pub fn is_shared(&self) -> bool {
+        self.shared_from.is_some()
+    }
+
     /// The last node of the path.
     pub fn last(&self) -> NodeId {
         self.steps[self.depth].id

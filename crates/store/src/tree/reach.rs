@@ -132,7 +132,7 @@ fn step<S: NodeStore + ?Sized>(
                 let mapped = page::mappings_from(node, position)
                     .take_while(|mapping| mapping.logical < stop)
                     .map(|mapping| mapping.clipped(position, stop))
-                    .map(|mapping| (mapping.physical, mapping.blocks));
+                    .map(|mapping| (mapping.stored().physical, mapping.stored().blocks));
                 let mapped: Vec<(u64, u64)> = mapped.collect();
                 leaf.tables += described(mapped.iter().copied(), per_page);
                 mapped.into_iter().try_for_each(|(physical, blocks)| store.check_data(physical, blocks))?;

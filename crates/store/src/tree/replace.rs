@@ -63,6 +63,7 @@ fn map<S: NodeStore + ?Sized>(
             physical: physical + (position - range.start),
             blocks: stop - position,
             unwritten,
+            packed: None,
         };
         if edit_leaf(store, &mut root, &path, position..stop, Some(piece))? {
             position = stop;
@@ -107,8 +108,14 @@ fn edit_leaf<S: NodeStore + ?Sized>(
             balance::make_room(store, root, path, position)?;
             return Ok(false);
         }
-        Edit::Done { shrank: true } => balance::settle(store, root, path, path.depth)?,
-        Edit::Done { shrank: false } => {}
+        Edit::Done { shrank, split } => {
+            if shrank {
+                balance::settle(store, root, path, path.depth)?;
+            }
+            if let Some(pack) = split {
+                store.add_data_references(pack.physical, pack.blocks)?;
+            }
+        }
     }
     for run in removed {
         store.drop_data_references(run.physical, run.blocks)?;

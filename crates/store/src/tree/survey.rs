@@ -104,9 +104,11 @@ fn visit<S: Resident + ?Sized>(
         for extent in extents {
             match aim {
                 Aim::Look => {}
-                Aim::Read => store.data(extent.physical, extent.blocks),
-                Aim::Write if !shared => store.overwrite_data(extent.physical, extent.blocks),
-                _ => store.drop_data(extent.physical, extent.blocks),
+                Aim::Read => store.data(extent.stored().physical, extent.stored().blocks),
+                Aim::Write if !shared && extent.packed.is_none() => {
+                    store.overwrite_data(extent.physical, extent.blocks);
+                }
+                _ => store.drop_data(extent.stored().physical, extent.stored().blocks),
             }
         }
         all.iter().for_each(|run| store.data(run.physical, run.blocks));

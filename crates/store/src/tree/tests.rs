@@ -5,6 +5,7 @@
 //! | `memory` | the store of the tests: it asserts the contract of [`NodeStore`](super::NodeStore) at every call |
 //! | `model` | random operations on many trees equal ordinary maps; reference counts are exact, no page leaks |
 //! | `freed` | the count of what dropping trees would free equals what dropping them frees |
+//! | `packed` | blocks are mapped to packs in every tree that maps them, and overwritten, without a change of content |
 //! | `shape` | fill, depth and the cost of operations |
 //! | `damage` | invalid pages are refused; inconsistent trees cause errors, not panics or endless loops |
 
@@ -15,6 +16,7 @@ mod freed;
 mod growth;
 mod memory;
 mod model;
+mod packed;
 mod shape;
 
 use testkit::Random;

@@ -14,7 +14,7 @@ pub use admission::{Cost, Grant, PAGES_FLOOR};
 pub use clocks::Clocks;
 pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
-pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported};
+pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS};
 
 use crate::journal::{BatchKind, Journal, Place};
 use crate::pages::ImageIndex;
@@ -207,6 +207,21 @@ impl CommitLog {
         let mut commit = self.lock();
         if commit.superblock.unreported != Unreported::default() {
             commit.superblock.unreported = Unreported::default();
+            commit.superblock.write(&*self.superblock_file)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the superblock says that the datastore may have packs.
+    pub fn has_packs(&self) -> bool {
+        self.lock().superblock.has_packs()
+    }
+
+    /// Says durably in the superblock that the datastore may have packs. Must not be called during a checkpoint.
+    pub fn allow_packs(&self) -> Result<()> {
+        let mut commit = self.lock();
+        if !commit.superblock.has_packs() {
+            commit.superblock.version = VERSION_PACKS;
             commit.superblock.write(&*self.superblock_file)?;
         }
         Ok(())

@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version, 2; copies of version 1 are read, without the fields from 144 on |
+//! | 8 | 4 | format version: 2, or 3 with packs; copies of version 1 are read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |
@@ -32,8 +32,10 @@ use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
 const CHECKSUM_AT: usize = 12;
-/// The version that is written. Every version up to this one can be read.
+/// The version that is written, unless the datastore needs [`VERSION_PACKS`].
 pub const FORMAT_VERSION: u32 = 2;
+/// The version of a datastore that may have packs. Every version up to this one can be read.
+pub const VERSION_PACKS: u32 = 3;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -58,7 +60,7 @@ pub struct Unreported {
 /// The superblock: what opening reads first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// The version of the copy that was read. Copies are written with [`FORMAT_VERSION`].
+    /// The version of the copy that was read. Copies are written with [`FORMAT_VERSION`] or [`VERSION_PACKS`].
     pub version: u32,
     pub uuid: [u8; 16],
     pub sequence: u64,
@@ -88,10 +90,20 @@ impl Superblock {
         self.version > VERSION_RING_IMAGES
     }
 
+    /// Whether the datastore may have packs. Programs that do not know them refuse the datastore.
+    pub fn has_packs(&self) -> bool {
+        self.version >= VERSION_PACKS
+    }
+
+    /// A datastore that has used packs stays at their version, because snapshots may keep them.
+    fn version_written(&self) -> u32 {
+        if self.has_packs() { VERSION_PACKS } else { FORMAT_VERSION }
+    }
+
     fn encode(&self) -> Buffer {
         let mut out = Buffer::zeroed(1);
         out[0..8].copy_from_slice(MAGIC);
-        out[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        out[8..12].copy_from_slice(&self.version_written().to_le_bytes());
         out[16..32].copy_from_slice(&self.uuid);
         let words = [
             self.sequence,
@@ -135,12 +147,12 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if !(VERSION_RING_IMAGES..=FORMAT_VERSION).contains(&version) {
+        if !(VERSION_RING_IMAGES..=VERSION_PACKS).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
                     "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
-                     {FORMAT_VERSION}"
+                     {VERSION_PACKS}"
                 ),
             ));
         }
@@ -280,7 +292,7 @@ impl Superblock {
     /// Writes the superblock durably over the older copy, with the next sequence number.
     pub fn write(&mut self, file: &dyn File) -> Result<()> {
         self.sequence += 1;
-        self.version = FORMAT_VERSION;
+        self.version = self.version_written();
         file.write_at(&[&self.encode()], self.sequence % 2 * BLOCK_SIZE as u64, true)
             .during(|| "writing the superblock".into())
     }

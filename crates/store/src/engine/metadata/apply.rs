@@ -9,6 +9,7 @@ use crate::space::{Run, Space};
 use crate::tree::{self, DataReferences, NodeId, NodeStore};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
+use std::ops::Range;
 
 /// Nodes that must be free before an operation starts. No operation allocates more.
 pub const NODES_PER_OPERATION: u64 = 4 * tree::NODES_PER_STEP as u64;
@@ -159,6 +160,34 @@ impl Meta {
         self.catalog.set_root(disk, Some(root));
         self.levels = self.levels.max(effects.levels);
         Ok(())
+    }
+
+    /// Maps blocks to a new pack, in these ranges of objects. The first reference of the pack keeps it allocated until
+    /// the leaves refer to it, and is dropped then.
+    pub(crate) fn pack(
+        &mut self,
+        parts: impl Iterator<Item = (u64, Range<u64>)>,
+        logical: u64,
+        run: Run,
+        checksums: &[u32],
+        sources: &[tree::Source],
+        effects: &mut Effects,
+    ) -> Result<()> {
+        self.data.adopt(&mut self.pages, run)?;
+        self.note_written(run, checksums)?;
+        let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
+        for (object, range) in parts {
+            // An object whose record is lost keeps the plain blocks.
+            let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { continue };
+            let mut nodes = self.nodes(effects);
+            let root = tree::pack(&mut nodes, old, range, logical, pack, sources)?;
+            if root != old {
+                nodes.note_change(root);
+                self.catalog.set_root(object, Some(root));
+            }
+        }
+        self.levels = self.levels.max(effects.levels);
+        self.nodes(effects).drop_data_references(run.start, run.blocks)
     }
 
     /// Subtracts the new blocks of a thick disk from its reservation. Blocks that the change freed were not shared, so
@@ -338,6 +367,10 @@ impl Meta {
                     Some(_) => self.catalog.set_root(*object, root),
                     None => self.catalog.remove(*object),
                 }
+            }
+            Operation::Pack { logical, blocks, run, checksums, sources, objects } => {
+                let all = objects.iter().map(|object| (*object, *logical..*logical + *blocks));
+                self.pack(all, *logical, *run, checksums, sources, effects)?;
             }
         }
         self.note_growth(operation, &effects.freed[first..]);

@@ -15,6 +15,8 @@ const PAGES_BESIDE: u64 = 3;
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
+/// The most leaves that one pack may split.
+pub const PACK_SPLITS_MAX: u64 = 2;
 /// Pages, other than nodes and table pages, that a small datastore changes between two checkpoints.
 const FEW_PAGES: u64 = 64;
 
@@ -112,6 +114,14 @@ impl Meta {
             Operation::Drop { steps, .. } => {
                 (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
             }
+            Operation::Pack { run, sources, objects, .. } => {
+                let of = |source: &tree::Source| Run { start: source.run.physical, blocks: source.run.blocks };
+                let tables: u64 = sources.iter().map(|source| table_pages(of(source))).sum();
+                // A leaf of each tree, and for those that are split: on each level the node, a new one and the table
+                // page of the new one.
+                let split = 3 * (self.levels() + 2);
+                table_pages(*run) + tables + 2 * objects.len() as u64 + PACK_SPLITS_MAX * split + PAGES_BESIDE
+            }
             Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
             Operation::Put { .. }
             | Operation::Seal { .. }
@@ -138,6 +148,7 @@ impl Meta {
                 self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
                 self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;
             }
+            Operation::Pack { .. } => return Ok(super::NODES_PER_OPERATION),
             _ => return Ok(0),
         }
         Ok(touched.nodes + tree::NODES_PER_TREE)

@@ -147,6 +147,16 @@ impl Meta {
                 self.survey_roots(disk.as_slice());
             }
             Operation::Clone { snapshot, .. } | Operation::Revert { snapshot, .. } => self.survey_roots(&[*snapshot]),
+            Operation::Pack { logical, blocks, run, sources, objects, .. } => {
+                self.data.survey_entries(&mut self.pages, *run);
+                for source in sources {
+                    self.data
+                        .survey_drop(&mut self.pages, Run { start: source.run.physical, blocks: source.run.blocks });
+                }
+                for object in objects {
+                    self.survey_disk(*object, *logical..*logical + *blocks, Aim::Map);
+                }
+            }
             Operation::Synced { .. } | Operation::Put { .. } | Operation::Trash { .. } => {}
         }
     }

@@ -17,12 +17,16 @@
 //! The code in this file is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`. The
 //! decision is explained in `docs/adr/0012-placement.md`. `tests/model` explores every order of steps.
 //!
-//! # Room for compression and deduplication
+//! # Compression
 //!
-//! Compression and deduplication, which do not exist yet, would add states of blocks but no decisions:
+//! Compressed blocks add no decision: a block of a pack contains parts of other logical blocks, so
+//! [`BlockState::shared_path`] is true for it, and it is never overwritten in place. While plain blocks are packed,
+//! they are in flight ([`InFlight`]), so that no other write of them begins.
 //!
-//! * A compressed extent shares its blocks with other leaf entries, so [`BlockState::shared_path`] would be true: these
-//!   blocks are never overwritten in place.
+//! # Room for deduplication
+//!
+//! Deduplication, which does not exist yet, would add states of blocks but no decisions:
+//!
 //! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
 //! * A block that is being compared as the target of deduplication would be held ([`BlockState::held`]):
 //!   [`Holds::hold_block`] is called for the operation before it becomes pending.

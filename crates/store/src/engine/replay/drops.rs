@@ -102,6 +102,7 @@ impl Engine {
         let run = match operation {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
+            | Operation::Pack { run, .. }
             | Operation::Unwritten { run, fresh: true, .. } => *run,
             _ => return Ok(()),
         };

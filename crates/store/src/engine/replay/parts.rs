@@ -8,7 +8,7 @@
 
 use super::drops::Drops;
 use crate::engine::left_out::target;
-use crate::engine::metadata::Effects;
+use crate::engine::metadata::{Effects, NODES_PER_OPERATION};
 use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
@@ -47,6 +47,43 @@ impl Engine {
             self.carry_out_again(meta, doubts, &part_of(operation, &(at..range.end)), position)?;
         }
         Ok(())
+    }
+
+    /// Replays the packing of blocks, except below lost nodes.
+    pub(super) fn pack_parts(
+        &self,
+        meta: &mut Meta,
+        doubts: &mut Doubts,
+        drops: &mut Drops,
+        operation: &Operation,
+    ) -> Result<()> {
+        let Operation::Pack { logical, blocks, run, checksums, sources, objects } = operation else { return Ok(()) };
+        self.ensure_nodes(meta, NODES_PER_OPERATION)?;
+        let (mut parts, mut left_out) = (Vec::new(), false);
+        for object in objects {
+            let whole = *logical..*logical + *blocks;
+            left_out |= meta.catalog.find(*object).is_none();
+            let mut at = whole.start;
+            for lost in self.lose_parts(meta, drops, *object, &whole)? {
+                parts.push((*object, at..lost.start.max(at)));
+                at = lost.end.max(at);
+                left_out = true;
+            }
+            parts.push((*object, at..whole.end.max(at)));
+        }
+        if left_out {
+            // Plain blocks keep references, although they became free when the operation was carried out.
+            drops.note_left_out();
+        }
+        meta.forget_logged(*run);
+        let mut effects = Effects::default();
+        meta.pack(parts.into_iter(), *logical, *run, checksums, sources, &mut effects)?;
+        for run in &effects.freed {
+            meta.forget_logged(*run);
+        }
+        meta.release_again(doubts, effects.freed);
+        (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
+        meta.doubt(doubts, *run)
     }
 
     /// The parts of a range of a disk that lie below lost nodes, in ascending order. Makes these nodes invalid.

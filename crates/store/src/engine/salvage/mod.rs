@@ -14,10 +14,11 @@ mod open;
 use super::Engine;
 use super::metadata::Effects;
 use crate::catalog::{Object, ObjectState};
+use crate::pack::Pack;
 use crate::space::Run;
-use crate::tree::{self, LOGICAL_LIMIT, NodeId};
+use crate::tree::{self, LOGICAL_LIMIT, NodeId, Packed};
 use crate::{Error, Result, checksum};
-use backend::{BLOCK_SIZE, Directory};
+use backend::{BLOCK_SIZE, Buffer, Directory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -53,6 +54,15 @@ pub enum SalvagedPiece {
     Zero,
     /// The blocks are in the data files, from this physical block on.
     Data(u64),
+    /// The blocks are compressed.
+    Packed {
+        /// First physical block of the pack.
+        physical: u64,
+        /// Length of the pack in physical blocks.
+        stored: u8,
+        /// Index within the pack of the first block.
+        index: u8,
+    },
     /// The blocks cannot be found.
     Lost,
 }
@@ -159,7 +169,11 @@ impl Salvage {
                 out.push((at..extent.logical, SalvagedPiece::Zero));
             }
             at = extent.logical + extent.blocks;
-            let piece = if extent.unwritten { SalvagedPiece::Zero } else { SalvagedPiece::Data(extent.physical) };
+            let piece = match extent.packed {
+                _ if extent.unwritten => SalvagedPiece::Zero,
+                Some(Packed { index, stored }) => SalvagedPiece::Packed { physical: extent.physical, stored, index },
+                None => SalvagedPiece::Data(extent.physical),
+            };
             out.push((extent.logical..at, piece));
         }
         if at < range.end {
@@ -168,18 +182,45 @@ impl Salvage {
         Ok(())
     }
 
-    /// Reads physical blocks from `physical` on into `out`, and returns a verdict for each. Lost blocks read as zeros.
-    pub fn read(&self, physical: u64, out: &mut [u8]) -> Vec<Verdict> {
-        let run = Run { start: physical, blocks: (out.len() / BLOCK_SIZE) as u64 };
-        let located = self.engine.files.locate(run).ok();
-        let whole = located.as_ref().is_some_and(|(file, offset)| file.read_at(out, *offset).is_ok());
-        let mut verdicts = Vec::with_capacity(run.blocks as usize);
-        for (number, block) in (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)) {
-            // If a sector of the run is unreadable, the other blocks are read one by one.
-            let read = whole
-                || located.as_ref().is_some_and(|(file, offset)| {
-                    file.read_at(block, offset + (number - physical) * BLOCK_SIZE as u64).is_ok()
-                });
+    /// Reads blocks of a piece from its block `from` on into `out`, and returns a verdict for each. Lost blocks read as
+    /// zeros.
+    pub fn read(&self, piece: SalvagedPiece, from: u64, out: &mut [u8]) -> Vec<Verdict> {
+        match piece {
+            SalvagedPiece::Data(physical) => self.read_run(physical + from, out),
+            SalvagedPiece::Packed { physical, stored, index } => {
+                self.read_pack(physical, usize::from(stored), usize::from(index) + from as usize, out)
+            }
+            SalvagedPiece::Zero | SalvagedPiece::Lost => {
+                out.fill(0);
+                let verdict = if piece == SalvagedPiece::Zero { Verdict::Good } else { Verdict::Lost };
+                vec![verdict; out.len() / BLOCK_SIZE]
+            }
+        }
+    }
+
+    /// Reads blocks of a pack. The first block of the pack has the checksums of all blocks in it, so if that block is
+    /// undamaged, it proves the content of each of them.
+    fn read_pack(&self, physical: u64, stored: usize, index: usize, out: &mut [u8]) -> Vec<Verdict> {
+        let mut bytes = Buffer::zeroed(stored);
+        self.read_medium(physical, &mut bytes);
+        let is_proved = self.verdict(physical, &bytes[..BLOCK_SIZE]) == Verdict::Good;
+        let pack = Pack::decode(&bytes).ok().filter(|_| is_proved);
+        let read = |(number, block): (usize, &mut [u8])| {
+            let at = index + number;
+            if pack.as_ref().is_some_and(|pack| pack.read(at..at + 1, block).is_ok()) {
+                return Verdict::Good;
+            }
+            block.fill(0);
+            Verdict::Lost
+        };
+        out.chunks_exact_mut(BLOCK_SIZE).enumerate().map(read).collect()
+    }
+
+    /// Reads physical blocks.
+    fn read_run(&self, physical: u64, out: &mut [u8]) -> Vec<Verdict> {
+        let read = self.read_medium(physical, out);
+        let mut verdicts = Vec::with_capacity(read.len());
+        for ((number, block), read) in (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)).zip(read) {
             let verdict = if read { self.verdict(number, block) } else { Verdict::Lost };
             if verdict == Verdict::Lost {
                 block.fill(0);
@@ -187,6 +228,21 @@ impl Salvage {
             verdicts.push(verdict);
         }
         verdicts
+    }
+
+    /// Reads physical blocks without verification. Returns which of them the medium can read.
+    fn read_medium(&self, physical: u64, out: &mut [u8]) -> Vec<bool> {
+        let run = Run { start: physical, blocks: (out.len() / BLOCK_SIZE) as u64 };
+        let located = self.engine.files.locate(run).ok();
+        let whole = located.as_ref().is_some_and(|(file, offset)| file.read_at(out, *offset).is_ok());
+        // If a sector of the run is unreadable, the other blocks are read one by one.
+        let read = |(number, block): (u64, &mut [u8])| {
+            whole
+                || located.as_ref().is_some_and(|(file, offset)| {
+                    file.read_at(block, offset + (number - physical) * BLOCK_SIZE as u64).is_ok()
+                })
+        };
+        (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)).map(read).collect()
     }
 
     fn verdict(&self, number: u64, content: &[u8]) -> Verdict {
@@ -209,9 +265,9 @@ impl Salvage {
                 out.push(match piece {
                     SalvagedPiece::Zero => Some(vec![0; BLOCK_SIZE]),
                     SalvagedPiece::Lost => None,
-                    SalvagedPiece::Data(physical) => {
+                    SalvagedPiece::Data(_) | SalvagedPiece::Packed { .. } => {
                         let mut content = vec![0; BLOCK_SIZE];
-                        let verdict = self.read(physical + (block - range.start), &mut content);
+                        let verdict = self.read(piece, block - range.start, &mut content);
                         (verdict[0] != Verdict::Lost).then_some(content)
                     }
                 });

@@ -152,7 +152,8 @@ impl Search {
 
     fn extent(&mut self, mapping: Mapping) {
         let logical = mapping.logical..mapping.logical + mapping.blocks;
-        let physical = mapping.physical..mapping.physical + mapping.blocks;
+        let stored = mapping.stored();
+        let physical = stored.physical..stored.physical + stored.blocks;
         let inside: BTreeSet<usize> = self.entered.iter().flat_map(|entered| entered.damaged).flatten().collect();
         for index in inside {
             self.find(index, logical.clone());
@@ -167,8 +168,7 @@ impl Search {
         }
         let mut at = self.blocks.partition_point(|(block, _)| *block < physical.start);
         while let Some((block, index)) = self.blocks.get(at).copied().filter(|(block, _)| *block < physical.end) {
-            let block = mapping.logical + (block - mapping.physical);
-            self.find(index, block..block + 1);
+            self.find(index, mapping.logical_of(block..block + 1));
             at += 1;
         }
     }

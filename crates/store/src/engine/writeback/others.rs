@@ -201,8 +201,8 @@ impl Engine {
 }
 
 impl Meta {
-    /// The first block in `range` that the disk maps.
-    fn first_mapped(&mut self, disk: u64, range: Range<u64>) -> Result<Option<u64>> {
+    /// The first block in `range` that the disk or snapshot maps.
+    pub(crate) fn first_mapped(&mut self, disk: u64, range: Range<u64>) -> Result<Option<u64>> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(None) };
         tree::first_mapped(&mut self.nodes(&mut Effects::default()), root, range)
     }

@@ -16,6 +16,8 @@ pub struct Memory {
     free: Vec<u64>,
     data: Vec<u32>,
     pub strict: bool,
+    /// Whether shared leaves may change, as when blocks are packed.
+    pub packing: bool,
     pub fail_in: Option<u64>,
     /// Number of calls of `node` and `node_mut`.
     pub loads: u64,
@@ -31,6 +33,7 @@ impl Memory {
             free: Vec::new(),
             data: Vec::new(),
             strict: true,
+            packing: false,
             fail_in: None,
             loads: 0,
             allocations: 0,
@@ -94,7 +97,8 @@ impl Memory {
                         *count == 1
                     }
                     Visit::Extent(extent) => {
-                        for block in extent.physical..extent.physical + extent.blocks {
+                        let stored = extent.stored();
+                        for block in stored.physical..stored.physical + stored.blocks {
                             *data.entry(block).or_default() += 1;
                         }
                         true
@@ -179,7 +183,7 @@ impl NodeStore for Memory {
     }
 
     fn node_mut(&mut self, id: NodeId) -> Result<&mut Block> {
-        let shared = self.references.get(id.0 as usize).is_some_and(|count| *count > 1);
+        let shared = self.references.get(id.0 as usize).is_some_and(|count| *count > 1) && !self.packing;
         assert!(!shared || !self.strict, "node {id} is changed while shared");
         // The page may be new and still empty, so it is not validated.
         self.call()?;

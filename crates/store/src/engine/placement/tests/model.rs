@@ -19,6 +19,7 @@
 mod crash;
 mod metadata;
 mod objects;
+mod packing;
 mod reclaim;
 mod state;
 mod step;
@@ -47,7 +48,19 @@ struct Scenario {
 /// Every action, except those that scenarios of their own explore: appends in two steps, and the space of freed blocks.
 fn everything(action: Action) -> bool {
     use Action::*;
-    !matches!(action, AppendBegin | AppendEnd | GoBegin | Look(..) | LookEnd | PunchBegin(_) | Punch | Reserve(_))
+    !matches!(
+        action,
+        AppendBegin
+            | AppendEnd
+            | GoBegin
+            | Look(..)
+            | LookEnd
+            | PunchBegin(_)
+            | Punch
+            | Reserve(_)
+            | PackBegin(..)
+            | PackEnd
+    )
 }
 
 /// The actions of a scenario with appends that a power cut may tear. A write that bypasses the buffer needs no journal,
@@ -160,7 +173,7 @@ fn thick_disk(action: Action) -> bool {
         || matches!(action, Write(0, _) | Discard(0, _) | Snapshot | Delete(2) | Drop)
 }
 
-const SCENARIOS: [Scenario; 14] = [
+const SCENARIOS: [Scenario; 16] = [
     Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
     Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
     Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
@@ -174,6 +187,8 @@ const SCENARIOS: [Scenario; 14] = [
     Scenario { name: "torn appends, a clone", begin: ModelState::shared, allowed: torn_appends },
     Scenario { name: "reads of freed blocks", begin: ModelState::plain, allowed: freed_blocks },
     Scenario { name: "detach and revert", begin: ModelState::linked, allowed: origin },
+    Scenario { name: "packing, one disk", begin: ModelState::plain, allowed: packing::packing },
+    Scenario { name: "packing, blocks shared", begin: ModelState::divided, allowed: packing::packing },
     Scenario { name: "a thick disk", begin: ModelState::thick, allowed: thick_disk },
 ];
 

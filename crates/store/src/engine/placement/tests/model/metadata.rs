@@ -59,6 +59,7 @@ pub enum Op {
     Backed { block: usize, backed: bool },
     Written { disk: usize, logical: usize, block: usize, value: Value },
     Unwritten { disk: usize, logical: usize, block: usize },
+    Pack { from: usize, to: usize, content: Content },
 }
 
 impl Op {
@@ -98,6 +99,8 @@ pub struct ModelEntry {
     pub suspect: bool,
     /// Whether the block has no space in the file system.
     pub unbacked: bool,
+    /// Whether the block is a pack.
+    pub packed: bool,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -300,6 +303,19 @@ impl Metadata {
                 self.entries[block].sum = Content::default();
             }
             Op::Backed { block, backed } => self.entries[block].unbacked = !backed,
+            Op::Pack { from, to, content } => {
+                self.given_twice |= self.entries[to].references > 0;
+                let mut references = 0;
+                for node in self.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
+                    for slot in node.slots.iter_mut().filter(|slot| **slot == Some(from as u8)) {
+                        *slot = Some(to as u8);
+                        references += 1;
+                    }
+                }
+                self.entries[to] = ModelEntry { references, sum: content, packed: true, ..ModelEntry::default() };
+                self.entries[from].references = 0;
+                effects.freed.push(from);
+            }
             Op::Trash { object } => self.objects[TRASH] = std::mem::take(&mut self.objects[object]),
             Op::Drop => {
                 let root = std::mem::take(&mut self.objects[TRASH]).root;
@@ -414,7 +430,8 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
         | Op::MapData { block, .. }
         | Op::Written { block, .. }
         | Op::OverwriteData { block, .. }
-        | Op::Checksums { block, .. } => {
+        | Op::Checksums { block, .. }
+        | Op::Pack { to: block, .. } => {
             doubts.told(block as u64);
             block
         }

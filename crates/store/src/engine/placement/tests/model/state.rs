@@ -146,6 +146,7 @@ pub struct ModelState {
     pub closed: Option<Layer>,
     pub batch: Option<Batch>,
     pub through: Option<Through>,
+    pub packing: Option<packing::Packing>,
     pub payload_home: Option<(usize, Value)>,
     pub permits: [bool; BLOCKS],
     pub written: u8,
@@ -333,6 +334,10 @@ impl ModelState {
             key.flags(&[through.new]);
             key.value(through.value);
         }
+        if let Some(packing) = self.packing {
+            key.bytes.extend([8, packing.from as u8, packing.to as u8, packing.references]);
+            key.content(packing.content);
+        }
         if let Some((block, value)) = self.payload_home {
             key.bytes.extend([3, block as u8]);
             key.value(value);
@@ -405,7 +410,7 @@ impl Key {
             // The table entry of a free block has no influence on later steps.
             if entry.references > 0 {
                 self.content(entry.sum);
-                self.flags(&[entry.suspect]);
+                self.flags(&[entry.suspect, entry.packed]);
                 self.option(logged);
             }
         }
@@ -438,6 +443,10 @@ impl Key {
             Op::Backed { block, backed } => (16, block, usize::from(backed), 0, 0),
             Op::Written { disk, logical, block, value } => (17, disk, logical, block, value),
             Op::Unwritten { disk, logical, block } => (18, disk, logical, block, 0),
+            Op::Pack { from, to, content } => {
+                self.value(content.1);
+                (19, from, to, 0, content.0)
+            }
         };
         self.bytes.extend([code, a as u8, b as u8, c as u8]);
         self.value(value);

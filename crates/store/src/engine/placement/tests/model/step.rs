@@ -53,6 +53,10 @@ pub enum Action {
     AppendEnd,
     /// Write-back begins to announce the overwrites of the batch, and a power cut may tear the announcement.
     GoBegin,
+    /// The content of the block that a disk maps is copied to a new block.
+    PackBegin(usize, usize),
+    /// The new block is mapped instead.
+    PackEnd,
     /// A power cut and recovery; the number selects which writes the medium has kept.
     Crash(u16),
 }
@@ -83,6 +87,9 @@ pub enum Fault {
     WritesBeforeAnnouncement,
     FilledAsOverwrite,
     JoinsIgnored,
+    PackedBeforePayload,
+    PackedUnclaimed,
+    PackedBeforeDurable,
 }
 
 /// A description of the error.
@@ -158,7 +165,7 @@ impl Rules {
         };
         let placement = place(BlockState {
             references: u32::from(state.now.entries[block].references),
-            shared_path: path.iter().any(shared),
+            shared_path: path.iter().any(shared) || state.now.entries[block].packed,
             held: state.held[block] && !self.has(Fault::BlockHoldsIgnored),
             in_flight: state.in_flight.contains(block as u64) && !self.has(Fault::InFlightIgnored),
             unwritten: state.now.is_unwritten(disk, logical) && !self.has(Fault::FilledAsOverwrite),
@@ -167,7 +174,7 @@ impl Rules {
     }
 
     /// Allocates a block; an error if recovery would find the block in use.
-    fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
+    pub fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
         let usable = |block: &usize| !state.taken[*block] && !state.now.entries[*block].unbacked;
         let Some(block) = (0..BLOCKS).find(usable) else { return Ok(None) };
         let (durable, _) = replay(&state.base, &state.journal, state.ordered);
@@ -246,6 +253,7 @@ impl Rules {
         self.object_changes(state, &mut out);
         self.more_appends(state, &mut out);
         self.reclaims(state, &mut out);
+        self.packs(state, &mut out);
         if state.payload_home.is_none() {
             out.extend((0..BLOCKS).filter(|block| state.now.logged[*block].is_some()).map(PayloadBegin));
         }
@@ -415,6 +423,7 @@ impl Rules {
             }
             AppendBegin | AppendEnd | GoBegin => return Ok(self.append_in_steps(next, action)),
             Look(..) | LookEnd | PunchBegin(_) | Punch | Reserve(_) => return self.reclaim(next, action),
+            PackBegin(..) | PackEnd => return self.pack(next, action),
             Crash(_) => return Ok(None),
         }
         Ok(Some(next))
@@ -511,6 +520,7 @@ impl Rules {
                     let (block, path) = state.now.lookup(disk, logical);
                     let alone = |block: usize| {
                         state.now.entries[block].references == 1
+                            && !state.now.entries[block].packed
                             && path.iter().all(|node| state.now.nodes[node.0 as usize].references == 1)
                     };
                     let gate = state.synced;

@@ -1,0 +1,259 @@
+//! Packing: compresses cold blocks of a disk or snapshot in the background.
+//!
+//! A step takes the plain blocks of a few adjacent logical blocks, writes a pack with their content to newly allocated
+//! blocks, and then maps the pack in every leaf that mapped the plain blocks, with one operation ([`Operation::Pack`]).
+//! The plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
+//! nothing.
+//!
+//! What must hold:
+//!
+//! 1. A pack is written once, whole, into newly allocated blocks, and is never overwritten: extents of packs count as
+//!    shared ([`tree::lookup_exclusive`](crate::tree::lookup_exclusive)).
+//! 2. From the plan to the end of the operation, the plain blocks are marked as in flight. So no other write of these
+//!    blocks begins: new content goes to other blocks, and journalled payload waits. The operation is carried out only
+//!    if all leaves still map the plain blocks, and no payload was journalled for them meanwhile.
+//! 3. The content is verified against the checksums in the table before it is packed.
+//! 4. The operation waits until the pack is durable, like an operation on any new block.
+//! 5. While blocks are marked, the thread waits for nothing that may wait for a checkpoint, because a checkpoint waits
+//!    for payload of marked blocks. So space is claimed before, and the marks are removed before the thread waits for
+//!    room in the journal or for nodes.
+//! 6. No block is packed that a buffered write may overwrite: such a write may have been acknowledged without a claim
+//!    on a free block, because it would overwrite the block in place. So the buffers are locked during the operation.
+//! 7. The superblock says that the datastore may have packs before the first operation.
+
+mod plan;
+
+use super::Engine;
+use super::log::Cost;
+use super::reserve::KEPT;
+use crate::catalog::{ObjectState, Provisioning};
+use crate::journal::Operation;
+use crate::pack::{BLOCKS_MAX, Packer};
+use crate::space::Run;
+use crate::sync::atomic::Ordering;
+use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use backend::{BLOCK_SIZE, Buffer};
+use plan::{Plan, Planned};
+use std::ops::Range;
+
+/// Blocks that are packed together (128 KiB). A read of one block reads the whole pack.
+const WINDOW: u64 = 32;
+/// Blocks that are packed together if a leaf that several trees share has no room for more entries: an extent of any
+/// length then becomes one entry.
+const WINDOW_WIDE: u64 = BLOCKS_MAX as u64;
+/// A pack is written only if it takes at most this many of eight parts of the plain blocks.
+const WORTH_EIGHTHS: u64 = 7;
+
+/// What a step of packing has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PackStep {
+    /// Logical block with which the next step begins.
+    pub next: u64,
+    /// Blocks that were read.
+    pub read: u64,
+    /// Blocks that were packed.
+    pub packed: u64,
+    /// Blocks in which they are stored now.
+    pub stored: u64,
+}
+
+/// The outcome of an attempt to write a pack.
+enum Outcome {
+    /// The pack is in the map.
+    Packed { stored: u64 },
+    /// The content is not worth packing, cannot be read, or changed meanwhile.
+    Left,
+    /// There was no room for an operation of this cost.
+    Refused(Cost),
+    /// There were not this many free nodes.
+    Nodes(u64),
+}
+
+impl Engine {
+    /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`. The caller repeats the call
+    /// until `next` has reached the end of the range.
+    ///
+    /// # Errors
+    /// `Unsupported` for a thick disk, because its writes must never need new space.
+    pub fn pack_step(&self, object: u64, range: Range<u64>, packer: &mut Packer) -> Result<PackStep> {
+        let _one = self.packing.lock();
+        self.check_running()?;
+        self.pace()?;
+        let thick = self.with_catalog(|catalog| {
+            let object = catalog.whole(object)?;
+            Ok::<_, Error>(object.state == ObjectState::Disk && object.provisioning != Provisioning::Thin)
+        })?;
+        if thick {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a thick disk is not compressed: its space is reserved so that its writes never need new space",
+            ));
+        }
+        let Some(first) = self.meta.look(|meta| meta.first_mapped(object, range.clone()))? else {
+            return Ok(PackStep { next: range.end, ..PackStep::default() });
+        };
+        let around = |width: u64| first - first % width..(first - first % width + width).min(range.end.max(first + 1));
+        let next = around(WINDOW).end;
+        for window in [around(WINDOW), around(WINDOW_WIDE)] {
+            let plan = match self.meta.look(|meta| meta.plan_pack(object, window.clone(), false))? {
+                Planned::Nothing => break,
+                Planned::NoRoom => continue,
+                Planned::Pack(plan) => plan,
+            };
+            let read = plan.count();
+            self.allow_packs()?;
+            return match self.pack_planned(object, &window, &plan, packer)? {
+                Outcome::Packed { stored } => {
+                    self.bound_pending()?;
+                    Ok(PackStep { next, read, packed: plan.count(), stored })
+                }
+                Outcome::Left => Ok(PackStep { next, read, ..PackStep::default() }),
+                Outcome::Refused(cost) => {
+                    self.make_room(cost)?;
+                    Ok(PackStep { next: first, ..PackStep::default() })
+                }
+                Outcome::Nodes(nodes) => {
+                    self.make_spare(nodes, KEPT)?;
+                    Ok(PackStep { next: first, ..PackStep::default() })
+                }
+            };
+        }
+        Ok(PackStep { next, ..PackStep::default() })
+    }
+
+    /// Marks the plain blocks of a plan as in flight, and writes the pack.
+    fn pack_planned(&self, object: u64, window: &Range<u64>, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
+        let most = plan.count() * WORTH_EIGHTHS / 8;
+        let _claim = match self.claim_blocks(most) {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                // The blocks that earlier steps have freed can be used once these steps are durable.
+                self.commit_changes()?;
+                self.claim_blocks(most)?
+            }
+            claim => claim?,
+        };
+        let _bulk = self.writeback.share_bulk();
+        let _guard = {
+            let mut meta = self.meta.lock();
+            match meta.plan_pack(object, window.clone(), false)? {
+                Planned::Pack(now) if now == *plan => {}
+                _ => return Ok(Outcome::Left),
+            }
+            plan.runs().for_each(|run| meta.in_flight.claim(run));
+            meta.freed.guard()
+        };
+        let outcome = self.pack_claimed(object, window, plan, packer);
+        let mut meta = self.meta.lock();
+        plan.runs().for_each(|run| meta.in_flight.release(run));
+        drop(meta);
+        outcome
+    }
+
+    fn pack_claimed(&self, object: u64, window: &Range<u64>, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
+        let Some(content) = self.read_sources(plan)? else { return Ok(Outcome::Left) };
+        let mut blocks: Vec<Option<&[u8]>> = vec![None; plan.blocks as usize];
+        let mut parts = content.chunks_exact(BLOCK_SIZE);
+        for source in &plan.sources {
+            let first = usize::from(source.index);
+            blocks[first..first + source.run.blocks as usize].fill_with(|| parts.next());
+        }
+        let pack = Buffer::copy_of(&packer.pack(&blocks));
+        let stored = (pack.len() / BLOCK_SIZE) as u64;
+        if stored * 8 > plan.count() * WORTH_EIGHTHS || stored >= BLOCKS_MAX as u64 {
+            return Ok(Outcome::Left);
+        }
+        let run = {
+            let _fetch = self.meta.bring_in(|meta| meta.survey_allocation(stored));
+            let mut meta = self.meta.lock();
+            let run = self.allocate(&mut meta, stored)?;
+            if run.blocks < stored {
+                self.release_new(&mut meta, Some(run));
+                return Ok(Outcome::Left);
+            }
+            self.update_headroom(&meta);
+            run
+        };
+        let located = self.files.locate(run);
+        let (file, offset) = located.inspect_err(|_| self.release_new(&mut self.meta.lock(), Some(run)))?;
+        file.write_at(&[&pack], offset, false)
+            .during(|| format!("writing a pack of {} blocks", run.blocks))
+            .map_err(|error| self.stop(error))?;
+        self.files.touch(run);
+        self.counters.blocks_written.fetch_add(run.blocks, Ordering::Relaxed);
+        let gate = self.log.clocks.wrote_home();
+        self.map_pack(object, window, plan, run, pack.chunks_exact(BLOCK_SIZE).map(checksum).collect(), gate)
+    }
+
+    /// Maps the written pack, unless the plan is no longer valid.
+    fn map_pack(
+        &self,
+        object: u64,
+        window: &Range<u64>,
+        plan: &Plan,
+        run: Run,
+        checksums: Vec<u32>,
+        gate: u64,
+    ) -> Result<Outcome> {
+        let operation = Operation::Pack {
+            logical: plan.logical,
+            blocks: plan.blocks,
+            run,
+            checksums,
+            sources: plan.sources.clone(),
+            objects: plan.objects.clone(),
+        };
+        let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
+        let mut disks = plan.objects.clone();
+        disks.sort_unstable();
+        let heads: Vec<_> = disks.into_iter().filter_map(|disk| self.buffers.find(disk)).collect();
+        let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
+        let mut meta = self.meta.lock();
+        if !buffers.iter().all(|buffer| buffer.layers.is_free(window)) {
+            self.release_new(&mut meta, Some(run));
+            return Ok(Outcome::Left);
+        }
+        let checked = meta.plan_pack(object, window.clone(), true).and_then(|now| {
+            let still = matches!(now, Planned::Pack(now) if now == *plan);
+            Ok((still, meta.nodes_of(&operation)?))
+        });
+        let (still, nodes) = checked.inspect_err(|_| self.release_new(&mut meta, Some(run)))?;
+        if !still || !self.are_spare(&meta, nodes, KEPT) {
+            self.release_new(&mut meta, Some(run));
+            return Ok(if still { Outcome::Nodes(nodes) } else { Outcome::Left });
+        }
+        let refused = self.try_carry_out_new(&mut meta, operation, gate)?;
+        self.update_headroom(&meta);
+        Ok(match refused {
+            None => Outcome::Packed { stored: run.blocks },
+            Some(cost) => Outcome::Refused(cost),
+        })
+    }
+
+    /// Reads and verifies the plain blocks of a plan. `None` if a block is damaged: it stays where it is, so that reads
+    /// and checks report it.
+    fn read_sources(&self, plan: &Plan) -> Result<Option<Buffer>> {
+        let mut content = Buffer::recycled(plan.count() as usize);
+        let mut at = 0;
+        for run in plan.runs() {
+            let (file, offset) = self.files.locate(run)?;
+            let end = at + run.blocks as usize * BLOCK_SIZE;
+            if let Err(error) = file.read_at(&mut content[at..end], offset) {
+                tracing::warn!(%error, block = run.start, "blocks are not compressed, because they cannot be read");
+                return Ok(None);
+            }
+            at = end;
+        }
+        let matches = content.chunks_exact(BLOCK_SIZE).map(checksum).eq(plan.checksums.iter().copied());
+        Ok(matches.then_some(content))
+    }
+
+    /// Makes the datastore one that may have packs.
+    fn allow_packs(&self) -> Result<()> {
+        if self.log.has_packs() {
+            return Ok(());
+        }
+        let _checkpoints = self.log.lock_checkpoints();
+        self.check_owner()?;
+        self.log.allow_packs().map_err(|error| self.stop(error))
+    }
+}

@@ -1,0 +1,202 @@
+//! Which blocks of a window are packed together, and in which trees.
+//!
+//! What must hold:
+//!
+//! 1. A block is packed only if every leaf that maps it is known, because only then the block becomes free: as many
+//!    leaves map it as it has references.
+//! 2. A block with content that is not settled is not packed: a suspect block, a block with a write under way, with
+//!    journalled payload that is not written to it, or that a pending operation concerns.
+//! 3. A block that a thick disk or a snapshot of one maps is not packed, because a later write of the disk, perhaps
+//!    after it was reverted, would need new space.
+
+use crate::Result;
+use crate::catalog::{ObjectState, Provisioning};
+use crate::engine::Meta;
+use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
+use crate::journal::PACK_OBJECTS_MAX;
+use crate::space::{FILE_BLOCKS, Run};
+use crate::tree::{self, NodeId, PhysicalRun, Source};
+use rustc_hash::FxHashSet;
+use std::ops::Range;
+
+/// What is packed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Plan {
+    /// Logical block with index 0.
+    pub logical: u64,
+    /// Number of indexes.
+    pub blocks: u64,
+    /// The blocks, ascending by index.
+    pub sources: Vec<Source>,
+    /// CRC32C of each block.
+    pub checksums: Vec<u32>,
+    /// A disk or snapshot for each leaf that maps the blocks.
+    pub objects: Vec<u64>,
+}
+
+impl Plan {
+    /// Number of blocks that are packed.
+    pub fn count(&self) -> u64 {
+        self.checksums.len() as u64
+    }
+
+    /// The plain blocks.
+    pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
+        self.sources.iter().map(|source| Run { start: source.run.physical, blocks: source.run.blocks })
+    }
+}
+
+/// The result of planning.
+pub(super) enum Planned {
+    /// Fewer than two blocks can be packed.
+    Nothing,
+    /// The entries of the pack do not fit into a leaf.
+    NoRoom,
+    Pack(Plan),
+}
+
+/// A plain block that may be packed.
+#[derive(Clone, Copy)]
+struct Candidate {
+    physical: u64,
+    checksum: u32,
+    /// Its references from leaves that were not found yet.
+    left: u32,
+}
+
+/// A tree that may map the blocks.
+struct Tree {
+    object: u64,
+    root: NodeId,
+    thick: bool,
+}
+
+impl Meta {
+    /// The trees of all disks and snapshots, beginning with that of `object`.
+    fn trees(&self, object: u64) -> Vec<Tree> {
+        let readable = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
+        let trees = self.catalog.objects().filter(|object| readable(object.state)).filter_map(|object| {
+            let thick = object.provisioning != Provisioning::Thin;
+            Some(Tree { object: object.id, root: object.root?, thick })
+        });
+        let mut trees: Vec<Tree> = trees.collect();
+        if let Some(first) = trees.iter().position(|tree| tree.object == object) {
+            trees.swap(0, first);
+        }
+        trees
+    }
+
+    /// Plans a pack of the plain blocks of an object in a window. With `claimed` the caller has marked the blocks as in
+    /// flight.
+    pub(super) fn plan_pack(&mut self, object: u64, window: Range<u64>, claimed: bool) -> Result<Planned> {
+        let mut candidates = self.candidates(object, &window, claimed)?;
+        if candidates.iter().flatten().count() < 2 {
+            return Ok(Planned::Nothing);
+        }
+        let trees = self.trees(object);
+        let any_thick = trees.iter().any(|tree| tree.thick);
+        let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), Vec::new(), Vec::new());
+        let mut effects = Effects::default();
+        let mut nodes = self.nodes(&mut effects);
+        let mut left: u64 = candidates.iter().flatten().map(|candidate| u64::from(candidate.left)).sum();
+        for Tree { object, root, thick } in trees {
+            if left == 0 && !any_thick {
+                break;
+            }
+            let (mut position, mut maps) = (window.start, false);
+            while position < window.end {
+                let leaf = tree::leaf_of(&mut nodes, root, position..window.end)?;
+                let new = seen.insert(leaf.id);
+                let mut maps_here = false;
+                for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
+                    for at in 0..mapping.blocks {
+                        let slot = &mut candidates[(mapping.logical + at - window.start) as usize];
+                        let Some(candidate) = slot.as_mut().filter(|slot| slot.physical == mapping.physical + at)
+                        else {
+                            continue;
+                        };
+                        if thick {
+                            left -= u64::from(candidate.left);
+                            *slot = None;
+                        } else if new {
+                            left -= u64::from(candidate.left.min(1));
+                            candidate.left = candidate.left.saturating_sub(1);
+                            maps_here = true;
+                        }
+                    }
+                }
+                if maps_here {
+                    leaves.push((leaf.id, leaf.shared));
+                    maps = true;
+                }
+                position = leaf.upper;
+            }
+            if maps {
+                objects.push(object);
+            }
+        }
+        let (sources, checksums) = sources(&candidates);
+        // The cost of the operation counts two leaves of each tree.
+        if checksums.len() < 2 || objects.len() > PACK_OBJECTS_MAX || leaves.len() > 2 * objects.len() {
+            return Ok(Planned::Nothing);
+        }
+        let mut splits = 0;
+        for (leaf, shared) in leaves {
+            if !tree::fits(&mut nodes, leaf, window.clone(), &sources)? {
+                splits += 1;
+                if shared || splits > PACK_SPLITS_MAX {
+                    return Ok(Planned::NoRoom);
+                }
+            }
+        }
+        let blocks = window.end - window.start;
+        Ok(Planned::Pack(Plan { logical: window.start, blocks, sources, checksums, objects }))
+    }
+
+    /// The plain blocks of an object in a window with settled content.
+    fn candidates(&mut self, object: u64, window: &Range<u64>, claimed: bool) -> Result<Vec<Option<Candidate>>> {
+        let mut candidates = vec![None; (window.end - window.start) as usize];
+        let Some(root) = self.catalog.whole(object)?.root else { return Ok(candidates) };
+        let mut extents = Vec::new();
+        tree::lookup(&mut self.nodes(&mut Effects::default()), root, window.clone(), &mut extents)?;
+        for extent in extents.iter().filter(|extent| extent.packed.is_none() && !extent.unwritten) {
+            for at in 0..extent.blocks {
+                let physical = extent.physical + at;
+                let entry = self.entry(physical)?;
+                let settled = entry.references > 0
+                    && !entry.suspect
+                    && !entry.held
+                    && (claimed || !self.in_flight.contains(physical))
+                    && !self.logged.contains_key(&physical);
+                if settled {
+                    let candidate = Candidate { physical, checksum: entry.checksum, left: entry.references };
+                    candidates[(extent.logical + at - window.start) as usize] = Some(candidate);
+                }
+            }
+        }
+        Ok(candidates)
+    }
+}
+
+/// The candidates of which all leaves were found, as runs, and their checksums.
+fn sources(candidates: &[Option<Candidate>]) -> (Vec<Source>, Vec<u32>) {
+    let (mut sources, mut checksums) = (Vec::<Source>::new(), Vec::new());
+    for (index, candidate) in candidates.iter().enumerate() {
+        let Some(candidate) = candidate.filter(|candidate| candidate.left == 0) else { continue };
+        checksums.push(candidate.checksum);
+        match sources.last_mut() {
+            Some(Source { index: first, run })
+                if usize::from(*first) + run.blocks as usize == index
+                    && run.physical + run.blocks == candidate.physical
+                    && !candidate.physical.is_multiple_of(FILE_BLOCKS) =>
+            {
+                run.blocks += 1;
+            }
+            _ => {
+                let run = PhysicalRun { physical: candidate.physical, blocks: 1 };
+                sources.push(Source { index: index as u8, run });
+            }
+        }
+    }
+    (sources, checksums)
+}

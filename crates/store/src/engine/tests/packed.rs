@@ -1,0 +1,465 @@
+//! Packs: the content of disks, snapshots and clones stays the same whatever is packed, overwritten, deleted or cut off
+//! in between, and the space of a pack is free when nothing maps it any more.
+//!
+//! `LAMINA_PACKED` sets the number of random histories, `LAMINA_PACKED_FROM` the first seed.
+
+use super::between::before_next;
+use super::*;
+use crate::engine::log::VERSION_PACKS;
+use crate::pack::{Codec, Packer};
+use backend::simulated::{Request, SimulatedOptions};
+use std::collections::BTreeMap;
+
+/// The content of a block of a disk or snapshot.
+type Content = BTreeMap<u64, u8>;
+
+fn packer() -> Packer {
+    Packer::new(Codec::Lz4).unwrap()
+}
+
+/// Packs a range of an object. Returns how many blocks were packed, and into how many.
+fn pack(engine: &Engine, object: u64, range: std::ops::Range<u64>) -> (u64, u64) {
+    let (mut packed, mut stored, mut at) = (0, 0, range.start);
+    let mut packer = packer();
+    while at < range.end {
+        let step = engine.pack_step(object, at..range.end, &mut packer).unwrap();
+        (packed, stored, at) = (packed + step.packed, stored + step.stored, step.next);
+    }
+    (packed, stored)
+}
+
+/// Makes everything that was written durable, and the freed blocks reusable.
+fn quiet(engine: &Engine) {
+    for disk in engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect::<Vec<u64>>()) {
+        engine.settle(&engine.head(disk)).unwrap();
+    }
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+}
+
+/// A store with one disk, of which the first blocks are written.
+fn filled(blocks: u64) -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = made();
+    (0..blocks).for_each(|block| write(&engine, block, block as u8));
+    quiet(&engine);
+    (disk, engine)
+}
+
+fn holds(engine: &Engine, object: u64, logical: u64) -> Result<u8> {
+    let snapshot = engine.with_catalog(|catalog| catalog.get(object).unwrap().is_snapshot());
+    let plan = |range| match snapshot {
+        true => engine.plan_snapshot(object, range),
+        false => engine.plan_head(&engine.head(object), range),
+    };
+    let block = engine.read_blocks("object", logical..logical + 1, &plan)?;
+    assert!(block.iter().all(|byte| *byte == block[0]));
+    Ok(block[0])
+}
+
+/// The stored run of the extent of a block, and whether it is a pack.
+fn place(engine: &Engine, object: u64, logical: u64) -> (Run, bool) {
+    let mut meta = engine.meta.lock();
+    let root = meta.catalog.get(object).unwrap().root.unwrap();
+    let mut extents = Vec::new();
+    crate::tree::lookup(&mut meta.nodes(&mut Default::default()), root, logical..logical + 1, &mut extents).unwrap();
+    let stored = extents[0].stored();
+    (Run { start: stored.physical, blocks: stored.blocks }, extents[0].packed.is_some())
+}
+
+fn references(engine: &Engine, block: u64) -> u32 {
+    engine.meta.lock().entry(block).unwrap().references
+}
+
+#[test]
+fn packed_blocks_take_less_space_and_are_read_as_before() {
+    for codec in [Codec::Lz4, Codec::Zstd(3)] {
+        let (disk, engine) = filled(100);
+        let before = engine.counts().data.used;
+        let mut packer = Packer::new(codec).unwrap();
+        let mut at = 0;
+        while at < BLOCKS {
+            at = engine.pack_step(1, at..BLOCKS, &mut packer).unwrap().next;
+        }
+        quiet(&engine);
+        assert!(engine.counts().data.used < before / 10, "{} of {before}", engine.counts().data.used);
+        (0..100).for_each(|block| assert_eq!(value(&engine, block).unwrap(), block as u8));
+        is_whole(&engine);
+        // A second pass finds nothing to do.
+        assert_eq!(pack(&engine, 1, 0..BLOCKS), (0, 0));
+        engine.close().unwrap();
+        let engine = open(&disk).unwrap();
+        (0..100).for_each(|block| assert_eq!(value(&engine, block).unwrap(), block as u8));
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn a_pack_is_found_by_replay_after_a_kill() {
+    let (disk, engine) = filled(64);
+    assert_eq!(pack(&engine, 1, 0..64), (64, 2));
+    write(&engine, 5, 200);
+    engine.flush().unwrap();
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert!(place(&engine, 1, 40).1);
+    (0..64).for_each(|block| assert_eq!(value(&engine, block).unwrap(), if block == 5 { 200 } else { block as u8 }));
+    is_whole(&engine);
+}
+
+#[test]
+fn a_power_cut_at_any_operation_of_packing_loses_nothing() {
+    for seed in 0..3 {
+        for cut in 0.. {
+            if cut_off(seed, cut) {
+                break;
+            }
+        }
+    }
+}
+
+/// Packs blocks, flushes, and cuts the power after `cut` operations of the medium. True if everything was done before.
+fn cut_off(seed: u64, cut: u64) -> bool {
+    let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!(add_disk(&engine, "vm", BLOCKS, Provisioning::Thin), 1);
+    (0..40).for_each(|block| write(&engine, block, block as u8));
+    quiet(&engine);
+    disk.cut_after(disk.operations() + cut);
+    let done = engine.pack_step(1, 0..40, &mut packer()).and_then(|_| engine.commit_changes()).is_ok();
+    let ended = !disk.is_off();
+    let engine = open(&disk.crash()).unwrap();
+    (0..40).for_each(|block| assert_eq!(value(&engine, block).unwrap(), block as u8, "cut {cut}"));
+    is_whole(&engine);
+    assert!(!ended || done && place(&engine, 1, 0).1);
+    ended
+}
+
+#[test]
+fn an_overwritten_block_of_a_pack_gets_a_place_of_its_own() {
+    let (_disk, engine) = filled(32);
+    assert_eq!(pack(&engine, 1, 0..32), (32, 1));
+    quiet(&engine);
+    let (run, packed) = place(&engine, 1, 0);
+    assert!(packed && references(&engine, run.start) == 1);
+    write(&engine, 10, 200);
+    quiet(&engine);
+    let (own, packed) = place(&engine, 1, 10);
+    assert!(!packed && own != run);
+    // Two entries map the rest of the pack.
+    assert_eq!(references(&engine, run.start), 2);
+    (0..32).for_each(|block| assert_eq!(value(&engine, block).unwrap(), if block == 10 { 200 } else { block as u8 }));
+    // The plain block is overwritten in place from now on.
+    write(&engine, 10, 201);
+    quiet(&engine);
+    assert_eq!(place(&engine, 1, 10).0, own);
+    is_whole(&engine);
+    // The pack is free when its last block is gone.
+    engine.discard_blocks(&engine.head(1), 0..10).unwrap();
+    quiet(&engine);
+    assert_eq!(references(&engine, run.start), 1);
+    engine.discard_blocks(&engine.head(1), 11..32).unwrap();
+    quiet(&engine);
+    assert_eq!((references(&engine, run.start), engine.counts().data.used), (0, 1));
+    is_whole(&engine);
+}
+
+#[test]
+fn shared_blocks_are_packed_for_all_that_share_them() {
+    let (disk, engine) = filled(64);
+    let snapshot = take(&engine, 1, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", BLOCKS)]).unwrap()[0];
+    // The disk gets a leaf of its own, which refers to the same blocks.
+    write(&engine, 3, 200);
+    quiet(&engine);
+    assert_eq!(pack(&engine, clone, 0..64), (64, 2));
+    quiet(&engine);
+    let expected = |object: u64, block: u64| if object == 1 && block == 3 { 200 } else { block as u8 };
+    for object in [1, snapshot, clone] {
+        (0..64).for_each(|block| assert_eq!(holds(&engine, object, block).unwrap(), expected(object, block)));
+    }
+    // Two packs, and the block that the disk has overwritten.
+    assert_eq!(engine.counts().data.used, 3);
+    is_whole(&engine);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    // The snapshot is deleted with its disk.
+    engine.delete_disk(1, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    quiet(&engine);
+    (0..64).for_each(|block| assert_eq!(holds(&engine, clone, block).unwrap(), block as u8));
+    assert_eq!(engine.counts().data.used, 2);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_block_that_a_thick_disk_maps_is_not_packed() {
+    let (_disk, engine) = made();
+    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
+    (0..64).for_each(|block| engine.write_blocks(&engine.head(thick), block, slice(block as u8, 1)).unwrap());
+    quiet(&engine);
+    let refused = engine.pack_step(thick, 0..64, &mut packer()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    let snapshot = take(&engine, thick, "s");
+    quiet(&engine);
+    assert_eq!(pack(&engine, snapshot, 0..64), (0, 0));
+}
+
+#[test]
+fn content_that_is_not_settled_is_not_packed() {
+    let (_disk, engine) = filled(32);
+    // Journalled payload that is not written to its block.
+    write(&engine, 1, 100);
+    engine.flush().unwrap();
+    assert!(!engine.meta.lock().logged.is_empty());
+    assert_eq!(pack(&engine, 1, 0..32).0, 31);
+    (0..32).for_each(|block| assert_eq!(value(&engine, block).unwrap(), if block == 1 { 100 } else { block as u8 }));
+    quiet(&engine);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_block_with_a_buffered_write_is_not_packed() {
+    let (_disk, engine) = filled(64);
+    write(&engine, 7, 200);
+    // The write may have been acknowledged without a claim on a free block.
+    assert_eq!(pack(&engine, 1, 0..64), (32, 1));
+    assert!(!place(&engine, 1, 7).1 && place(&engine, 1, 40).1);
+    quiet(&engine);
+    assert_eq!(value(&engine, 7).unwrap(), 200);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_damaged_block_is_not_packed() {
+    let (disk, engine) = filled(32);
+    let (_, offset) = engine.files.locate(own_block(&engine, 1, 5)).unwrap();
+    disk.flip_bit("data.0000", offset + 100, 1).unwrap();
+    assert_eq!(pack(&engine, 1, 0..32), (0, 0));
+    assert_eq!(value(&engine, 5).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(value(&engine, 6).unwrap(), 6);
+}
+
+#[test]
+fn a_write_during_packing_is_kept() {
+    for request in [Request::Read, Request::Write] {
+        for flushed in [false, true] {
+            let (disk, engine) = filled(64);
+            // The first step also writes the superblock.
+            assert_eq!(pack(&engine, 1, 32..64).0, 32);
+            let other = Arc::clone(&engine);
+            before_next(&disk, request, move || {
+                write(&other, 7, 200);
+                if flushed {
+                    other.flush().unwrap();
+                } else {
+                    other.settle(&other.head(1)).unwrap();
+                }
+            });
+            pack(&engine, 1, 0..32);
+            let is_kept = |engine: &Engine| {
+                for block in 0..32 {
+                    assert_eq!(value(engine, block).unwrap(), if block == 7 { 200 } else { block as u8 });
+                }
+            };
+            is_kept(&engine);
+            quiet(&engine);
+            is_kept(&engine);
+            is_whole(&engine);
+            drop(engine);
+            is_kept(&open(&disk).unwrap());
+        }
+    }
+}
+
+#[test]
+fn damage_to_a_pack_affects_only_the_blocks_in_the_damaged_part() {
+    let (disk, engine) = made();
+    let mut random = Random(1);
+    let mut expected = Vec::new();
+    for block in 0..32 {
+        let mut buffer = Buffer::zeroed(1);
+        buffer[..BLOCK_SIZE / 2].copy_from_slice(&random.bytes(BLOCK_SIZE / 2));
+        expected.push(buffer.to_vec());
+        let data = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
+        engine.write_blocks(&engine.head(1), block, data).unwrap();
+    }
+    quiet(&engine);
+    let (packed, stored) = pack(&engine, 1, 0..32);
+    assert!(packed == 32 && stored > 8);
+    quiet(&engine);
+    let run = place(&engine, 1, 0).0;
+    let (_, offset) = engine.files.locate(Run { start: run.start + 5, blocks: 1 }).unwrap();
+    disk.flip_bit("data.0000", offset + 2000, 3).unwrap();
+    let head = engine.head(1);
+    let read = |block: u64| engine.read_blocks("vm", block..block + 1, &|range| engine.plan_head(&head, range));
+    let failed: Vec<u64> = (0..32).filter(|block| read(*block).is_err()).collect();
+    assert!((1..=3).contains(&failed.len()), "{failed:?}");
+    for block in (0..32).filter(|block| !failed.contains(block)) {
+        assert!(read(block).unwrap()[..] == expected[block as usize][..]);
+    }
+    let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+    assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
+    engine.close().unwrap();
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    for (block, content) in salvage.contents(1, 0..32).unwrap().into_iter().enumerate() {
+        assert_eq!(content, (!failed.contains(&(block as u64))).then(|| expected[block].clone()), "block {block}");
+    }
+}
+
+#[test]
+fn the_superblock_has_the_version_of_packs_from_the_first_pack_on() {
+    let (disk, engine) = made();
+    let version = |disk: &SimulatedDisk| {
+        let file = disk.directory().open("superblock", backend::IoMode::Buffered).unwrap();
+        Superblock::read(&*file).unwrap().0.version
+    };
+    assert_eq!(version(&disk), FORMAT_VERSION);
+    // Nothing to pack.
+    pack(&engine, 1, 0..BLOCKS);
+    quiet(&engine);
+    assert_eq!(version(&disk), FORMAT_VERSION);
+    (0..32).for_each(|block| write(&engine, block, 1));
+    quiet(&engine);
+    pack(&engine, 1, 0..BLOCKS);
+    assert_eq!(version(&disk), VERSION_PACKS);
+    quiet(&engine);
+    engine.close().unwrap();
+    assert_eq!(version(&disk), VERSION_PACKS);
+    drop(open(&disk).unwrap());
+    assert_eq!(version(&disk), VERSION_PACKS);
+}
+
+#[test]
+fn full_leaves_are_split_or_get_wide_packs() {
+    for shared in [false, true] {
+        let (_disk, engine) = made();
+        let big = add_disk(&engine, "big", 1 << 20, Provisioning::Thin);
+        let blocks = 300 * 256;
+        let bulk = BulkWriter::new(&engine, big);
+        let content = |at: u64| -> Vec<u8> { (at..at + 256).flat_map(|block| vec![block as u8; BLOCK_SIZE]).collect() };
+        (0..300).for_each(|extent| bulk.write(extent * 256, &content(extent * 256)).unwrap());
+        quiet(&engine);
+        if shared {
+            take(&engine, big, "s");
+            quiet(&engine);
+        }
+        let (packed, stored) = pack(&engine, big, 0..blocks);
+        assert!(packed == blocks && stored <= blocks / 16, "{packed} {stored}");
+        quiet(&engine);
+        for block in (0..blocks).step_by(97) {
+            assert_eq!(holds(&engine, big, block).unwrap(), block as u8);
+        }
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn the_accounts_show_the_stored_blocks() {
+    let (_disk, engine) = filled(64);
+    let space = |engine: &Engine| engine.accounts(&[1], &|| true).unwrap().space_of(1).unwrap();
+    let before = space(&engine);
+    assert_eq!((before.mapped, before.packed, before.stored), (64, 0, 64));
+    pack(&engine, 1, 0..64);
+    let after = space(&engine);
+    assert_eq!((after.mapped, after.packed, after.stored, after.exclusive), (64, 64, 2, 2));
+    write(&engine, 3, 100);
+    let after = space(&engine);
+    assert_eq!((after.mapped, after.packed, after.stored, after.exclusive), (64, 63, 3, 3));
+}
+
+/// Random histories of writes, discards, snapshots, clones, deletions, packing and restarts, compared with a model.
+#[test]
+fn random_histories_with_packs_keep_every_content() {
+    let number = |name: &str, default| std::env::var(name).map_or(default, |value| value.parse().unwrap());
+    let from = number("LAMINA_PACKED_FROM", 0);
+    for seed in from..from + number("LAMINA_PACKED", 6) {
+        history(seed);
+    }
+}
+
+fn history(seed: u64) {
+    const DISK_BLOCKS: u64 = 600;
+    let disk = formatted();
+    let mut engine = open(&disk).unwrap();
+    let mut random = Random(seed);
+    let mut model: BTreeMap<u64, Content> = BTreeMap::new();
+    let mut names = 0;
+    let mut name = || {
+        names += 1;
+        format!("o{names}")
+    };
+    for _ in 0..3 {
+        model.insert(add_disk(&engine, &name(), DISK_BLOCKS, Provisioning::Thin), Content::new());
+    }
+    for step in 0..700 {
+        let is_snapshot = |id: u64| engine.with_catalog(|catalog| catalog.get(id).unwrap().is_snapshot());
+        let all: Vec<u64> = model.keys().copied().collect();
+        let disks: Vec<u64> = all.iter().copied().filter(|id| !is_snapshot(*id)).collect();
+        let snapshots: Vec<u64> = all.iter().copied().filter(|id| is_snapshot(*id)).collect();
+        let on = disks[random.index(disks.len())];
+        let start = random.below(DISK_BLOCKS);
+        let length = if random.percent(30) { 1 + random.below(200) } else { 1 + random.below(4) };
+        let range = start..(start + length).min(DISK_BLOCKS);
+        match random.below(100) {
+            0..=3 if all.len() < 12 => {
+                let taken = take(&engine, on, &name());
+                model.insert(taken, model[&on].clone());
+            }
+            4..=5 if all.len() < 12 && !snapshots.is_empty() => {
+                let origin = snapshots[random.index(snapshots.len())];
+                let clone = engine.clone_snapshot(origin, &[new_disk(&name(), DISK_BLOCKS)]).unwrap()[0];
+                engine.detach(clone).unwrap();
+                model.insert(clone, model[&origin].clone());
+            }
+            6 if !snapshots.is_empty() => {
+                let gone = snapshots[random.index(snapshots.len())];
+                engine.delete_snapshot(gone).unwrap();
+                model.remove(&gone);
+            }
+            7..=14 => {
+                engine.discard_blocks(&engine.head(on), range.clone()).unwrap();
+                model.get_mut(&on).unwrap().retain(|block, _| !range.contains(block));
+            }
+            15..=30 => {
+                engine.flush().unwrap();
+                let object = all[random.index(all.len())];
+                if is_snapshot(object) {
+                    engine.wait_sealed(object).unwrap();
+                }
+                let from = random.below(DISK_BLOCKS);
+                pack(&engine, object, from..DISK_BLOCKS);
+            }
+            31..=33 => engine.checkpoint().unwrap(),
+            34..=36 => {
+                engine.drop_all_trash().unwrap();
+            }
+            37..=38 => {
+                engine.flush().unwrap();
+                drop(engine);
+                engine = open(&disk).unwrap();
+            }
+            39..=45 => {
+                engine.pump().unwrap();
+            }
+            46..=50 => engine.settle(&engine.head(on)).unwrap(),
+            _ => {
+                let value = 1 + random.below(255) as u8;
+                let blocks = (range.end - range.start) as usize;
+                engine.write_blocks(&engine.head(on), range.start, slice(value, blocks)).unwrap();
+                model.get_mut(&on).unwrap().extend(range.map(|block| (block, value)));
+            }
+        }
+        if step % 100 == 99 {
+            for (object, content) in &model {
+                for block in (0..DISK_BLOCKS).filter(|block| block % 7 == step % 7) {
+                    let expected = content.get(&block).copied().unwrap_or(0);
+                    let found = holds(&engine, *object, block).unwrap();
+                    assert_eq!(found, expected, "seed {seed}, step {step}, object {object}, block {block}");
+                }
+            }
+            is_whole(&engine);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Packs: logical blocks compressed one by one and stored back to back in a run of physical blocks.
+//!
+//! A pack is written once, whole, into newly allocated blocks, and is never overwritten. All numbers are little-endian.
+//!
+//! | offset | size | field |
+//! |---:|---:|---|
+//! | 0 | 4 | magic `LMPK` |
+//! | 4 | 2 | version, 1 |
+//! | 6 | 2 | number of fragments, 1 to 256 |
+//! | 8 | 4 | CRC32C of head and index, with this field zero |
+//! | 12 | 4 | zero |
+//! | 16 | 8 per fragment | index: CRC32C of the content (4), stored bytes (2), codec (1), zero (1) |
+//! | | | the fragments in order, then zeros up to a whole block |
+//!
+//! Codecs: 0 there is no such block in the pack, 1 not compressed, 2 an LZ4 block, 3 a Zstandard frame.
+//!
+//! What must hold: a decoder accepts any bytes, never reads or allocates more than the pack and one block, and returns
+//! only content that has its checksum.
+
+use crate::{Error, ErrorKind, Result, checksum};
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+
+/// The most blocks of a pack.
+pub const BLOCKS_MAX: usize = 256;
+
+const MAGIC: [u8; 4] = *b"LMPK";
+const VERSION: u16 = 1;
+const HEAD: usize = 16;
+const ENTRY: usize = 8;
+const ABSENT: u8 = 0;
+const PLAIN: u8 = 1;
+const LZ4: u8 = 2;
+const ZSTD: u8 = 3;
+
+/// How blocks are compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Codec {
+    /// LZ4: compresses and decompresses fastest.
+    Lz4,
+    /// Zstandard with this level, 1 to 19.
+    Zstd(u8),
+}
+
+impl Codec {
+    /// The highest level of Zstandard. Higher ones need windows that are larger than a block.
+    pub const LEVEL_MAX: u8 = 19;
+    /// The level of Zstandard if none is given.
+    pub const LEVEL_DEFAULT: u8 = 3;
+}
+
+/// Compresses blocks. Keeps the memory of the codec between packs.
+pub struct Packer {
+    codec: Codec,
+    zstd: Option<zstd::bulk::Compressor<'static>>,
+    scratch: Vec<u8>,
+}
+
+impl Packer {
+    /// A packer with a codec.
+    pub fn new(codec: Codec) -> Result<Self> {
+        let failed = |error| Error::io("starting the compressor", error);
+        let zstd = match codec {
+            Codec::Lz4 => None,
+            Codec::Zstd(level) => Some(zstd::bulk::Compressor::new(i32::from(level)).map_err(failed)?),
+        };
+        Ok(Self { codec, zstd, scratch: vec![0; 2 * BLOCK_SIZE] })
+    }
+
+    /// A pack of these blocks, as whole blocks. Blocks that are `None` are not in the pack.
+    pub fn pack(&mut self, blocks: &[Option<&[u8]>]) -> Vec<u8> {
+        debug_assert!(!blocks.is_empty() && blocks.len() <= BLOCKS_MAX);
+        let mut out = vec![0; HEAD + ENTRY * blocks.len()];
+        for (number, block) in blocks.iter().enumerate() {
+            let Some(block) = block else { continue };
+            let at = out.len();
+            let compressed = match self.codec {
+                Codec::Lz4 => lz4_flex::block::compress_into(block, &mut self.scratch).ok(),
+                Codec::Zstd(_) => {
+                    self.zstd.as_mut().and_then(|zstd| zstd.compress_to_buffer(block, &mut self.scratch[..]).ok())
+                }
+            };
+            let codec = match (compressed, self.codec) {
+                (Some(length), codec) if length < BLOCK_SIZE => {
+                    out.extend_from_slice(&self.scratch[..length]);
+                    if codec == Codec::Lz4 { LZ4 } else { ZSTD }
+                }
+                _ => {
+                    out.extend_from_slice(block);
+                    PLAIN
+                }
+            };
+            let length = (out.len() - at) as u16;
+            let entry = &mut out[HEAD + ENTRY * number..][..ENTRY];
+            entry[0..4].copy_from_slice(&checksum(block).to_le_bytes());
+            entry[4..6].copy_from_slice(&length.to_le_bytes());
+            entry[6] = codec;
+        }
+        out[0..4].copy_from_slice(&MAGIC);
+        out[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        out[6..8].copy_from_slice(&(blocks.len() as u16).to_le_bytes());
+        let sum = checksum(&out[..HEAD + ENTRY * blocks.len()]);
+        out[8..12].copy_from_slice(&sum.to_le_bytes());
+        out.resize(out.len().next_multiple_of(BLOCK_SIZE), 0);
+        out
+    }
+}
+
+/// A fragment of a pack.
+struct Fragment {
+    checksum: u32,
+    codec: u8,
+    place: Range<usize>,
+}
+
+/// A pack of which head and index are valid.
+pub struct Pack<'a> {
+    bytes: &'a [u8],
+    fragments: Vec<Fragment>,
+}
+
+#[cold]
+fn damaged(what: &str) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("a pack is damaged: {what}; restore its blocks from a snapshot or backup"))
+}
+
+impl<'a> Pack<'a> {
+    /// Decodes head and index of a pack.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self> {
+        let word = |at: usize| bytes.get(at..at + 4).map(|word| [word[0], word[1], word[2], word[3]]);
+        let half = |at: usize| bytes.get(at..at + 2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+        let (Some(count), Some(version), Some(sum)) = (half(6), half(4), word(8)) else {
+            return Err(damaged("it is too short"));
+        };
+        if word(0) != Some(MAGIC) {
+            return Err(damaged("it does not begin as a pack"));
+        }
+        if version != VERSION {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("a pack has version {version}, this program supports version {VERSION}: use a newer one"),
+            ));
+        }
+        let count = usize::from(count);
+        let index = bytes.get(..HEAD + ENTRY * count).filter(|_| (1..=BLOCKS_MAX).contains(&count));
+        let mut index = index.ok_or_else(|| damaged("its number of blocks is impossible"))?.to_vec();
+        index[8..12].fill(0);
+        if checksum(&index) != u32::from_le_bytes(sum) {
+            return Err(damaged("its index fails its checksum"));
+        }
+        let mut at = index.len();
+        let mut fragments = Vec::with_capacity(count);
+        for entry in index[HEAD..].chunks_exact(ENTRY) {
+            let length = usize::from(u16::from_le_bytes([entry[4], entry[5]]));
+            let place = at..at + length;
+            let possible = match entry[6] {
+                ABSENT => length == 0,
+                PLAIN => length == BLOCK_SIZE,
+                LZ4 | ZSTD => length > 0 && length < BLOCK_SIZE,
+                _ => false,
+            };
+            if !possible || place.end > bytes.len() || entry[7] != 0 {
+                return Err(damaged("its index has an impossible entry"));
+            }
+            at = place.end;
+            let checksum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
+            fragments.push(Fragment { checksum, codec: entry[6], place });
+        }
+        Ok(Self { bytes, fragments })
+    }
+
+    /// Decodes blocks by their indexes. `out` has room for all of them. Returns their checksums.
+    pub fn read(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
+        let fragments = self.fragments.get(blocks).ok_or_else(|| damaged("it has fewer blocks than the map says"))?;
+        let mut sums = Vec::with_capacity(fragments.len());
+        let mut zstd = None;
+        for (fragment, out) in fragments.iter().zip(out.chunks_exact_mut(BLOCK_SIZE)) {
+            let stored = &self.bytes[fragment.place.clone()];
+            let length = match fragment.codec {
+                PLAIN => {
+                    out.copy_from_slice(stored);
+                    Some(BLOCK_SIZE)
+                }
+                LZ4 => lz4_flex::block::decompress_into(stored, out).ok(),
+                ZSTD => {
+                    if zstd.is_none() {
+                        let failed = |error| Error::io("starting the decompressor", error);
+                        zstd = Some(zstd::bulk::Decompressor::new().map_err(failed)?);
+                    }
+                    zstd.as_mut().and_then(|zstd| zstd.decompress_to_buffer(stored, out).ok())
+                }
+                _ => None,
+            };
+            if length != Some(BLOCK_SIZE) || checksum(out) != fragment.checksum {
+                return Err(damaged("a block in it cannot be decompressed, or fails its checksum"));
+            }
+            sums.push(fragment.checksum);
+        }
+        Ok(sums)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,62 @@
+//! Packs in memory: every block is read as it was written, and damage gives the content or an error.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use testkit::Random;
+
+/// Blocks of different compressibility; the last one cannot be compressed.
+fn blocks(count: usize) -> Vec<Vec<u8>> {
+    let mut random = Random::new(7);
+    (0..count)
+        .map(|number| {
+            let noise = if number + 1 == count { BLOCK_SIZE } else { number * 97 % (BLOCK_SIZE / 2) };
+            let mut block = vec![number as u8; BLOCK_SIZE];
+            block[..noise].iter_mut().for_each(|byte| *byte = random.next() as u8);
+            block
+        })
+        .collect()
+}
+
+#[test]
+fn every_block_of_a_pack_is_read_as_it_was_written() {
+    for codec in [Codec::Lz4, Codec::Zstd(1), Codec::Zstd(Codec::LEVEL_MAX)] {
+        for count in [1, 2, 33, BLOCKS_MAX] {
+            let blocks = blocks(count);
+            let all: Vec<Option<&[u8]>> =
+                blocks.iter().enumerate().map(|(i, block)| (i % 5 != 3).then_some(&block[..])).collect();
+            let bytes = Packer::new(codec).unwrap().pack(&all);
+            assert!(bytes.len().is_multiple_of(BLOCK_SIZE));
+            let pack = Pack::decode(&bytes).unwrap();
+            for (i, block) in all.iter().enumerate() {
+                let mut out = vec![0xee; BLOCK_SIZE];
+                let read = pack.read(i..i + 1, &mut out);
+                match block {
+                    Some(block) => assert!(read.unwrap() == [checksum(block)] && out == **block),
+                    None => assert_eq!(read.unwrap_err().kind(), ErrorKind::Corrupt),
+                }
+            }
+            assert!(pack.read(count..count + 1, &mut vec![0; BLOCK_SIZE]).is_err());
+        }
+    }
+}
+
+#[test]
+fn a_pack_with_a_changed_byte_gives_its_content_or_an_error() {
+    for codec in [Codec::Lz4, Codec::Zstd(3)] {
+        let blocks = blocks(4);
+        let all: Vec<Option<&[u8]>> = blocks.iter().map(|block| Some(&block[..])).collect();
+        let mut bytes = Packer::new(codec).unwrap().pack(&all);
+        for at in 0..bytes.len() {
+            bytes[at] ^= 1 << (at % 8);
+            let mut out = vec![0; 4 * BLOCK_SIZE];
+            if Pack::decode(&bytes).and_then(|pack| pack.read(0..4, &mut out)).is_ok() {
+                assert!(out == blocks.concat(), "byte {at}");
+            } else if at < HEAD {
+                assert!(Pack::decode(&bytes).is_err(), "byte {at}");
+            }
+            bytes[at] ^= 1 << (at % 8);
+        }
+        (0..HEAD + ENTRY).for_each(|length| assert!(Pack::decode(&bytes[..length]).is_err()));
+    }
+}

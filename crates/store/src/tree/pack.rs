@@ -1,0 +1,119 @@
+//! Maps blocks to a pack that has the same content.
+//!
+//! A pack is a run of physical blocks with compressed logical blocks. Unlike [`super::replace()`], this change keeps
+//! the content of every tree, so shared leaves are changed in place, for all trees that share them. The old blocks
+//! become free only if every leaf that maps them is changed: the caller names a tree for each of these leaves.
+//!
+//! What must hold:
+//!
+//! 1. Only entries that map exactly the given logical blocks to the given physical blocks change. An entry that differs
+//!    stays, so a tree that was divided into other leaves, or was changed already, is no error.
+//! 2. Each entry that maps a part of the pack has one reference on every block of the pack.
+//! 3. Small leaves are not merged: the next write to such a leaf does that.
+//! 4. A shared leaf without room is not split, because all its parents would change. It keeps its entries.
+
+use super::page::{self, ENTRIES_MAX, PhysicalRun, Rewrite};
+use super::path::Path;
+use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, balance};
+use crate::Result;
+use std::ops::Range;
+
+/// The most splits for the entries of one pack: of the leaf, of every node above it, and a new root.
+const SPLITS_MAX: usize = LEVELS_MAX + 2;
+
+/// Consecutive plain blocks that a pack contains.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Source {
+    /// Index within the pack of the first block.
+    pub index: u8,
+    /// The plain blocks.
+    pub run: PhysicalRun,
+}
+
+/// A leaf of a tree, for the plan of a pack.
+pub struct Leaf {
+    /// The node.
+    pub id: NodeId,
+    /// Upper bound of the blocks below the leaf.
+    pub upper: u64,
+    /// Whether other trees share the leaf.
+    pub shared: bool,
+    /// The extents from the position on that begin below the end of the range, cut to the range.
+    pub mappings: Vec<Mapping>,
+}
+
+/// The leaf with the first block of `range`.
+pub fn leaf_of<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>) -> Result<Leaf> {
+    let path = Path::to_leaf(store, root, range.start)?;
+    let end = range.end.min(path.upper);
+    let mappings = page::mappings_from(store.node(path.last())?, range.start)
+        .take_while(|mapping| mapping.logical < end)
+        .map(|mapping| mapping.clipped(range.start, end))
+        .collect();
+    Ok(Leaf { id: path.last(), upper: path.upper, shared: path.is_shared(), mappings })
+}
+
+/// Whether a leaf has room for the entries of a pack of a range, whose index 0 is the first block of the range.
+pub fn fits<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, range: Range<u64>, sources: &[Source]) -> Result<bool> {
+    let mut copy = *store.node(leaf)?;
+    let (logical, pack) = (range.start, PhysicalRun { physical: 0, blocks: 1 });
+    Ok(matches!(rewrite(&mut copy, range, logical, pack, sources), Rewrite::Done { .. }))
+}
+
+/// Maps the blocks of `sources` in a range to a pack, in the leaves of one tree. Index 0 of the pack is logical block
+/// `logical`. Returns the new root.
+pub fn pack<S: NodeStore + ?Sized>(
+    store: &mut S,
+    mut root: NodeId,
+    range: Range<u64>,
+    logical: u64,
+    pack: PhysicalRun,
+    sources: &[Source],
+) -> Result<NodeId> {
+    let (mut position, end) = (range.start, range.end);
+    let mut splits = 0;
+    while position < end {
+        let path = Path::to_leaf(store, root, position)?;
+        let stop = end.min(path.upper);
+        let leaf = path.last();
+        let mut copy = *store.node(leaf)?;
+        let before = page::count(&copy);
+        match rewrite(&mut copy, position..stop, logical, pack, sources) {
+            // A leaf that is less than half full would not become fuller by a split: its entries stay as they are.
+            Rewrite::Full if !path.is_shared() && splits < SPLITS_MAX && before > ENTRIES_MAX / 2 => {
+                splits += 1;
+                balance::make_room(store, &mut root, &path, position)?;
+                continue;
+            }
+            Rewrite::Full | Rewrite::Done { entries: 0, .. } => {}
+            Rewrite::Done { entries, removed } => {
+                debug_assert!(page::count(&copy) <= ENTRIES_MAX);
+                *store.node_mut(leaf)? = copy;
+                for _ in 0..entries {
+                    store.add_data_references(pack.physical, pack.blocks)?;
+                }
+                for run in removed {
+                    store.drop_data_references(run.physical, run.blocks)?;
+                }
+            }
+        }
+        position = stop;
+    }
+    Ok(root)
+}
+
+fn rewrite(
+    page: &mut backend::Block,
+    range: Range<u64>,
+    logical: u64,
+    pack: PhysicalRun,
+    sources: &[Source],
+) -> Rewrite {
+    page::pack_in_leaf(page, range, pack, &|block, physical| {
+        let index = block.checked_sub(logical)?;
+        let at = sources.partition_point(|source| u64::from(source.index) <= index).checked_sub(1)?;
+        let Source { index: first, run } = sources[at];
+        let within = index - u64::from(first);
+        (within < run.blocks && run.physical + within == physical).then_some(index as u8)
+    })
+}

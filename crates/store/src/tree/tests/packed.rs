@@ -1,0 +1,165 @@
+//! Random changes of several trees, in which blocks are packed again and again. A model knows the content of each block
+//! of each tree, of each plain block, and of each index of each pack.
+
+use super::Random;
+use super::memory::Memory;
+use crate::tree::{
+    LOGICAL_LIMIT, NodeId, NodeStore, PhysicalRun, Source, create, drop_step, leaf_of, lookup, pack, page, replace,
+};
+use std::collections::BTreeMap;
+
+/// Logical blocks of a tree.
+const BLOCKS: u64 = 3000;
+
+struct World {
+    random: Random,
+    store: Memory,
+    /// Roots, each with the content of its blocks.
+    trees: Vec<(NodeId, BTreeMap<u64, u64>)>,
+    /// Content of plain blocks, by block.
+    plain: BTreeMap<u64, u64>,
+    /// Content of packs, by first block.
+    packs: BTreeMap<u64, Vec<u64>>,
+    contents: u64,
+    packed: u64,
+}
+
+impl World {
+    fn write(&mut self, tree: usize, start: u64, length: u64) {
+        let physical = self.store.allocate_data(length);
+        let (root, model) = &mut self.trees[tree];
+        for i in 0..length {
+            self.contents += 1;
+            self.plain.insert(physical + i, self.contents);
+            model.insert(start + i, self.contents);
+        }
+        *root = replace(&mut self.store, *root, start..start + length, Some((physical, false))).unwrap();
+    }
+
+    /// Packs blocks of a tree in some or all trees.
+    fn pack(&mut self, tree: usize, start: u64, length: u64) {
+        let mut extents = Vec::new();
+        lookup(&mut self.store, self.trees[tree].0, start..start + length, &mut extents).unwrap();
+        let (mut sources, mut content) = (Vec::new(), vec![0; length as usize]);
+        for extent in extents.iter().filter(|extent| extent.packed.is_none()) {
+            for i in 0..extent.blocks {
+                content[(extent.logical + i - start) as usize] = self.plain[&(extent.physical + i)];
+            }
+            let run = PhysicalRun { physical: extent.physical, blocks: extent.blocks };
+            sources.push(Source { index: (extent.logical - start) as u8, run });
+        }
+        if sources.is_empty() {
+            return;
+        }
+        let stored = 1 + self.random.below(4);
+        let run = PhysicalRun { physical: self.store.allocate_data(stored), blocks: stored };
+        self.packs.insert(run.physical, content);
+        self.store.packing = true;
+        for at in 0..self.trees.len() {
+            if at == tree || self.random.percent(80) {
+                let root = self.trees[at].0;
+                self.trees[at].0 = pack(&mut self.store, root, start..start + length, start, run, &sources).unwrap();
+            }
+        }
+        self.store.packing = false;
+        // The reference that kept the pack allocated.
+        self.store.drop_data_references(run.physical, run.blocks).unwrap();
+        self.packed += 1;
+    }
+
+    fn step(&mut self) {
+        let tree = self.random.index(self.trees.len());
+        let start = self.random.below(BLOCKS);
+        let long = self.random.percent(20);
+        let length = (1 + self.random.below(if long { 250 } else { 6 })).min(BLOCKS - start);
+        match self.random.below(100) {
+            0..=3 if self.trees.len() < 6 => {
+                let (root, model) = self.trees[tree].clone();
+                self.store.add_reference(root).unwrap();
+                self.trees.push((root, model));
+            }
+            4..=6 if self.trees.len() > 1 => {
+                let mut root = Some(self.trees.swap_remove(tree).0);
+                while root.is_some() {
+                    drop_step(&mut self.store, &mut root, 3).unwrap();
+                }
+            }
+            7..=30 => {
+                let (root, model) = &mut self.trees[tree];
+                *root = replace(&mut self.store, *root, start..start + length, None).unwrap();
+                model.retain(|block, _| !(start..start + length).contains(block));
+            }
+            31..=50 => self.pack(tree, start, (1 + self.random.clone().below(256)).min(BLOCKS - start)),
+            _ => self.write(tree, start, length),
+        }
+    }
+
+    fn verify(&mut self) {
+        let roots: Vec<NodeId> = self.trees.iter().map(|(root, _)| *root).collect();
+        self.store.verify(&roots);
+        for (root, model) in &self.trees {
+            let (mut extents, mut found) = (Vec::new(), BTreeMap::new());
+            lookup(&mut self.store, *root, 0..LOGICAL_LIMIT, &mut extents).unwrap();
+            for extent in &extents {
+                for i in 0..extent.blocks {
+                    let content = match extent.packed {
+                        None => self.plain[&(extent.physical + i)],
+                        Some(packed) => self.packs[&extent.physical][usize::from(packed.index) + i as usize],
+                    };
+                    found.insert(extent.logical + i, content);
+                }
+            }
+            assert!(found == *model);
+        }
+    }
+}
+
+#[test]
+fn packing_changes_no_content_and_no_reference_is_lost() {
+    for seed in 0..8 {
+        let mut store = Memory::new();
+        let root = create(&mut store).unwrap();
+        let (trees, random) = (vec![(root, BTreeMap::new())], Random(seed));
+        let (plain, packs) = Default::default();
+        let mut world = World { random, store, trees, plain, packs, contents: 0, packed: 0 };
+        for step in 0..1500 {
+            world.step();
+            if step % 50 == 0 {
+                world.verify();
+            }
+        }
+        world.verify();
+        assert!(world.packed > 100);
+    }
+}
+
+#[test]
+fn a_shared_leaf_without_room_stays_as_it_is() {
+    let mut store = Memory::new();
+    let mut root = create(&mut store).unwrap();
+    let mut first = 0;
+    for extent in 0..page::ENTRIES_MAX as u64 {
+        store.skip_data();
+        let physical = store.allocate_data(64);
+        first = if extent == 0 { physical } else { first };
+        root = replace(&mut store, root, extent * 64..(extent + 1) * 64, Some((physical, false))).unwrap();
+    }
+    let leaf = leaf_of(&mut store, root, 0..1).unwrap();
+    assert!(!leaf.shared && leaf.upper == LOGICAL_LIMIT);
+    store.add_reference(root).unwrap();
+    let sources = [Source { index: 0, run: PhysicalRun { physical: first + 8, blocks: 16 } }];
+    let run = PhysicalRun { physical: store.allocate_data(1), blocks: 1 };
+    store.packing = true;
+    let same = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();
+    assert_eq!(same, root);
+    store.drop_data_references(run.physical, 1).unwrap();
+    store.verify(&[root, root]);
+    // Without the other tree the leaf is split.
+    store.drop_reference(root).unwrap();
+    let run = PhysicalRun { physical: store.allocate_data(1), blocks: 1 };
+    let root = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();
+    store.drop_data_references(run.physical, 1).unwrap();
+    store.verify(&[root]);
+    let leaf = leaf_of(&mut store, root, 10..11).unwrap();
+    assert!(leaf.mappings[0].packed.is_some() && leaf.upper < LOGICAL_LIMIT);
+}
