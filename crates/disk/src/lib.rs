@@ -7,6 +7,7 @@
 #[cfg(test)]
 extern crate self as disk;
 
+mod compression;
 pub mod convert;
 pub mod datastore;
 pub mod device;
@@ -38,6 +39,7 @@ mod testbed;
 pub mod transfer;
 mod zeros;
 
+pub use compression::Compression;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 pub(crate) use error::{Error, ErrorKind, Result};

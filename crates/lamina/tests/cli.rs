@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 92] = [
+const VERBS: [Verb; 93] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -46,6 +46,7 @@ const VERBS: [Verb; 92] = [
     verb("disk punchzero", "vm1"),
     verb("disk wipe", "vm1"),
     verb("disk shrink", "vm1"),
+    verb("disk optimize", "vm1 --compression zstd:9"),
     verb("disk consolidate", "vm1"),
     verb("disk reclaim", "vm1"),
     verb("disk migrate", "vm1 --format thin"),

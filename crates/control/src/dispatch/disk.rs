@@ -72,6 +72,10 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let refuse = || claims::refuse_to_reclaim(service, &name);
             Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
         }
+        DiskRequest::Optimize { name, compression, rate } => {
+            let progress = &Throttled { progress, rate };
+            Reply::Reclaimed { reclaimed: datastore.optimize_disk(&name, compression, progress)?, name }
+        }
         DiskRequest::Migrate { name, target, to, force, rate } => {
             if let Some(to) = &to {
                 claims::refuse_to_leave(service, &name, to, force)?;

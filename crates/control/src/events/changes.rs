@@ -126,6 +126,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         DiskRequest::Wipe { name } => changed(name, "disk wipe"),
         DiskRequest::Shrink { name } => changed(name, "disk shrink"),
         DiskRequest::Reclaim { name, dry_run: false } => changed(name, "disk reclaim"),
+        DiskRequest::Optimize { name, .. } => changed(name, "disk optimize"),
         DiskRequest::Consolidate { name, .. } => changed(name, "disk consolidate"),
         DiskRequest::Migrate { name, to: None, .. } => changed(name, "disk migrate"),
     }])

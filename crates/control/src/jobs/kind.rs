@@ -96,6 +96,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Wipe { name } => ("disk wipe", name),
         DiskRequest::Shrink { name } => ("disk shrink", name),
         DiskRequest::Reclaim { name, .. } => ("disk reclaim", name),
+        DiskRequest::Optimize { name, .. } => ("disk optimize", name),
         DiskRequest::Consolidate { name, .. } => ("disk consolidate", name),
         DiskRequest::Migrate { name, .. } => ("disk migrate", name),
         DiskRequest::Import { name, .. } => ("disk import", name),

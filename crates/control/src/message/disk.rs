@@ -1,7 +1,7 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{Deletion, Location, NewDisk, SettingsChange, Tuning};
+use disk::{Compression, Deletion, Location, NewDisk, SettingsChange, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
@@ -141,6 +141,15 @@ pub enum DiskRequest {
         /// Count only, and change nothing.
         dry_run: bool,
     },
+    /// Compress a native disk and its snapshots.
+    Optimize {
+        /// The disk's name.
+        name: String,
+        /// The method: `lz4` or `zstd:` and a level.
+        compression: Compression,
+        /// Limit of bytes read and written per second; 0 is no limit.
+        rate: u64,
+    },
     /// Merge a chain into its base.
     Consolidate {
         /// The disk's name.
@@ -193,6 +202,7 @@ impl DiskRequest {
             | Self::Wipe { .. }
             | Self::Shrink { .. }
             | Self::Reclaim { .. }
+            | Self::Optimize { .. }
             | Self::Consolidate { .. }
             | Self::Migrate { .. }
             | Self::Import { .. } => true,

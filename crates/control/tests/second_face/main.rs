@@ -23,8 +23,9 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, LimitsChange,
-    Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions, Tuning,
+    ChangedExtent, Compression, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions,
+    LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions,
+    Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -80,6 +81,7 @@ verbs! {
     "disk wipe": Request::Disk(DiskRequest::Wipe { .. }),
     "disk reclaim": Request::Disk(DiskRequest::Reclaim { .. }),
     "disk shrink": Request::Disk(DiskRequest::Shrink { .. }),
+    "disk optimize": Request::Disk(DiskRequest::Optimize { .. }),
     "disk consolidate": Request::Disk(DiskRequest::Consolidate { .. }),
     "disk migrate": Request::Disk(DiskRequest::Migrate { .. }),
     "disk import": Request::Disk(DiskRequest::Import { .. }),
@@ -410,6 +412,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });
     let native = target(DiskFormat::Native);
     face.disk(DiskRequest::Migrate { name: text("flat"), target: native, to: None, force: false, rate: 0 });
+    face.disk(DiskRequest::Optimize { name: text("flat"), compression: Compression::default(), rate: 0 });
 }
 
 /// Requests about files and servers outside the datastore.

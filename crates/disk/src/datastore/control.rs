@@ -2,6 +2,7 @@
 //! format.
 
 use super::Datastore;
+use crate::compression::Compression;
 use crate::foreign::ForeignDisk;
 use crate::info::{
     Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
@@ -518,6 +519,20 @@ impl Datastore {
             &*self.image_disk(name, "discarded blocks return to the file system without a command")?,
             progress,
         )
+    }
+
+    /// Compresses a native disk and its snapshots, while they are in use.
+    pub fn optimize_disk(&self, name: &str, compression: Compression, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
+        if self.foreign.find(name).is_some() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "disk '{name}' is not a native one, so it is not compressed: 'lamina disk migrate' makes it native"
+                ),
+            ));
+        }
+        self.native.optimize(name, compression, &self.background(progress))
     }
 
     /// Finds grains of a disk's deltas that nothing references and frees them, while the disk is in use.

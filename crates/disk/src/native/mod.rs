@@ -25,6 +25,7 @@ mod convert;
 mod device;
 mod disks;
 mod moving;
+mod optimize;
 mod snapshots;
 mod space;
 #[cfg(test)]

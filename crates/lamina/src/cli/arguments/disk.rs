@@ -9,8 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning,
-    SettingsChange, Tuning,
+    Compression, Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull,
+    Provisioning, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -403,6 +403,19 @@ pub enum DiskCommand {
         #[arg(long)]
         dry_run: bool,
     },
+    /// Compress a native disk and its snapshots, while they are in use. Blocks that are overwritten later are stored
+    /// without compression until the command is repeated.
+    Optimize {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// lz4, or zstd with a level from 1 to 19, such as zstd:9.
+        #[arg(long, value_name = "METHOD", default_value = "lz4")]
+        compression: Compression,
+        /// Limit of bytes read and written per second, such as 100M. 0 is no limit.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+    },
     /// Merge a disk's chain into its base, while the disk is in use. The snapshots of the merged images are deleted.
     Consolidate {
         /// The disk.
@@ -478,6 +491,9 @@ impl DiskCommand {
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
             Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
+            Self::Optimize { name, compression, rate } => {
+                DiskRequest::Optimize { name: name.clone(), compression: *compression, rate: *rate }
+            }
             Self::Migrate(migrate) => DiskRequest::Migrate {
                 name: migrate.name.clone(),
                 target: MigrateOptions {

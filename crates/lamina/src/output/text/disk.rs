@@ -218,6 +218,10 @@ pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &
         Request::Disk(DiskRequest::Wipe { .. }) => {
             writeln!(out, "disk {name}: {} freed for new data; 'lamina disk shrink' gives them back", size(of.freed))
         }
+        Request::Disk(DiskRequest::Optimize { .. }) => {
+            let (before, after) = (of.moved, of.moved.saturating_sub(of.freed));
+            writeln!(out, "disk {name}: {} compressed to {}", size(before), size(after))
+        }
         _ => writeln!(out, "disk {name}: {} given back", size(of.returned)),
     }
 }

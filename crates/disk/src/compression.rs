@@ -1,0 +1,75 @@
+//! How a native disk is compressed.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+use store::pack::Codec;
+
+/// A method of compression.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Compression {
+    /// LZ4.
+    #[default]
+    Lz4,
+    /// Zstandard with a level from 1 to 19.
+    Zstd(u8),
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+impl FromStr for Compression {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("'{text}' is neither lz4 nor zstd, nor zstd:LEVEL with a level from 1 to 19");
+        match text.split_once(':') {
+            None if text == "lz4" => Ok(Self::Lz4),
+            None if text == "zstd" => Ok(Self::Zstd(Codec::LEVEL_DEFAULT)),
+            Some(("zstd", level)) => match level.parse() {
+                Ok(level) if (1..=Codec::LEVEL_MAX).contains(&level) => Ok(Self::Zstd(level)),
+                _ => Err(wrong()),
+            },
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl TryFrom<String> for Compression {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Compression> for String {
+    fn from(compression: Compression) -> Self {
+        compression.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_method_is_read_as_it_is_shown() {
+        for method in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(19)] {
+            assert_eq!(method.to_string().parse(), Ok(method));
+        }
+        assert_eq!("zstd".parse(), Ok(Compression::Zstd(3)));
+        for wrong in ["", "zstd:0", "zstd:20", "zstd:", "lz4:1", "gzip"] {
+            assert!(wrong.parse::<Compression>().unwrap_err().contains(wrong));
+        }
+    }
+}
