@@ -334,7 +334,7 @@ fn completions_for_every_shell_know_every_verb() {
         let (before, last) = verb.name.rsplit_once(' ').unwrap_or(("", verb.name));
         assert!(completion.of(&format!("{before} {last}")).contains(&last.to_owned()), "{}", verb.name);
     }
-    assert_eq!(completion.of("disk re"), ["resize", "rename", "reopen"]);
+    assert_eq!(completion.of("disk re"), ["resize", "rename", "reopen", "reclaim"]);
     assert_eq!(completion.of("disk create vm1 1G --prov"), ["--provisioning"]);
     assert_eq!(completion.of("disk create vm1 1G --provisioning e"), ["eagerzeroedthick"]);
 }
