@@ -380,6 +380,23 @@ fn ntfs_that_windows_may_still_use_is_refused() {
     assert!(look(&Image::open(Path::new(&image))).unwrap_err().contains("hiber"));
 }
 
+#[test]
+fn ntfs_with_shadow_copies_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let image = make_ntfs(folder.path(), "image", "");
+    let file = File::options().write(true).open(&image).unwrap();
+    // The identifier {3808876b-c176-4e48-b7ae-04046e6cc752}, version 1, type 1, and no catalog.
+    let mut header = vec![0; 512];
+    let (first, rest) = (0x3808_876B_u32.to_le_bytes(), [0xB7, 0xAE, 0x04, 0x04, 0x6E, 0x6C, 0xC7, 0x52]);
+    header[..16].copy_from_slice(&[&first[..], &[0x76, 0xC1, 0x48, 0x4E], &rest].concat());
+    (header[16], header[20]) = (1, 1);
+    file.write_all_at(&header, 0x1E00).unwrap();
+    look(&Image::open(Path::new(&image))).unwrap();
+    header[48..56].copy_from_slice(&(8 * MIB).to_le_bytes());
+    file.write_all_at(&header, 0x1E00).unwrap();
+    assert!(look(&Image::open(Path::new(&image))).unwrap_err().contains("shadow copies"));
+}
+
 /// A restart page of a journal of NTFS.
 fn restart_page(sequence: u64, version: (u16, u16), clients: u16, flags: u16) -> Vec<u8> {
     let mut page = vec![0; 4096];

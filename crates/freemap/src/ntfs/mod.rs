@@ -7,7 +7,9 @@
 //! 2. A volume that Windows may not have finished to write is refused: one that is marked dirty, whose journal
 //!    (`$LogFile`) was not closed or has a version that Windows uses only while it runs or for fast startup, and one
 //!    with a file `hiberfil.sys` that may contain a hibernated system.
-//! 3. System files with attributes in several records are refused.
+//! 3. A volume with shadow copies is refused: Windows copies a cluster for them only when the cluster is overwritten, so
+//!    clusters that were freed since are still theirs, although the bitmap has them as free.
+//! 4. System files with attributes in several records are refused.
 
 mod record;
 
@@ -27,6 +29,13 @@ const LOG_HEAD: u64 = 64 << 10;
 const INDEX_MAX: u64 = 64 << 20;
 /// Bytes of a hibernation file that show whether it is in use.
 const HIBERNATION_HEAD: u64 = 4096;
+
+/// The place of the header of shadow copies, and the identifier with which it begins.
+const SHADOW_HEADER: u64 = 0x1E00;
+const SHADOW_IDENTIFIER: [u8; 16] =
+    [0x6B, 0x87, 0x08, 0x38, 0x76, 0xC1, 0x48, 0x4E, 0xB7, 0xAE, 0x04, 0x04, 0x6E, 0x6C, 0xC7, 0x52];
+/// The place of their catalog in this header: zero if there has been no shadow copy.
+const SHADOW_CATALOG: usize = 0x30;
 
 const RECORD_MFT: u64 = 0;
 const RECORD_LOG: u64 = 2;
@@ -103,6 +112,7 @@ impl<'a> Ntfs<'a> {
         ntfs.system.extend([0..1, mirror..mirror + 1]);
         ntfs.mft = ntfs.used(mft)?;
         ntfs.check_volume()?;
+        ntfs.check_shadow_copies()?;
         ntfs.check_log()?;
         ntfs.check_hibernation()?;
         let (bitmap, length) = ntfs.runs_of(RECORD_BITMAP, "$Bitmap")?;
@@ -210,6 +220,15 @@ impl<'a> Ntfs<'a> {
         match le16(value, 10) & FLAGS_UNFINISHED {
             0 => Ok(()),
             _ => refused("it is marked dirty: let its guest check it"),
+        }
+    }
+
+    /// Refuses a volume that may have shadow copies.
+    fn check_shadow_copies(&self) -> Outcome<()> {
+        let header = self.volume.read(SHADOW_HEADER, 512)?;
+        match has(&header, 0, &SHADOW_IDENTIFIER) && le64(&header, SHADOW_CATALOG) != 0 {
+            true => refused("it has shadow copies, which use clusters that its bitmap has as free"),
+            false => Ok(()),
         }
     }
 
