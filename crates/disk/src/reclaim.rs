@@ -294,12 +294,18 @@ fn tasks<'a>(disk: &'a Disk<'_>, capacity: u64) -> Result<(String, Vec<Task<'a>>
     };
     let mut tasks = Vec::new();
     let mut end = 0;
-    for Partition { number, bytes } in &layout.partitions {
+    for Partition { number, bytes, unsuited } in &layout.partitions {
         tasks.extend(gap(end..bytes.start));
         end = bytes.end;
         let mut part = unused(Some(*number), bytes.clone());
         let volume = Volume::new(disk, bytes.start, bytes.end - bytes.start);
-        let file_system = match freemap::examine(&volume)? {
+        let content = match (freemap::examine(&volume)?, unsuited) {
+            (Content::FileSystem(file_system), Some(reason)) => {
+                Content::Other { name: Some(file_system.name().to_owned()), reason: reason.clone() }
+            }
+            (content, _) => content,
+        };
+        let file_system = match content {
             Content::FileSystem(file_system) => {
                 part.content = Some(file_system.name().to_owned());
                 part.size = Some(file_system.size());

@@ -5,8 +5,11 @@
 //! 1. Partitions are returned only if all of them lie within the disk and none overlaps another one: the free map of
 //!    one partition says nothing about the data of another.
 //! 2. A disk that has both a table and the signature of a file system is not divided: one of them is a remainder.
+//! 3. A partition whose type is of something else than a file system of Linux or Windows is marked. Dynamic disks of
+//!    Windows have one partition for all volumes, and its first volume may continue behind others. A BSD makes its file
+//!    system in a partition without overwriting the superblock of a former one.
 
-use crate::fields::{byte, crc32, has, le32, le64};
+use crate::fields::{be16, be32, byte, crc32, has, le16, le32, le64};
 use crate::{Outcome, Source, Stop, Volume, refused, signatures};
 use error::Result;
 use std::ops::Range;
@@ -21,6 +24,27 @@ const ENTRY_MAX: u32 = 1024;
 const ENTRIES: usize = 446;
 const TYPE_PROTECTIVE: u8 = 0xEE;
 const TYPES_EXTENDED: [u8; 3] = [0x05, 0x0F, 0x85];
+/// Types of an MBR for file systems of Windows (NTFS, hidden NTFS, recovery) and of Linux.
+const TYPES_OF_FILE_SYSTEMS: [u8; 4] = [0x07, 0x17, 0x27, 0x83];
+/// The same for a GPT: basic data and recovery of Windows, and file systems of Linux: unspecified, `/home`, of one user,
+/// `/srv`, `/var`, `/var/tmp`, `/boot`, the root of x86-64, x86, ARM64 and ARM, and `/usr` of x86-64 and ARM64.
+const GUIDS_OF_FILE_SYSTEMS: [&str; 15] = [
+    "EBD0A0A2-B9E5-4433-87C0-68B6B72699C7",
+    "DE94BBA4-06D1-4D40-A16A-BFD50179D6AC",
+    "0FC63DAF-8483-4772-8E79-3D69D8477DE4",
+    "933AC7E1-2EB4-4F13-B844-0E14E2AEF915",
+    "773F91EF-66D4-49B5-BD83-D683BF40AD16",
+    "3B8F8425-20E0-4F3B-907F-1A25A76F98E8",
+    "4D21B016-B534-45C2-A9FB-5C16E091FD2D",
+    "7EC6F557-3BC5-4ACA-B293-16EF5DF639D1",
+    "BC13C2FF-59E6-4262-A352-B275FD6F7172",
+    "4F68BCE3-E8CD-4DB1-96E7-FBCAF984B709",
+    "44479540-F297-41B2-9AF7-D131D5F0458A",
+    "B921B045-1DF0-41C3-AF44-4C6F280D3FAE",
+    "69DAD710-2CE4-4E3C-B16C-21A1D49ABED3",
+    "8484680C-9521-48C6-9C11-B0720656F69E",
+    "B0E01050-EE5F-4390-949A-9101B17104E9",
+];
 
 /// How a disk is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +64,8 @@ pub struct Partition {
     pub number: u32,
     /// The bytes of the disk that belong to it.
     pub bytes: Range<u64>,
+    /// Why a file system that is found in it may be a remainder, or only a part of one: its type is of something else.
+    pub unsuited: Option<String>,
 }
 
 /// The partitions of a disk, in order of their place.
@@ -62,7 +88,10 @@ pub fn partitions(source: &dyn Source, capacity: u64) -> Result<std::result::Res
 }
 
 fn divide(disk: &Volume<'_>) -> Outcome<Layout> {
-    let whole = || Layout { scheme: Scheme::Whole, partitions: vec![Partition { number: 0, bytes: 0..disk.length() }] };
+    let whole = || Layout {
+        scheme: Scheme::Whole,
+        partitions: vec![Partition { number: 0, bytes: 0..disk.length(), unsuited: None }],
+    };
     if disk.length() < SECTOR {
         return Ok(whole());
     }
@@ -98,6 +127,20 @@ fn entry(sector: &[u8], index: usize, base: u64) -> Range<u64> {
     base + first * SECTOR..base + (first + count) * SECTOR
 }
 
+fn unsuited_kind(kind: u8) -> Option<String> {
+    (!TYPES_OF_FILE_SYSTEMS.contains(&kind))
+        .then(|| format!("the type of the partition ({kind:#04x}) is not the one of such a file system"))
+}
+
+/// As [`unsuited_kind`] for the type of an entry of a GPT, which is a GUID in the byte order of Windows.
+fn unsuited_guid(entry: &[u8]) -> Option<String> {
+    let (first, second, third) = (le32(entry, 0), le16(entry, 4), le16(entry, 6));
+    let (fourth, high, low) = (be16(entry, 8), be16(entry, 10), be32(entry, 12));
+    let guid = format!("{first:08X}-{second:04X}-{third:04X}-{fourth:04X}-{high:04X}{low:08X}");
+    (!GUIDS_OF_FILE_SYSTEMS.contains(&guid.as_str()))
+        .then(|| format!("the type of the partition ({guid}) is not the one of such a file system"))
+}
+
 /// The partitions of an MBR.
 fn primary(disk: &Volume<'_>, mbr: &[u8]) -> Outcome<Vec<Partition>> {
     let mut partitions = Vec::new();
@@ -111,7 +154,7 @@ fn primary(disk: &Volume<'_>, mbr: &[u8]) -> Outcome<Vec<Partition>> {
                     return refused("there are two extended partitions");
                 }
             }
-            _ => partitions.push(Partition { number: index as u32 + 1, bytes }),
+            kind => partitions.push(Partition { number: index as u32 + 1, bytes, unsuited: unsuited_kind(kind) }),
         }
     }
     if let Some(extended) = extended {
@@ -133,13 +176,14 @@ fn logical(disk: &Volume<'_>, extended: Range<u64>, partitions: &mut Vec<Partiti
         if !has(&sector, 510, &[0x55, 0xAA]) {
             return refused("the table of a logical partition is damaged");
         }
-        if byte(&sector, ENTRIES + 4) != 0 {
+        let kind = byte(&sector, ENTRIES + 4);
+        if kind != 0 {
             let bytes = entry(&sector, 0, table);
             // The table itself is in no partition.
             if bytes.start <= table || bytes.end > extended.end {
                 return refused("a logical partition is not within the extended one");
             }
-            partitions.push(Partition { number: number + 5, bytes });
+            partitions.push(Partition { number: number + 5, bytes, unsuited: unsuited_kind(kind) });
         }
         let next = entry(&sector, 1, extended.start);
         if byte(&sector, ENTRIES + 16 + 4) == 0 {
@@ -194,7 +238,7 @@ fn entries(disk: &Volume<'_>, header: &[u8], sector: u64) -> Outcome<Vec<Partiti
         let Some((start, end)) = range.filter(|(start, end)| start < end) else {
             return refused("a partition is not within the disk");
         };
-        partitions.push(Partition { number: index as u32 + 1, bytes: start..end });
+        partitions.push(Partition { number: index as u32 + 1, bytes: start..end, unsuited: unsuited_guid(entry) });
     }
     Ok(partitions)
 }

@@ -57,11 +57,18 @@ fn gpt(sector: usize, of: &[(u64, u64)]) -> Vec<u8> {
     put(&mut bytes, sector + 72, &2_u64.to_le_bytes());
     put(&mut bytes, sector + 80, &16_u32.to_le_bytes());
     put(&mut bytes, sector + 84, &128_u32.to_le_bytes());
-    let sum = crc_fast::crc32_iso_hdlc(&bytes[entries..entries + 16 * 128]);
-    put(&mut bytes, sector + 88, &sum.to_le_bytes());
-    let sum = crc_fast::crc32_iso_hdlc(&bytes[sector..sector + 92]);
-    put(&mut bytes, sector + 16, &sum.to_le_bytes());
+    seal_gpt(&mut bytes, sector);
     bytes
+}
+
+/// Writes the checksums of a GPT with 16 entries behind its header.
+fn seal_gpt(bytes: &mut [u8], sector: usize) {
+    let entries = 2 * sector;
+    let sum = crc_fast::crc32_iso_hdlc(&bytes[entries..entries + 16 * 128]);
+    put(bytes, sector + 88, &sum.to_le_bytes());
+    put(bytes, sector + 16, &[0; 4]);
+    let sum = crc_fast::crc32_iso_hdlc(&bytes[sector..sector + 92]);
+    put(bytes, sector + 16, &sum.to_le_bytes());
 }
 
 #[test]
@@ -114,6 +121,38 @@ fn a_gpt_is_verified() {
     let mut bytes = gpt(512, &[(34, 63)]);
     put(&mut bytes, 512, b"NO  PART");
     assert!(find(&bytes).unwrap_err().contains("missing"));
+}
+
+#[test]
+fn partitions_of_types_without_file_systems_of_linux_or_windows_are_marked() {
+    let marked = |bytes: &[u8]| -> Vec<bool> {
+        find(bytes).unwrap().partitions.iter().map(|partition| partition.unsuited.is_some()).collect()
+    };
+    let mut bytes = vec![0; 1 << 20];
+    // A dynamic disk of Windows, and Linux, FreeBSD, NTFS and LVM, of which two are logical.
+    entry(&mut bytes, 0, 0, 0x42, 64..128);
+    entry(&mut bytes, 0, 1, 0x83, 128..200);
+    entry(&mut bytes, 0, 2, 0x05, 200..900);
+    entry(&mut bytes, 0, 3, 0xA5, 900..1000);
+    entry(&mut bytes, 200, 0, 0x07, 8..100);
+    entry(&mut bytes, 200, 1, 0x05, 300..400);
+    entry(&mut bytes, 500, 0, 0x8E, 8..64);
+    assert_eq!(marked(&bytes), [true, false, false, true, true]);
+
+    // Linux, data of dynamic disks of Windows, and basic data of Windows, as sgdisk writes these types.
+    let types = [
+        [0xAF, 0x3D, 0xC6, 0x0F, 0x83, 0x84, 0x72, 0x47, 0x8E, 0x79, 0x3D, 0x69, 0xD8, 0x47, 0x7D, 0xE4],
+        [0xA0, 0x60, 0x9B, 0xAF, 0x31, 0x14, 0x62, 0x4F, 0xBC, 0x68, 0x33, 0x11, 0x71, 0x4A, 0x69, 0xAD],
+        [0xA2, 0xA0, 0xD0, 0xEB, 0xE5, 0xB9, 0x33, 0x44, 0x87, 0xC0, 0x68, 0xB6, 0xB7, 0x26, 0x99, 0xC7],
+    ];
+    let mut bytes = gpt(512, &[(34, 63), (64, 99), (100, 127)]);
+    for (index, of_type) in types.iter().enumerate() {
+        put(&mut bytes, 1024 + index * 128, of_type);
+    }
+    seal_gpt(&mut bytes, 512);
+    assert_eq!(marked(&bytes), [false, true, false]);
+    let whole = vec![0; 1 << 20];
+    assert_eq!(marked(&whole), [false]);
 }
 
 #[test]

@@ -180,6 +180,26 @@ fn what_the_guest_does_not_use_is_given_back_and_its_files_stay() {
 }
 
 #[test]
+fn a_file_system_in_a_partition_of_another_type_loses_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let image = disk(folder.path());
+    // FreeBSD, and the only partition of a dynamic disk of Windows.
+    for (index, kind) in [(0, 0xA5), (2, 0x42)] {
+        File::options().write(true).open(&image).unwrap().write_all_at(&[kind], 446 + index * 16 + 4).unwrap();
+    }
+    let store = Store::new();
+    store.run(&format!("disk import {image} vm --from raw")).ok();
+    let report = store.run("disk reclaim vm --dry-run --json").json();
+    let expected = [(1, "ext4", "zeros"), (2, "swap space", "zeros"), (3, "xfs", "zeros")];
+    let expected = expected.map(|(number, content, method)| (number, content.to_owned(), method.to_owned()));
+    assert_eq!(contents(&report), expected);
+    let parts = report["parts"].as_array().unwrap();
+    let reason = |number: u64| parts.iter().find(|part| part["partition"] == number).unwrap()["reason"].to_string();
+    assert!(reason(1).contains("0xa5") && reason(3).contains("0x42"), "{report}");
+    store.is_clean();
+}
+
+#[test]
 fn a_file_system_that_is_not_clean_is_named_and_only_its_zeros_are_given_back() {
     let folder = tempfile::tempdir().unwrap();
     let tree = tree(folder.path());
