@@ -1,18 +1,18 @@
 //! Recognition of the content of a volume by signatures at known places. More than one signature means that the content
 //! is not known: the older one may be a remainder.
 
-use crate::fields::{has, le32};
+use crate::fields::{be64, has, le32, le64};
 use crate::{Outcome, Volume};
 
 pub(crate) const EXT: &str = "ext2/3/4";
 pub(crate) const XFS: &str = "xfs";
 pub(crate) const NTFS: &str = "ntfs";
 
-/// Bytes at the beginning of a volume that are searched: the superblock of btrfs is the last one.
+/// Bytes at the beginning of a volume that are searched: the superblocks of btrfs and UFS are the last ones.
 const HEAD: u64 = 68 << 10;
 
 /// Name, place and bytes.
-const SIGNATURES: [(&str, usize, &[u8]); 26] = [
+const SIGNATURES: [(&str, usize, &[u8]); 43] = [
     (EXT, 0x438, &[0x53, 0xEF]),
     (XFS, 0, b"XFSB"),
     (NTFS, 3, b"NTFS    "),
@@ -37,9 +37,33 @@ const SIGNATURES: [(&str, usize, &[u8]); 26] = [
     ("swap space", 65_526, b"SWAPSPACE2"),
     ("swap space with a hibernated system", 4086, b"S1SUSPEND\0"),
     ("swap space with a hibernated system", 4086, b"LINHIB0001"),
+    // Most of these leave the place of the superblock of ext as it was.
+    ("UFS", 8192 + 0x55C, &[0x54, 0x19, 0x01, 0x00]),
+    ("UFS", 8192 + 0x55C, &[0x00, 0x01, 0x19, 0x54]),
+    ("UFS", 0x1_0000 + 0x55C, &[0x19, 0x01, 0x54, 0x19]),
+    ("UFS", 0x1_0000 + 0x55C, &[0x54, 0x19, 0x01, 0x00]),
+    ("JFS", 0x8000, b"JFS1"),
+    ("ReiserFS", 8192 + 0x34, b"ReIsErFs"),
+    ("ReiserFS", 0x1_0034, b"ReIsEr"),
+    ("Reiser4", 0x1_0000, b"ReIsEr4"),
+    ("GFS2", 0x1_0000, &[0x01, 0x16, 0x19, 0x70]),
+    ("OCFS2", 2048, b"OCFSV2"),
+    ("OCFS2", 4096, b"OCFSV2"),
+    ("OCFS2", 8192, b"OCFSV2"),
+    ("bcache", 4096 + 24, &[0xC6, 0x85, 0x73, 0xF6]),
+    ("Oracle ASM", 32, b"ORCLDISK"),
+    ("Stratis", 0x204, b"!Stra0tis"),
+    ("VDO", 0, b"dmvdo001"),
+    ("dm-integrity", 0, b"integrt\0"),
     ("Linux RAID", 0, &RAID),
     ("Linux RAID", 4096, &RAID),
 ];
+
+/// The ring of the superblocks of ZFS in a volume: its place, its length, and what each begins with.
+const ZFS_RING: u64 = 128 << 10;
+const ZFS_RING_LENGTH: u64 = 128 << 10;
+const ZFS_SUPERBLOCK: usize = 1024;
+const ZFS: u64 = 0x00BA_B10C;
 
 /// The magic number of Linux software RAID.
 const RAID: [u8; 4] = 0xA92B_4EFC_u32.to_le_bytes();
@@ -49,6 +73,13 @@ pub(crate) fn find(volume: &Volume<'_>) -> Outcome<Vec<&'static str>> {
     let head = volume.read(0, HEAD.min(volume.length()))?;
     let mut found: Vec<&'static str> =
         SIGNATURES.iter().filter(|(_, at, bytes)| has(&head, *at, bytes)).map(|(name, ..)| *name).collect();
+    // ZFS does not write the first 8 KiB of a volume.
+    if volume.length() >= ZFS_RING + ZFS_RING_LENGTH {
+        let ring = volume.read(ZFS_RING, ZFS_RING_LENGTH)?;
+        if ring.chunks_exact(ZFS_SUPERBLOCK).any(|one| le64(one, 0) == ZFS || be64(one, 0) == ZFS) {
+            found.push("ZFS");
+        }
+    }
     // RAID 0.90 and 1.0 have their superblock near the end of the volume, behind the file system.
     let length = volume.length() / 512 * 512;
     let old = (length & !0xFFFF).checked_sub(0x1_0000);
@@ -58,6 +89,7 @@ pub(crate) fn find(volume: &Volume<'_>) -> Outcome<Vec<&'static str>> {
             found.push("Linux RAID");
         }
     }
+    found.sort_unstable();
     found.dedup();
     Ok(found)
 }

@@ -170,6 +170,23 @@ fn two_signatures_are_none() {
 }
 
 #[test]
+fn the_superblock_of_a_former_ext4_beside_the_data_of_another_file_system_is_none() {
+    // Neither the pool nor newfs of FreeBSD writes the place of the superblock of ext.
+    for (at, signature) in
+        [(131 << 10, 0x00BA_B10C_u64.to_le_bytes()), (65_536 + 0x55C, [0x19, 1, 0x54, 0x19, 0, 0, 0, 0])]
+    {
+        let mut bytes = vec![0; 1 << 20];
+        put(&mut bytes, 0x438, &[0x53, 0xEF]);
+        put(&mut bytes, at, &signature);
+        let source = Memory(bytes);
+        let Content::Other { name: None, reason } = examine(&Volume::new(&source, 0, 1 << 20)).unwrap() else {
+            panic!("an ambiguous volume")
+        };
+        assert!(reason.contains("ext2/3/4") && reason.contains(" and of "), "{reason}");
+    }
+}
+
+#[test]
 fn what_has_no_free_map_is_named() {
     let named = |at: usize, signature: &[u8]| {
         let mut bytes = vec![0; 1 << 20];
@@ -192,6 +209,14 @@ fn what_has_no_free_map_is_named() {
         (4096, &raid, "Linux RAID"),
         ((1 << 20) - 8192, &raid, "Linux RAID"),
         ((1 << 20) - 65_536, &raid, "Linux RAID"),
+        (65_536 + 0x55C, &[0x19, 0x01, 0x54, 0x19], "UFS"),
+        (8192 + 0x55C, &[0x54, 0x19, 0x01, 0x00], "UFS"),
+        (0x8000, b"JFS1", "JFS"),
+        (0x1_0034, b"ReIsEr2Fs", "ReiserFS"),
+        (0x1_0000, &[0x01, 0x16, 0x19, 0x70], "GFS2"),
+        (4096 + 24, &[0xC6, 0x85, 0x73, 0xF6, 0x4E, 0x1A, 0x45, 0xCA], "bcache"),
+        (128 << 10, &0x00BA_B10C_u64.to_le_bytes(), "ZFS"),
+        (255 << 10, &0x00BA_B10C_u64.to_be_bytes(), "ZFS"),
         (0, b"nothing", ""),
     ] {
         assert_eq!(named(at, signature), name);
