@@ -2,8 +2,9 @@
 //!
 //! Sources: the UEFI specification, chapter 5, for both.
 //!
-//! 1. Partitions are returned only if all of them lie within the disk and none overlaps another one: the free map of
-//!    one partition says nothing about the data of another.
+//! 1. Partitions are returned only if all of them lie within the disk and none overlaps another one or a part of the
+//!    tables: the free map of one partition says nothing about the data of another. If an MBR and a GPT describe the
+//!    disk, each partition of the MBR must be one of the GPT.
 //! 2. A disk that has both a table and the signature of a file system is not divided: one of them is a remainder.
 //! 3. A partition whose type is of something else than a file system of Linux or Windows is marked. Dynamic disks of
 //!    Windows have one partition for all volumes, and its first volume may continue behind others. A BSD makes its file
@@ -110,6 +111,13 @@ fn divide(disk: &Volume<'_>) -> Outcome<Layout> {
     }
     let (scheme, mut partitions) =
         if kinds.contains(&TYPE_PROTECTIVE) { (Scheme::Gpt, gpt(disk)?) } else { (Scheme::Mbr, primary(disk, &mbr)?) };
+    if scheme == Scheme::Gpt {
+        let known = |bytes: Range<u64>| partitions.iter().any(|one| one.bytes == bytes);
+        let is_extra = |index: usize| ![0, TYPE_PROTECTIVE].contains(&kinds[index]) && !known(entry(&mbr, index, 0));
+        if (0..4).any(is_extra) {
+            return refused("the MBR has a partition that the GPT does not have");
+        }
+    }
     partitions.sort_by_key(|partition| partition.bytes.start);
     if partitions.iter().any(|one| one.bytes.is_empty() || one.bytes.end > disk.length()) {
         return refused("a partition is not within the disk");
@@ -171,8 +179,10 @@ fn primary(disk: &Volume<'_>, mbr: &[u8]) -> Outcome<Vec<Partition>> {
 /// The logical partitions: each has a table of its own, which refers to the next table.
 fn logical(disk: &Volume<'_>, extended: Range<u64>, partitions: &mut Vec<Partition>) -> Outcome<()> {
     let mut table = extended.start;
+    let mut tables = Vec::new();
     for number in 0..LOGICAL_MAX as u32 {
         let sector = disk.read(table, SECTOR)?;
+        tables.push(table..table + SECTOR);
         if !has(&sector, 510, &[0x55, 0xAA]) {
             return refused("the table of a logical partition is damaged");
         }
@@ -186,8 +196,11 @@ fn logical(disk: &Volume<'_>, extended: Range<u64>, partitions: &mut Vec<Partiti
             partitions.push(Partition { number: number + 5, bytes, unsuited: unsuited_kind(kind) });
         }
         let next = entry(&sector, 1, extended.start);
-        if byte(&sector, ENTRIES + 16 + 4) == 0 {
-            return Ok(());
+        match byte(&sector, ENTRIES + 16 + 4) {
+            // A table without a partition of its own may lie in the partition of another one.
+            0 => return outside(partitions, &tables),
+            kind if TYPES_EXTENDED.contains(&kind) => {}
+            _ => return refused("the table of a logical partition is not supported"),
         }
         if next.start <= table || next.start >= extended.end {
             return refused("the tables of the logical partitions do not ascend");
@@ -195,6 +208,16 @@ fn logical(disk: &Volume<'_>, extended: Range<u64>, partitions: &mut Vec<Partiti
         table = next.start;
     }
     refused(format!("there are more than {LOGICAL_MAX} logical partitions"))
+}
+
+/// Refuses partitions that overlap one of some ranges.
+fn outside(partitions: &[Partition], ranges: &[Range<u64>]) -> Outcome<()> {
+    let overlaps =
+        |one: &Partition| ranges.iter().any(|range| one.bytes.start < range.end && range.start < one.bytes.end);
+    match partitions.iter().any(overlaps) {
+        true => refused("a partition contains a part of the partition table"),
+        false => Ok(()),
+    }
 }
 
 /// The partitions of a GPT, on a disk with sectors of 512 or 4096 bytes.
@@ -224,7 +247,8 @@ fn entries(disk: &Volume<'_>, header: &[u8], sector: u64) -> Outcome<Vec<Partiti
         return refused("the GPT has more or larger entries than are supported");
     }
     let Some(at) = first.checked_mul(sector) else { return refused("the header of the GPT is invalid") };
-    let table = disk.read(at, u64::from(count) * u64::from(size))?;
+    let table_length = u64::from(count) * u64::from(size);
+    let table = disk.read(at, table_length)?;
     if crc32(&[&table]) != le32(header, 88) {
         return refused("the entries of the GPT are damaged");
     }
@@ -240,5 +264,9 @@ fn entries(disk: &Volume<'_>, header: &[u8], sector: u64) -> Outcome<Vec<Partiti
         };
         partitions.push(Partition { number: index as u32 + 1, bytes: start..end, unsuited: unsuited_guid(entry) });
     }
+    // The header with the MBR, the entries, and the copy of both, which has its header behind.
+    let copy = le64(header, 32).saturating_mul(sector);
+    let copy = copy.saturating_sub(table_length)..copy.saturating_add(sector);
+    outside(&partitions, &[0..2 * sector, at..at + table_length, copy])?;
     Ok(partitions)
 }

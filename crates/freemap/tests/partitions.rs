@@ -124,6 +124,45 @@ fn a_gpt_is_verified() {
 }
 
 #[test]
+fn no_partition_contains_a_part_of_the_table() {
+    // The second table of the chain has no partition, and lies in the partition of the first one.
+    let mut bytes = vec![0; 1 << 20];
+    entry(&mut bytes, 0, 0, 0x05, 200..1800);
+    entry(&mut bytes, 200, 0, 0x83, 8..500);
+    entry(&mut bytes, 200, 1, 0x05, 300..400);
+    entry(&mut bytes, 500, 1, 0x05, 1000..1100);
+    entry(&mut bytes, 1200, 0, 0x83, 8..100);
+    assert!(find(&bytes).unwrap_err().contains("part of the partition table"));
+    // It ends in front of the second table.
+    entry(&mut bytes, 200, 0, 0x83, 8..300);
+    assert_eq!(found(&find(&bytes).unwrap()), [(5, 208, 500), (7, 1208, 1300)]);
+    // A second partition in place of a reference to a table.
+    entry(&mut bytes, 500, 1, 0x83, 1000..1100);
+    assert!(find(&bytes).unwrap_err().contains("not supported"));
+
+    // The copy of the GPT is at the end: 4 sectors of entries and the header.
+    for (of, is_valid) in [((34, 4090), true), ((34, 4091), false), ((5, 4090), false), ((6, 4090), true)] {
+        let mut bytes = gpt(512, &[of]);
+        put(&mut bytes, 512 + 32, &4095_u64.to_le_bytes());
+        seal_gpt(&mut bytes, 512);
+        let outcome = find(&bytes);
+        assert_eq!(outcome.is_ok(), is_valid, "{of:?} {outcome:?}");
+        assert!(outcome.is_ok() || outcome.unwrap_err().contains("part of the partition table"));
+    }
+}
+
+#[test]
+fn an_mbr_beside_a_gpt_has_no_other_partitions() {
+    let mut bytes = gpt(512, &[(34, 63), (64, 2047)]);
+    entry(&mut bytes, 0, 1, 0x83, 34..64);
+    assert_eq!(found(&find(&bytes).unwrap()), [(1, 34, 64), (2, 64, 2048)]);
+    // Windows, which uses the MBR, has made two partitions of the second one.
+    entry(&mut bytes, 0, 2, 0x07, 64..1024);
+    entry(&mut bytes, 0, 3, 0x07, 1024..2048);
+    assert!(find(&bytes).unwrap_err().contains("MBR"));
+}
+
+#[test]
 fn partitions_of_types_without_file_systems_of_linux_or_windows_are_marked() {
     let marked = |bytes: &[u8]| -> Vec<bool> {
         find(bytes).unwrap().partitions.iter().map(|partition| partition.unsuited.is_some()).collect()
