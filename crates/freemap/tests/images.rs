@@ -321,6 +321,26 @@ fn make_ntfs(folder: &Path, name: &str, options: &str) -> String {
     image
 }
 
+/// Replaces the journal that the tools left empty by one that Windows has closed. Returns its place: nothing else in the
+/// image is as long a run of ones.
+fn close_journal(image: &str) -> u64 {
+    let length = bytes_of("ntfscat", &["-f", image, "$LogFile"]).len();
+    let bytes = std::fs::read(image).unwrap();
+    let is_empty = |at: &usize| bytes.get(*at..at + length).is_some_and(|run| run.iter().all(|byte| *byte == 0xFF));
+    let at = (0..bytes.len()).step_by(512).find(is_empty).unwrap() as u64;
+    let page = restart_page(5, (1, 1), 0xFFFF, 0);
+    File::options().write(true).open(image).unwrap().write_all_at(&[&page[..], &page].concat(), at).unwrap();
+    at
+}
+
+/// As [`look`], with a closed journal. Afterwards the journal is empty again, as the tools expect it.
+fn look_closed(image: &str) -> std::result::Result<(&'static str, Vec<Range<u64>>, Summary), String> {
+    let at = close_journal(image);
+    let found = look(&Image::open(Path::new(image)));
+    File::options().write(true).open(image).unwrap().write_all_at(&[0xFF; 8192], at).unwrap();
+    found
+}
+
 fn bytes_of(program: &str, arguments: &[&str]) -> Vec<u8> {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
@@ -332,7 +352,7 @@ fn free_clusters_of_ntfs_are_those_of_its_bitmap() {
     let folder = tempfile::tempdir().unwrap();
     for (options, cluster) in [("", 4096), ("-c 512", 512), ("-c 65536", 65_536)] {
         let image = make_ntfs(folder.path(), "image", options);
-        let (name, free, _) = look(&Image::open(Path::new(&image))).unwrap_or_else(|why| panic!("{options}: {why}"));
+        let (name, free, _) = look_closed(&image).unwrap_or_else(|why| panic!("{options}: {why}"));
         assert_eq!(name, "ntfs");
         // The tool reads the bitmap in its own way; bits behind the last cluster are set.
         let bitmap = bytes_of("ntfscat", &["-f", &image, "$Bitmap"]);
@@ -373,11 +393,11 @@ fn ntfs_that_windows_may_still_use_is_refused() {
     let text = file.display().to_string();
     std::fs::write(&file, vec![0; 100_000]).unwrap();
     tool("ntfscp", &["-q", &image, &text, "hiberfil.sys"]);
-    look(&Image::open(Path::new(&image))).unwrap();
+    look_closed(&image).unwrap();
     // A second file, whose name differs in case only.
     std::fs::write(&file, [&b"HIBR"[..], &[7; 100_000]].concat()).unwrap();
     tool("ntfscp", &["-q", &image, &text, "HIBERFIL.SYS"]);
-    assert!(look(&Image::open(Path::new(&image))).unwrap_err().contains("hiber"));
+    assert!(look_closed(&image).unwrap_err().contains("hiber"));
 }
 
 #[test]
@@ -391,10 +411,14 @@ fn ntfs_with_shadow_copies_is_refused() {
     header[..16].copy_from_slice(&[&first[..], &[0x76, 0xC1, 0x48, 0x4E], &rest].concat());
     (header[16], header[20]) = (1, 1);
     file.write_all_at(&header, 0x1E00).unwrap();
-    look(&Image::open(Path::new(&image))).unwrap();
-    header[48..56].copy_from_slice(&(8 * MIB).to_le_bytes());
-    file.write_all_at(&header, 0x1E00).unwrap();
-    assert!(look(&Image::open(Path::new(&image))).unwrap_err().contains("shadow copies"));
+    look_closed(&image).unwrap();
+    // A catalog; then no catalog, and another volume that stores the copies.
+    for (at, bytes) in [(48, (8 * MIB).to_le_bytes()), (80, [7; 8])] {
+        let mut header = header.clone();
+        header[at..at + 8].copy_from_slice(&bytes);
+        file.write_all_at(&header, 0x1E00).unwrap();
+        assert!(look_closed(&image).unwrap_err().contains("shadow copies"));
+    }
 }
 
 /// A restart page of a journal of NTFS.
@@ -422,11 +446,9 @@ fn restart_page(sequence: u64, version: (u16, u16), clients: u16, flags: u16) ->
 fn the_journal_of_ntfs_must_be_closed() {
     let folder = tempfile::tempdir().unwrap();
     let image = make_ntfs(folder.path(), "image", "");
-    let length = bytes_of("ntfscat", &["-f", &image, "$LogFile"]).len() as u64;
-    // mkntfs fills the journal with ones, and nothing else in the image is as long a run of them.
-    let bytes = std::fs::read(&image).unwrap();
-    let at = bytes.chunks(4096).position(|block| block.iter().all(|byte| *byte == 0xFF)).unwrap() as u64 * 4096;
-    assert!(bytes[at as usize..(at + length) as usize].iter().all(|byte| *byte == 0xFF));
+    // The journal is empty after mkntfs, and while ntfs-3g has the volume mounted.
+    assert!(look(&Image::open(Path::new(&image))).unwrap_err().contains("journal is empty"));
+    let at = close_journal(&image);
     let file = File::options().write(true).open(&image).unwrap();
     let with = |first: Vec<u8>, second: Vec<u8>| {
         file.write_all_at(&first, at).unwrap();
@@ -504,7 +526,9 @@ fn damaged_xfs_frees_nothing_that_is_in_use() {
 #[test]
 fn damaged_ntfs_is_survived() {
     let folder = tempfile::tempdir().unwrap();
-    survives_damage(&make_ntfs(folder.path(), "image", ""), false, 3000);
+    let image = make_ntfs(folder.path(), "image", "");
+    close_journal(&image);
+    survives_damage(&image, false, 3000);
 }
 
 /// Checks that exactly one unit counts as in use, and that the others are as before.

@@ -6,7 +6,8 @@
 //!    read and all system files that were read here are in use in it.
 //! 2. A volume that Windows may not have finished to write is refused: one that is marked dirty, whose journal
 //!    (`$LogFile`) was not closed or has a version that Windows uses only while it runs or for fast startup, and one
-//!    with a file `hiberfil.sys` that may contain a hibernated system.
+//!    with a file `hiberfil.sys` that may contain a hibernated system. An empty journal proves nothing: ntfs-3g empties
+//!    it, sets no other mark while the volume is mounted, and writes bitmap and records in any order.
 //! 3. A volume with shadow copies is refused: Windows copies a cluster for them only when the cluster is overwritten, so
 //!    clusters that were freed since are still theirs, although the bitmap has them as free.
 //! 4. System files with attributes in several records are refused.
@@ -36,6 +37,8 @@ const SHADOW_IDENTIFIER: [u8; 16] =
     [0x6B, 0x87, 0x08, 0x38, 0x76, 0xC1, 0x48, 0x4E, 0xB7, 0xAE, 0x04, 0x04, 0x6E, 0x6C, 0xC7, 0x52];
 /// The place of their catalog in this header: zero if there has been no shadow copy.
 const SHADOW_CATALOG: usize = 0x30;
+/// The identifiers of this volume and of the volume that stores its shadow copies.
+const SHADOW_VOLUMES: (Range<usize>, Range<usize>) = (0x40..0x50, 0x50..0x60);
 
 const RECORD_MFT: u64 = 0;
 const RECORD_LOG: u64 = 2;
@@ -226,7 +229,8 @@ impl<'a> Ntfs<'a> {
     /// Refuses a volume that may have shadow copies.
     fn check_shadow_copies(&self) -> Outcome<()> {
         let header = self.volume.read(SHADOW_HEADER, 512)?;
-        match has(&header, 0, &SHADOW_IDENTIFIER) && le64(&header, SHADOW_CATALOG) != 0 {
+        let is_elsewhere = header[SHADOW_VOLUMES.0] != header[SHADOW_VOLUMES.1];
+        match has(&header, 0, &SHADOW_IDENTIFIER) && (le64(&header, SHADOW_CATALOG) != 0 || is_elsewhere) {
             true => refused("it has shadow copies, which use clusters that its bitmap has as free"),
             false => Ok(()),
         }
@@ -241,7 +245,9 @@ impl<'a> Ntfs<'a> {
         let runs = self.used(runs)?;
         let head = self.read_runs(&runs, 0, LOG_HEAD)?;
         if head.iter().all(|byte| *byte == 0xFF) {
-            return Ok(());
+            return refused(
+                "its journal is empty, so it may not have been cleanly unmounted: let Windows mount it once",
+            );
         }
         let page = |number: u64| -> Outcome<(u64, bool)> {
             let page = head[(number * LOG_PAGE) as usize..((number + 1) * LOG_PAGE) as usize].to_vec();
