@@ -219,7 +219,9 @@ fn recognise<'a>(volume: &Volume<'a>) -> Outcome<Content<'a>> {
             0 => "no file system is recognised".to_owned(),
             _ => format!("there are signatures of {}", found.join(" and of ")),
         };
-        return Ok(Content::Other { name: None, reason });
+        // A hibernated system also matters to the other partitions.
+        let hibernated = found.iter().find(|name| **name == signatures::HIBERNATED);
+        return Ok(Content::Other { name: hibernated.map(|name| (*name).to_owned()), reason });
     };
     let kind = match *signature {
         signatures::EXT => ext::Ext::open(volume.clone()).map(|ext| Kind::Ext(Box::new(ext))),

@@ -7,12 +7,13 @@ use crate::{Outcome, Volume};
 pub(crate) const EXT: &str = "ext2/3/4";
 pub(crate) const XFS: &str = "xfs";
 pub(crate) const NTFS: &str = "ntfs";
+pub(crate) const HIBERNATED: &str = "swap space with a hibernated system";
 
 /// Bytes at the beginning of a volume that are searched: the superblocks of btrfs and UFS are the last ones.
 const HEAD: u64 = 68 << 10;
 
 /// Name, place and bytes.
-const SIGNATURES: [(&str, usize, &[u8]); 43] = [
+const SIGNATURES: [(&str, usize, &[u8]); 37] = [
     (EXT, 0x438, &[0x53, 0xEF]),
     (XFS, 0, b"XFSB"),
     (NTFS, 3, b"NTFS    "),
@@ -30,14 +31,8 @@ const SIGNATURES: [(&str, usize, &[u8]); 43] = [
     ("LVM", 0x618, b"LVM2 001"),
     ("ISO 9660", 0x8001, b"CD001"),
     ("squashfs", 0, b"hsqs"),
-    ("swap space", 4086, b"SWAPSPACE2"),
-    ("swap space", 8182, b"SWAPSPACE2"),
-    ("swap space", 16_374, b"SWAPSPACE2"),
-    ("swap space", 32_758, b"SWAPSPACE2"),
-    ("swap space", 65_526, b"SWAPSPACE2"),
-    ("swap space with a hibernated system", 4086, b"S1SUSPEND\0"),
-    ("swap space with a hibernated system", 4086, b"LINHIB0001"),
     // Most of these leave the place of the superblock of ext as it was.
+    ("BSD disklabel", 512, &[0x57, 0x45, 0x56, 0x82]),
     ("UFS", 8192 + 0x55C, &[0x54, 0x19, 0x01, 0x00]),
     ("UFS", 8192 + 0x55C, &[0x00, 0x01, 0x19, 0x54]),
     ("UFS", 0x1_0000 + 0x55C, &[0x19, 0x01, 0x54, 0x19]),
@@ -65,6 +60,14 @@ const ZFS_RING_LENGTH: u64 = 128 << 10;
 const ZFS_SUPERBLOCK: usize = 1024;
 const ZFS: u64 = 0x00BA_B10C;
 
+/// Sizes of a page of memory: swap space has its signature in the last 10 bytes of the first page.
+const PAGES: [usize; 5] = [4096, 8192, 16_384, 32_768, 65_536];
+const SWAP_SIGNATURE_LENGTH: usize = 10;
+const SWAP: &[u8] = b"SWAPSPACE2";
+/// What Linux and its tools write in place of the signature while a hibernated system is in the swap space.
+const SUSPENDED: [&[u8]; 5] =
+    [b"S1SUSPEND", b"S2SUSPEND", b"ULSUSPEND", b"LINHIB0001", &[0xED, 0xC3, 0x02, 0xE9, 0x98, 0x56, 0xE5, 0x0C]];
+
 /// The magic number of Linux software RAID.
 const RAID: [u8; 4] = 0xA92B_4EFC_u32.to_le_bytes();
 
@@ -73,6 +76,14 @@ pub(crate) fn find(volume: &Volume<'_>) -> Outcome<Vec<&'static str>> {
     let head = volume.read(0, HEAD.min(volume.length()))?;
     let mut found: Vec<&'static str> =
         SIGNATURES.iter().filter(|(_, at, bytes)| has(&head, *at, bytes)).map(|(name, ..)| *name).collect();
+    for at in PAGES.map(|page| page - SWAP_SIGNATURE_LENGTH) {
+        if has(&head, at, SWAP) {
+            found.push("swap space");
+        }
+        if SUSPENDED.iter().any(|signature| has(&head, at, signature)) {
+            found.push(HIBERNATED);
+        }
+    }
     // ZFS does not write the first 8 KiB of a volume.
     if volume.length() >= ZFS_RING + ZFS_RING_LENGTH {
         let ring = volume.read(ZFS_RING, ZFS_RING_LENGTH)?;

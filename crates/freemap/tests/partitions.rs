@@ -226,6 +226,18 @@ fn the_superblock_of_a_former_ext4_beside_the_data_of_another_file_system_is_non
 }
 
 #[test]
+fn a_hibernated_system_is_named_also_beside_another_signature() {
+    let mut bytes = vec![0; 1 << 20];
+    put(&mut bytes, 4086, b"S1SUSPEND\0");
+    put(&mut bytes, (1 << 20) - 8192, &0xA92B_4EFC_u32.to_le_bytes());
+    let source = Memory(bytes);
+    let Content::Other { name, reason } = examine(&Volume::new(&source, 0, 1 << 20)).unwrap() else {
+        panic!("an ambiguous volume")
+    };
+    assert!(name.is_some_and(|name| name.contains("hibernated")) && reason.contains("Linux RAID"), "{reason}");
+}
+
+#[test]
 fn what_has_no_free_map_is_named() {
     let named = |at: usize, signature: &[u8]| {
         let mut bytes = vec![0; 1 << 20];
@@ -240,6 +252,12 @@ fn what_has_no_free_map_is_named() {
     for (at, signature, name) in [
         (4086, &b"SWAPSPACE2"[..], "swap space"),
         (4086, b"S1SUSPEND\0", "swap space with a hibernated system"),
+        (65_526, b"S1SUSPEND\0", "swap space with a hibernated system"),
+        (16_374, b"S2SUSPEND\0", "swap space with a hibernated system"),
+        (4086, b"ULSUSPEND\0", "swap space with a hibernated system"),
+        (4086, b"LINHIB0001", "swap space with a hibernated system"),
+        (32_758, b"SWAPSPACE2", "swap space"),
+        (512, &[0x57, 0x45, 0x56, 0x82], "BSD disklabel"),
         (0, b"LUKS\xBA\xBE", "LUKS"),
         (0x218, b"LVM2 001", "LVM"),
         (0x1_0040, b"_BHRfS_M", "btrfs"),
