@@ -13,7 +13,7 @@ pub(crate) const HIBERNATED: &str = "swap space with a hibernated system";
 const HEAD: u64 = 68 << 10;
 
 /// Name, place and bytes.
-const SIGNATURES: [(&str, usize, &[u8]); 37] = [
+const SIGNATURES: [(&str, usize, &[u8]); 41] = [
     (EXT, 0x438, &[0x53, 0xEF]),
     (XFS, 0, b"XFSB"),
     (NTFS, 3, b"NTFS    "),
@@ -31,6 +31,11 @@ const SIGNATURES: [(&str, usize, &[u8]); 37] = [
     ("LVM", 0x618, b"LVM2 001"),
     ("ISO 9660", 0x8001, b"CD001"),
     ("squashfs", 0, b"hsqs"),
+    // These leave the first 1024 bytes as they were.
+    ("NILFS2", 1024 + 6, &[0x34, 0x34]),
+    ("EROFS", 1024, &[0xE2, 0xE1, 0xF5, 0xE0]),
+    ("HFS+", 1024, b"H+\0\x04"),
+    ("HFS+", 1024, b"HX\0\x05"),
     // Most of these leave the place of the superblock of ext as it was.
     ("BSD disklabel", 512, &[0x57, 0x45, 0x56, 0x82]),
     ("UFS", 8192 + 0x55C, &[0x54, 0x19, 0x01, 0x00]),

@@ -226,6 +226,22 @@ fn the_superblock_of_a_former_ext4_beside_the_data_of_another_file_system_is_non
 }
 
 #[test]
+fn the_first_sector_of_a_former_xfs_before_another_file_system_is_none() {
+    for (at, signature) in
+        [(1030, &[0x34, 0x34][..]), (1024, &[0xE2, 0xE1, 0xF5, 0xE0]), (1024, b"H+\0\x04"), (1024, b"HX\0\x05")]
+    {
+        let mut bytes = vec![0; 1 << 20];
+        put(&mut bytes, 0, b"XFSB");
+        put(&mut bytes, at, signature);
+        let source = Memory(bytes);
+        let Content::Other { name: None, reason } = examine(&Volume::new(&source, 0, 1 << 20)).unwrap() else {
+            panic!("an ambiguous volume")
+        };
+        assert!(reason.contains(" and of ") && reason.contains("xfs"), "{reason}");
+    }
+}
+
+#[test]
 fn a_hibernated_system_is_named_also_beside_another_signature() {
     let mut bytes = vec![0; 1 << 20];
     put(&mut bytes, 4086, b"S1SUSPEND\0");
