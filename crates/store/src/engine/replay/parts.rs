@@ -59,21 +59,21 @@ impl Engine {
     ) -> Result<()> {
         let Operation::Pack { logical, blocks, run, checksums, sources, objects } = operation else { return Ok(()) };
         self.ensure_nodes(meta, NODES_PER_OPERATION)?;
+        let whole = *logical..*logical + *blocks;
         let (mut parts, mut left_out) = (Vec::new(), false);
         for object in objects {
-            let whole = *logical..*logical + *blocks;
-            left_out |= meta.catalog.find(*object).is_none();
-            let mut at = whole.start;
-            for lost in self.lose_parts(meta, drops, *object, &whole)? {
-                parts.push((*object, at..lost.start.max(at)));
-                at = lost.end.max(at);
-                left_out = true;
-            }
-            parts.push((*object, at..whole.end.max(at)));
+            left_out |= self.parts_beside_lost(meta, drops, *object, &whole, &mut parts)?;
         }
         if left_out {
             // Plain blocks keep references, although they became free when the operation was carried out.
             drops.note_left_out();
+            // The operation names one tree for each leaf. If the path from that tree to the leaf is lost, other trees
+            // may share the leaf. They must not map the plain blocks any more, which may belong to other disks by now.
+            let others: Vec<u64> =
+                meta.catalog.objects().map(|object| object.id).filter(|id| !objects.contains(id)).collect();
+            for object in others {
+                self.parts_beside_lost(meta, drops, object, &whole, &mut parts)?;
+            }
         }
         meta.forget_logged(*run);
         let mut effects = Effects::default();
@@ -84,6 +84,25 @@ impl Engine {
         meta.release_again(doubts, effects.freed);
         (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
         meta.doubt(doubts, *run)
+    }
+
+    /// Adds the parts of a range of an object that do not lie below lost nodes. True if a part or the object is lost.
+    fn parts_beside_lost(
+        &self,
+        meta: &mut Meta,
+        drops: &mut Drops,
+        object: u64,
+        range: &Range<u64>,
+        parts: &mut Vec<(u64, Range<u64>)>,
+    ) -> Result<bool> {
+        let lost = self.lose_parts(meta, drops, object, range)?;
+        let mut at = range.start;
+        for part in &lost {
+            parts.push((object, at..part.start.max(at)));
+            at = part.end.max(at);
+        }
+        parts.push((object, at..range.end.max(at)));
+        Ok(!lost.is_empty() || meta.catalog.find(object).is_none())
     }
 
     /// The parts of a range of a disk that lie below lost nodes, in ascending order. Makes these nodes invalid.

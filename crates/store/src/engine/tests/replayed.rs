@@ -3,6 +3,7 @@
 use super::between::{lose_page, overwritten};
 use super::unreadable::{grown, leaves};
 use super::*;
+use crate::pack::{Codec, Packer};
 use crate::sync::atomic::Ordering;
 
 fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
@@ -337,4 +338,39 @@ fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
             engine = open(&disk).unwrap();
         }
     }
+}
+
+/// A pack names one tree for each leaf that it changes. Here a snapshot is named, and the path from its root is lost,
+/// but the disk shares the leaf.
+#[test]
+fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
+    let disk = grown();
+    let last = leaves(&disk).pop().unwrap().0;
+    let engine = open(&disk).unwrap();
+    let plain = own_block(&engine, 1, 0).start;
+    let snapshot = take(&engine, 1, "s");
+    // The disk gets a root and a last leaf of its own.
+    write(&engine, last, 5);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let root_of = |object: u64| engine.with_catalog(|catalog| catalog.get(object).unwrap().root.unwrap());
+    let root = root_of(snapshot);
+    assert_ne!(root, root_of(1));
+    let before = checkpoints(&engine);
+    let step = engine.pack_step(snapshot, 0..64, &mut Packer::new(Codec::Lz4).unwrap()).unwrap();
+    assert_eq!((step.packed, step.stored), (16, 1));
+    engine.commit_changes().unwrap();
+    let (new, blocks) = reuse(&engine, &[plain]);
+    assert_eq!(checkpoints(&engine), before);
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
+    let at = root.0 * BLOCK_SIZE as u64;
+    disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+    is_reused(&engine, new, blocks);
+    (0..64).step_by(2).for_each(|block| assert_eq!(value(&engine, block).unwrap(), 1));
+    assert_eq!(value(&engine, last).unwrap(), 5);
 }
