@@ -217,12 +217,17 @@ impl CommitLog {
         self.lock().superblock.has_packs()
     }
 
-    /// Says durably in the superblock that the datastore may have packs. Must not be called during a checkpoint.
+    /// Says durably in both copies of the superblock that the datastore may have packs. Must not be called during a
+    /// checkpoint.
     pub fn allow_packs(&self) -> Result<()> {
         let mut commit = self.lock();
         if !commit.superblock.has_packs() {
             commit.superblock.version = VERSION_PACKS;
-            commit.superblock.write(&*self.superblock_file)?;
+            // Each write replaces one of the two copies. If one is lost, a program that does not know packs must not
+            // open the datastore with the other.
+            for _copy in 0..2 {
+                commit.superblock.write(&*self.superblock_file)?;
+            }
         }
         Ok(())
     }

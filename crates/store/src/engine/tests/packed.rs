@@ -331,6 +331,19 @@ fn the_superblock_has_the_version_of_packs_from_the_first_pack_on() {
     assert_eq!(version(&disk), VERSION_PACKS);
 }
 
+/// One copy of the superblock may be lost before the next checkpoint.
+#[test]
+fn both_copies_of_the_superblock_have_the_version_of_packs() {
+    let (disk, engine) = filled(32);
+    assert_eq!(pack(&engine, 1, 0..32).0, 32);
+    let file = disk.directory().open("superblock", backend::IoMode::Buffered).unwrap();
+    for copy in 0..2 {
+        let mut bytes = Buffer::zeroed(1);
+        file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).unwrap();
+        assert_eq!(bytes[8..12], VERSION_PACKS.to_le_bytes(), "copy {copy}");
+    }
+}
+
 #[test]
 fn full_leaves_are_split_or_get_wide_packs() {
     for shared in [false, true] {
