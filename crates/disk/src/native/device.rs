@@ -4,6 +4,7 @@ use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use error::{Error, ErrorKind, Result};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use store::Engine;
@@ -66,10 +67,14 @@ fn cut(offset: u64, length: u64, capacity: u64) -> Cut {
 
 /// The segments of a planned read of a range of bytes.
 fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
+    let mut packs = BTreeSet::new();
     let segment = |part: &Part| match part {
         Part::Zero { length } => Segment::Zero { length: *length },
         Part::Memory(slice) => Segment::Memory(slice.clone()),
         Part::Stored(stored) => Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length())),
+        // A pack of which many blocks were overwritten has many parts, and is fetched for the first of them only.
+        // [`Device::finish_read`] decodes the others from there.
+        Part::Packed(packed) if !packs.insert(packed.stored.block) => Segment::Zero { length: packed.length() },
         Part::Packed(packed) => {
             let stored = &packed.stored;
             let media = Media::new(Arc::clone(&stored.file), stored.offset, stored.length());
@@ -191,24 +196,45 @@ impl Device for NativeDevice {
             Error::new(ErrorKind::Invalid, format!("{}: a read was finished that this disk did not plan", self.name))
         })?;
         let replan = |block: u64| self.plan_blocks(block..block + 1);
-        let fetched = |index: usize| match plan.segments.get(index) {
-            Some(Segment::Media(media)) => media.fetched(),
-            _ => &[],
+        let mut packs = BTreeMap::new();
+        for (index, part) in planned.parts.iter().enumerate() {
+            if let Part::Packed(packed) = part {
+                packs.entry(packed.stored.block).or_insert(index);
+            }
+        }
+        let fetched = |index: usize| {
+            let index = match planned.parts.get(index) {
+                Some(Part::Packed(packed)) => packs.get(&packed.stored.block).copied().unwrap_or(index),
+                _ => index,
+            };
+            match plan.segments.get(index) {
+                Some(Segment::Media(media)) => media.fetched(),
+                _ => &[],
+            }
         };
         if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned.parts, fetched, &replan)? {
             return Ok(Verdict::Again);
         }
+        let mut decoded = Vec::new();
+        for (index, part) in planned.parts.iter().enumerate() {
+            if let Part::Packed(packed) = part {
+                let mut content = Buffer::recycled(packed.length() / BLOCK_SIZE);
+                let sums = packed.decode(&self.name, fetched(index), &mut content)?;
+                decoded.push((index, content, sums));
+            }
+        }
+        for (index, content, sums) in decoded {
+            match &mut plan.segments[index] {
+                Segment::Media(media) => (media.buffer, media.verified) = (Some(content), Some(sums)),
+                other => {
+                    let length = content.len();
+                    *other = Segment::Memory(SharedSlice::new(Arc::new(content), 0..length));
+                }
+            }
+        }
         for (segment, part) in plan.segments.iter_mut().zip(&mut planned.parts) {
-            match (segment, part) {
-                (Segment::Media(media), Part::Stored(stored)) => {
-                    media.verified = Some(std::mem::take(&mut stored.checksums));
-                }
-                (Segment::Media(media), Part::Packed(packed)) => {
-                    let mut decoded = Buffer::recycled(packed.length() / BLOCK_SIZE);
-                    media.verified = Some(packed.decode(&self.name, media.fetched(), &mut decoded)?);
-                    media.buffer = Some(decoded);
-                }
-                _ => {}
+            if let (Segment::Media(media), Part::Stored(stored)) = (segment, part) {
+                media.verified = Some(std::mem::take(&mut stored.checksums));
             }
         }
         Ok(Verdict::Good)

@@ -1,13 +1,16 @@
 //! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
 //! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks. What goes
-//! on while a thick disk grows.
+//! on while a thick disk grows. What a read of compressed blocks fetches.
 
 #![allow(clippy::unwrap_used)]
 
+use crate::device::Segment;
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Datastore, InitOptions, NewDisk, NoProgress, Point, Provisioning, QueueChoice, SnapshotOptions,
+    CheckOptions, Compression, Datastore, InitOptions, NewDisk, NoProgress, Point, Provisioning, QueueChoice,
+    SnapshotOptions,
 };
+use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -184,4 +187,37 @@ fn a_disk_that_grows_during_a_close_returns_its_new_space() {
     assert_eq!([disk.reserved, allocated].map(|blocks| blocks * backend::BLOCK_SIZE as u64), [CAPACITY; 2]);
     let report = datastore.check(CheckOptions { data: false, repair: false }, &NoProgress).unwrap();
     assert_eq!(report.findings, []);
+}
+
+/// A read of a pack of which every second block was overwritten has many parts in the pack.
+#[test]
+fn a_read_takes_the_memory_of_a_pack_once() {
+    let (_folder, datastore) = cloned();
+    let disk = datastore.native.find_disk("c").unwrap();
+    let device = datastore.native.device_of(&disk, &disk);
+    // Content that becomes half as long.
+    let content = |number: usize| {
+        let mut state = number as u64 + 1;
+        let mut block = vec![0; BLOCK_SIZE];
+        for byte in &mut block[..BLOCK_SIZE / 2] {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            *byte = (state >> 56) as u8;
+        }
+        block
+    };
+    let mut expected: Vec<u8> = (0..32).flat_map(content).collect();
+    device.write(0, SharedSlice::copy_of(&expected), false).unwrap();
+    assert!(datastore.optimize_disk("c", Compression::Lz4, &NoProgress).unwrap().moved > 0);
+    for number in (0..32).step_by(2) {
+        let block = vec![number as u8; BLOCK_SIZE];
+        expected[number * BLOCK_SIZE..][..BLOCK_SIZE].copy_from_slice(&block);
+        device.write((number * BLOCK_SIZE) as u64, SharedSlice::copy_of(&block), false).unwrap();
+    }
+    let plan = device.plan_read(0, expected.len()).unwrap();
+    let fetched = |segment: &Segment| if let Segment::Media(media) = segment { media.length } else { 0 };
+    let fetched: usize = plan.segments.iter().map(fetched).sum();
+    // The pack, and the overwritten blocks, if they are written back already.
+    assert!((16..48).contains(&(fetched / BLOCK_SIZE)), "{fetched}");
+    drop(plan);
+    assert!(device.read(0, expected.len()).unwrap() == expected);
 }

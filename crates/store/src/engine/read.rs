@@ -12,6 +12,7 @@ use crate::sync::atomic::Ordering;
 use crate::tree::{self, Aim, Extent, NodeId};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -302,8 +303,8 @@ impl Engine {
     }
 
     /// Verifies the data that was read for a range starting at block `logical`. `fetched` returns the bytes of each
-    /// stored part by its index, `replan` plans a read of one block again. False if the range changed during the read:
-    /// the caller must plan again.
+    /// stored part by its index, the same bytes for all parts in one pack. `replan` plans a read of one block again.
+    /// False if the range changed during the read: the caller must plan again.
     pub fn verify<'a>(
         &self,
         name: &str,
@@ -313,12 +314,18 @@ impl Engine {
         replan: &dyn Fn(u64) -> Result<Planned>,
     ) -> Result<bool> {
         let mut at = logical;
+        // The pack of which all blocks were found good last. Several parts may be in one pack.
+        let mut good_pack = None;
         for (index, part) in parts.iter().enumerate() {
             let first = at;
             at += (part.length() / BLOCK_SIZE) as u64;
             let Some(stored) = part.stored() else { continue };
             // A damaged block of a pack affects all blocks that are read from the pack.
             let is_packed = matches!(part, Part::Packed(_));
+            if is_packed && good_pack == Some(stored.block) {
+                continue;
+            }
+            let mut is_good = true;
             let bytes = fetched(index);
             if bytes.len() != stored.length() {
                 return Err(Error::new(ErrorKind::Io, format!("{name}: a read was finished before its data was read")));
@@ -332,6 +339,7 @@ impl Engine {
                     {
                         // The damage is in other blocks of the pack: the index, which is in the first block of the
                         // pack, proves the content of those that are read.
+                        is_good = false;
                         continue;
                     }
                     let here = Run { start: stored.block + i as u64, blocks: 1 };
@@ -339,6 +347,9 @@ impl Engine {
                     self.mismatch(name, logical, here, *wanted, replan)?;
                     return Ok(false);
                 }
+            }
+            if is_packed && is_good {
+                good_pack = Some(stored.block);
             }
         }
         Ok(true)
@@ -452,10 +463,11 @@ impl Engine {
             let planned = plan(range.clone())?;
             // Where each part lies in `out`.
             let mut places = Vec::with_capacity(planned.parts.len());
-            // The packs, which are decoded once they are verified.
-            let mut packs: Vec<(usize, Buffer)> = Vec::new();
+            // The packs by first block, which are decoded once they are verified. Each is read once, although many
+            // parts of the range may be in it.
+            let mut packs: BTreeMap<u64, Buffer> = BTreeMap::new();
             let mut at = 0;
-            for (index, part) in planned.parts.iter().enumerate() {
+            for part in &planned.parts {
                 let place = at..at + part.length();
                 at = place.end;
                 let into = &mut out[place.clone()];
@@ -466,24 +478,27 @@ impl Engine {
                         .file
                         .read_at(into, stored.offset)
                         .during(|| format!("{name}: reading {} bytes", stored.length()))?,
+                    Part::Packed(Packed { stored, .. }) if packs.contains_key(&stored.block) => {}
                     Part::Packed(Packed { stored, .. }) => {
                         let mut pack = Buffer::recycled(stored.checksums.len());
                         let read = stored.file.read_at(&mut pack, stored.offset);
                         read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
-                        packs.push((index, pack));
+                        packs.insert(stored.block, pack);
                     }
                 }
                 places.push(place);
             }
             let replan = |block: u64| plan(block..block + 1);
-            let fetched = |index: usize| match packs.binary_search_by_key(&index, |(index, _)| *index) {
-                Ok(at) => &packs[at].1[..],
-                Err(_) => &out[places[index].clone()],
+            let fetched = |index: usize| match &planned.parts[index] {
+                Part::Packed(packed) => packs.get(&packed.stored.block).map_or(&[] as &[u8], |pack| &pack[..]),
+                _ => &out[places[index].clone()],
             };
             if self.verify(name, range.start, &planned.parts, fetched, &replan)? {
-                for (index, pack) in packs {
-                    if let Part::Packed(packed) = &planned.parts[index] {
-                        packed.decode(name, &pack, &mut out[places[index].clone()])?;
+                for (part, place) in planned.parts.iter().zip(places) {
+                    if let Part::Packed(packed) = part
+                        && let Some(pack) = packs.get(&packed.stored.block)
+                    {
+                        packed.decode(name, pack, &mut out[place])?;
                     }
                 }
                 return Ok(out);

@@ -7,6 +7,7 @@ use super::between::before_next;
 use super::*;
 use crate::engine::log::VERSION_PACKS;
 use crate::pack::{Codec, Packer};
+use crate::sync::atomic::{AtomicU64, Ordering};
 use backend::simulated::{Request, SimulatedOptions};
 use std::collections::BTreeMap;
 
@@ -342,6 +343,27 @@ fn both_copies_of_the_superblock_have_the_version_of_packs() {
         file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).unwrap();
         assert_eq!(bytes[8..12], VERSION_PACKS.to_le_bytes(), "copy {copy}");
     }
+}
+
+#[test]
+fn a_pack_is_read_once_although_a_read_has_many_parts_in_it() {
+    let (disk, engine) = filled(32);
+    assert_eq!(pack(&engine, 1, 0..32).0, 32);
+    (0..32).step_by(2).for_each(|block| write(&engine, block, 200));
+    let reads = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&reads);
+    disk.set_pace(Arc::new(move |request| {
+        if request == Request::Read {
+            counted.fetch_add(1, Ordering::SeqCst);
+        }
+    }));
+    let head = engine.head(1);
+    let read = engine.read_blocks("vm", 0..32, &|range| engine.plan_head(&head, range)).unwrap();
+    for (number, block) in read.chunks_exact(BLOCK_SIZE).enumerate() {
+        let expected = if number % 2 == 0 { 200 } else { number as u8 };
+        assert!(block.iter().all(|byte| *byte == expected), "block {number}");
+    }
+    assert_eq!(reads.load(Ordering::SeqCst), 1);
 }
 
 #[test]
