@@ -126,6 +126,27 @@ impl LeftOut {
         Ok(false)
     }
 
+    /// For a salvage, if a tree that a pack names cannot be read: the packing of the blocks in all trees that can be
+    /// read there, because a tree that is not named may share a leaf. In the other trees the range is lost, because the
+    /// plain blocks may belong to other disks afterwards.
+    pub fn pack_where_readable(&mut self, meta: &mut Meta, operation: &Operation) -> Option<Operation> {
+        let Operation::Pack { logical, blocks, objects: named, .. } = operation else { return None };
+        let range = *logical..logical.saturating_add(*blocks);
+        let is_whole =
+            |meta: &mut Meta, id: u64| meta.catalog.find(id).is_some() && is_readable(meta, id, range.clone());
+        if self.tolerance != Tolerance::Everything || named.iter().all(|id| is_whole(&mut *meta, *id)) {
+            return None;
+        }
+        let all: Vec<u64> = meta.catalog.objects().map(|object| object.id).collect();
+        let (readable, lost): (Vec<u64>, Vec<u64>) = all.into_iter().partition(|id| is_whole(&mut *meta, *id));
+        lost.into_iter().for_each(|id| self.lose(id, range.clone()));
+        let mut rest = operation.clone();
+        if let Operation::Pack { objects, .. } = &mut rest {
+            *objects = readable;
+        }
+        Some(rest)
+    }
+
     /// Called after an operation failed half way: returns whether replay continues.
     pub fn tolerates(&mut self, operation: &Operation, error: &Error) -> bool {
         if self.tolerance != Tolerance::Everything {

@@ -76,6 +76,13 @@ impl Engine {
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
             Operation::Pack { .. } if left_out.leaves_out_parts() => self.pack_parts(meta, doubts, drops, operation),
+            Operation::Pack { .. } => match left_out.pack_where_readable(meta, operation) {
+                Some(rest) => {
+                    drops.note_left_out();
+                    self.carry_out_again(meta, doubts, &rest, position)
+                }
+                None => self.carry_out_again(meta, doubts, operation, position),
+            },
             _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
             _ => self.carry_out_again(meta, doubts, operation, position),
         });

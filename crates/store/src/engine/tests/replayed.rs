@@ -368,6 +368,12 @@ fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
     (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
     let at = root.0 * BLOCK_SIZE as u64;
     disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+    is_salvaged(&disk, new, blocks);
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    for (block, content) in salvage.contents(1, 0..64).unwrap().into_iter().enumerate() {
+        assert_eq!(content.map(|bytes| bytes[0]), Some(u8::from(block % 2 == 0)), "block {block}");
+    }
+    drop(salvage);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     is_reused(&engine, new, blocks);
