@@ -94,14 +94,16 @@ impl Meta {
             return Ok(Planned::Nothing);
         }
         let trees = self.trees(object);
-        let any_thick = trees.iter().any(|tree| tree.thick);
+        let mut any_shared = false;
         let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), Vec::new(), Vec::new());
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         let mut left: u64 = candidates.iter().flatten().map(|candidate| u64::from(candidate.left)).sum();
         for Tree { object, root, thick } in trees {
-            if left == 0 && !any_thick {
-                break;
+            // All leaves that map the blocks are known. Another tree maps the blocks only if it shares one of these
+            // leaves, and matters only if it is thick.
+            if left == 0 && !(thick && any_shared) {
+                continue;
             }
             let (mut position, mut maps) = (window.start, false);
             while position < window.end {
@@ -126,6 +128,7 @@ impl Meta {
                     }
                 }
                 if maps_here {
+                    any_shared |= leaf.shared;
                     leaves.push((leaf.id, leaf.shared));
                     maps = true;
                 }

@@ -205,6 +205,29 @@ fn a_block_that_a_thick_disk_maps_is_not_packed() {
     let snapshot = take(&engine, thick, "s");
     quiet(&engine);
     assert_eq!(pack(&engine, snapshot, 0..64), (0, 0));
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", 64)]).unwrap()[0];
+    assert_eq!(pack(&engine, clone, 0..64), (0, 0));
+}
+
+/// Otherwise each step would look at the trees of all disks under the metadata lock.
+#[test]
+fn a_step_looks_only_at_trees_that_may_share_the_blocks() {
+    let (_disk, engine) = filled(64);
+    let step = |range: std::ops::Range<u64>| {
+        let before = engine.meta.statistics().hits;
+        assert_eq!(engine.pack_step(1, range, &mut packer()).unwrap().packed, 32);
+        engine.meta.statistics().hits - before
+    };
+    let alone = step(0..32);
+    for number in 0..100 {
+        let provisioning = if number == 0 { Provisioning::ZeroedThick } else { Provisioning::Thin };
+        let other = add_disk(&engine, &format!("other-{number}"), 64, provisioning);
+        engine.write_blocks(&engine.head(other), 0, slice(1, 1)).unwrap();
+    }
+    quiet(&engine);
+    let beside_others = step(32..64);
+    // Each of three plans would look up several pages of each other disk.
+    assert!(beside_others < alone + 300, "{beside_others} lookups of pages instead of {alone}");
 }
 
 #[test]
