@@ -27,8 +27,8 @@ const TYPE_PROTECTIVE: u8 = 0xEE;
 const TYPES_EXTENDED: [u8; 3] = [0x05, 0x0F, 0x85];
 /// Types of an MBR for file systems of Windows (NTFS, hidden NTFS, recovery) and of Linux.
 const TYPES_OF_FILE_SYSTEMS: [u8; 4] = [0x07, 0x17, 0x27, 0x83];
-/// The same for a GPT: basic data and recovery of Windows, and file systems of Linux: unspecified, `/home`, of one user,
-/// `/srv`, `/var`, `/var/tmp`, `/boot`, the root of x86-64, x86, ARM64 and ARM, and `/usr` of x86-64 and ARM64.
+/// The same for a GPT: basic data and recovery of Windows, and file systems of Linux: unspecified, `/home`, of one
+/// user, `/srv`, `/var`, `/var/tmp`, `/boot`, the root of x86-64, x86, ARM64 and ARM, and `/usr` of x86-64 and ARM64.
 const GUIDS_OF_FILE_SYSTEMS: [&str; 15] = [
     "EBD0A0A2-B9E5-4433-87C0-68B6B72699C7",
     "DE94BBA4-06D1-4D40-A16A-BFD50179D6AC",

@@ -321,8 +321,8 @@ fn make_ntfs(folder: &Path, name: &str, options: &str) -> String {
     image
 }
 
-/// Replaces the journal that the tools left empty by one that Windows has closed. Returns its place: nothing else in the
-/// image is as long a run of ones.
+/// Replaces the journal that the tools left empty by one that Windows has closed. Returns its place: nothing else in
+/// the image is as long a run of ones.
 fn close_journal(image: &str) -> u64 {
     let length = bytes_of("ntfscat", &["-f", image, "$LogFile"]).len();
     let bytes = std::fs::read(image).unwrap();

@@ -133,8 +133,8 @@ pub fn refuse_to_leave(service: &Service, disk: &str, to: &Location, force: bool
     Err(Error::new(ErrorKind::Busy, text))
 }
 
-/// Returns `Busy` if a guest may use the disk: its free map is in the memory of the guest then, and blocks that are free
-/// on the disk may be in use.
+/// Returns `Busy` if a guest may use the disk: its free map is in the memory of the guest then, and blocks that are
+/// free on the disk may be in use.
 pub fn refuse_to_reclaim(service: &Service, disk: &str) -> Result<()> {
     wait_left(&service.clients, disk, Deed::Reclaim);
     let (mut reasons, _) = about_clients(&service.clients, disk, Deed::Reclaim);

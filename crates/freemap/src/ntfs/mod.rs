@@ -8,8 +8,8 @@
 //!    (`$LogFile`) was not closed or has a version that Windows uses only while it runs or for fast startup, and one
 //!    with a file `hiberfil.sys` that may contain a hibernated system. An empty journal proves nothing: ntfs-3g empties
 //!    it, sets no other mark while the volume is mounted, and writes bitmap and records in any order.
-//! 3. A volume with shadow copies is refused: Windows copies a cluster for them only when the cluster is overwritten, so
-//!    clusters that were freed since are still theirs, although the bitmap has them as free.
+//! 3. A volume with shadow copies is refused: Windows copies a cluster for them only when the cluster is overwritten,
+//!    so clusters that were freed since are still theirs, although the bitmap has them as free.
 //! 4. System files with attributes in several records are refused.
 
 mod record;
