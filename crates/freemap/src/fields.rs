@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(crc32c_register(first, &[&text[4..]]), !0xE306_9283, "continued");
         assert_eq!(crc32(&[text]), 0xCBF4_3926);
         assert_eq!(crc16(!0, text), 0x4B37);
-        assert_eq!(crc32c_without(b"12345678", 2), !crc32c_register(!0, &[b"12\0\0\0\078"]));
+        assert_eq!(crc32c_without(b"12345678", 2), !crc32c_register(!0, &[b"12\0\0\0\x0078"]));
     }
 
     #[test]

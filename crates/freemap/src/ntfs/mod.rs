@@ -20,6 +20,9 @@ use crate::{EachFree, Outcome, Volume, refused};
 use record::{Attribute, Run, fixed, in_runs};
 use std::ops::Range;
 
+/// Looks at a piece of the bitmap, which covers a range of clusters.
+type LookAtPiece<'a> = dyn FnMut(&[u8], Range<u64>) -> Outcome<()> + 'a;
+
 /// Bytes of the bitmap that are read at a time.
 const PIECE: u64 = 64 << 10;
 /// Bytes of a page of the journal.
@@ -151,7 +154,7 @@ impl<'a> Ntfs<'a> {
     }
 
     /// Calls `each` for every piece of the bitmap, with the clusters that it covers.
-    fn each_piece(&self, each: &mut dyn FnMut(&[u8], Range<u64>) -> Outcome<()>) -> Outcome<()> {
+    fn each_piece(&self, each: &mut LookAtPiece<'_>) -> Outcome<()> {
         let length = self.clusters.div_ceil(8);
         let mut at = 0;
         while at < length {

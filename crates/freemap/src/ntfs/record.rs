@@ -84,7 +84,7 @@ pub(super) fn find(record: &[u8], kind: u32) -> Outcome<Option<Attribute<'_>>> {
 fn has_name(attribute: &[u8], kind: u32) -> bool {
     let (letters, at) = (usize::from(byte(attribute, 9)), usize::from(le16(attribute, 10)));
     match kind {
-        ATTRIBUTE_INDEX_ROOT | ATTRIBUTE_INDEX => letters == 4 && has(attribute, at, b"$\0I\03\x000\0"),
+        ATTRIBUTE_INDEX_ROOT | ATTRIBUTE_INDEX => letters == 4 && has(attribute, at, b"$\0I\x003\x000\0"),
         _ => letters == 0,
     }
 }
