@@ -551,7 +551,8 @@ fn damage_that_keeps_all_counts_is_noticed_by_checksums() {
     let bitmap = bitmap.parse::<u64>().unwrap() * 1024;
     let block = before.iter().rfind(|range| range.start < 8192 * 1024).unwrap().start / 1024 - 1;
     image.changed.insert(bitmap + block / 8, 1 << (block % 8));
-    let used = (1..block).find(|block| !is_within(&[(block + 1) * 1024..(block + 2) * 1024], &before)).unwrap();
+    let bytes_of = |block: u64| (block + 1) * 1024..(block + 2) * 1024;
+    let used = (1..block).find(|block| !is_within(std::slice::from_ref(&bytes_of(*block)), &before)).unwrap();
     *image.changed.entry(bitmap + used / 8).or_default() ^= 1 << (used % 8);
     one_is_doubted(&image, &before, "checksum of its bitmap");
 
