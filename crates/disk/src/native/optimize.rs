@@ -25,8 +25,9 @@ impl Native {
     pub fn optimize(&self, name: &str, compression: Compression, progress: &dyn Progress) -> Result<Reclaimed> {
         let bytes = |blocks: u64| blocks * BLOCK_SIZE as u64;
         let disk = self.find_disk(name)?.id;
-        // What is buffered enters the map.
+        // What is buffered enters the map, and journalled content its blocks: others are not compressed.
         self.engine.flush()?;
+        self.engine.checkpoint()?;
         let objects: Vec<(u64, u64)> = self.engine.with_catalog(|catalog| {
             let is_whole = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
             let own = |id: u64, of: u64| id == disk || of == disk;
