@@ -1,12 +1,11 @@
 //! A bound on the data that buffered writes of this process have left in the page cache.
 //!
 //! When more is dirty than the kernel permits, the kernel pauses every thread that writes, for up to 200 ms. So this
-//! module starts write-out long before, in a thread of its own, and slows down threads that write faster than the
-//! medium. All files of a file system share one account ([`DirtyMedium`]). Its steps, as fractions of the bound:
+//! module starts write-out before, in a thread of its own, and slows down threads that write faster than the medium. All files of a file system share one account ([`DirtyMedium`]). Its steps, as fractions of the bound:
 //!
 //! | dirty and not written | what happens |
 //! |---|---|
-//! | a quarter | the thread writes out everything that is dirty |
+//! | a half | the thread writes out everything that is dirty |
 //! | a half | background work gets the more slowly, the more is dirty ([`DirtyMedium::background_rate`]) |
 //! | three quarters | each write is followed by a pause that grows with what is dirty ([`pause`]) |
 //!
@@ -33,7 +32,7 @@ use std::time::{Duration, Instant};
 /// The least bound.
 pub const BOUND_MIN: u64 = 4 << 20;
 /// The greatest bound that [`DirtyLimit::Auto`] chooses: what a flush may have to write should not grow with memory.
-const BOUND_AUTO_MAX: u64 = 1 << 30;
+const BOUND_AUTO_MAX: u64 = 4 << 30;
 /// The bound where the kernel does not tell its own.
 const BOUND_UNKNOWN: u64 = 128 << 20;
 /// The thread is started when this much is dirty, and ends when less than [`REGION`] is.
@@ -62,7 +61,7 @@ const FULLNESS_MAX: f64 = 0.99;
 /// How much may be dirty on each file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyLimit {
-    /// Half of the amount at which the kernel itself starts write-out, at most 1 GiB.
+    /// A tenth less than the amount from which the kernel may pause writes, at most 4 GiB.
     #[default]
     Auto,
     /// Whatever the kernel permits.
@@ -97,19 +96,26 @@ pub(crate) fn medium_of(device: u64) -> Option<Arc<DirtyMedium>> {
     Some(Arc::clone(MEDIA.lock().entry(device).or_insert_with(|| Arc::new(DirtyMedium::new(limit)))))
 }
 
-/// What the kernel permits, halved: the kernel's amount is for all programs and devices.
+/// A tenth less than what the kernel permits before it pauses writes: the mean of the amounts at which it starts
+/// write-out and at which it stops writes (`domain_dirty_limits` and `dirty_freerun_ceiling` in mm/page-writeback.c).
+/// Write-out starts at half of that, so it is late enough for data that is overwritten or deleted soon.
 fn automatic(read: impl Fn(&str) -> Option<String>) -> u64 {
     let number = |path: &str| read(path)?.trim().parse::<u64>().ok();
-    let threshold = match number("/proc/sys/vm/dirty_background_bytes") {
-        Some(bytes @ 1..) => Some(bytes),
-        _ => number("/proc/sys/vm/dirty_background_ratio").and_then(|percent| {
-            let memory = read("/proc/meminfo")?;
-            let available = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-            let kilobytes = available.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
-            Some((kilobytes.saturating_mul(1024) / 100).saturating_mul(percent))
-        }),
+    let available = || {
+        let memory = read("/proc/meminfo")?;
+        let available = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        let kilobytes = available.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
+        Some(kilobytes.saturating_mul(1024))
     };
-    threshold.map_or(BOUND_UNKNOWN, |bytes| (bytes / 2).clamp(BOUND_MIN, BOUND_AUTO_MAX))
+    let amount = |kind: &str| match number(&format!("/proc/sys/vm/{kind}_bytes")) {
+        Some(bytes @ 1..) => Some(bytes),
+        _ => Some((available()? / 100).saturating_mul(number(&format!("/proc/sys/vm/{kind}_ratio"))?)),
+    };
+    let amounts = amount("dirty").and_then(|most| Some((most, amount("dirty_background")?)));
+    amounts.map_or(BOUND_UNKNOWN, |(most, background)| {
+        let background = if background >= most { most / 2 } else { background };
+        ((most / 2 + background / 2) / 10 * 9).clamp(BOUND_MIN, BOUND_AUTO_MAX)
+    })
 }
 
 /// How far `dirty` is between two steps, from 0 to [`FULLNESS_MAX`].
@@ -207,7 +213,7 @@ impl DirtyMedium {
 
     /// The amount at which write-out starts.
     fn start(&self) -> u64 {
-        self.bound.load(Ordering::Relaxed) / 4
+        self.bound.load(Ordering::Relaxed) / 2
     }
 
     /// Counts a write that has made `added` more bytes dirty, and returns the dirty bytes.

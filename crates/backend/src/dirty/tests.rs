@@ -120,22 +120,28 @@ fn background_work_waits_before_writes_do_and_both_the_more_the_more_is_dirty() 
 }
 
 #[test]
-fn the_automatic_bound_is_half_of_the_kernels() {
-    let bound = |bytes: &str, ratio: &str, kilobytes: u64| {
+fn the_automatic_bound_is_below_the_kernels() {
+    // Each amount in bytes, or as a part of the memory.
+    let bound = |background: (&str, &str), most: (&str, &str), kilobytes: u64| {
         let memory = format!("MemTotal:  99999999 kB\nMemAvailable:   {kilobytes} kB\nBuffers: 1 kB\n");
         automatic(|path| match path {
-            "/proc/sys/vm/dirty_background_bytes" => Some(format!("{bytes}\n")),
-            "/proc/sys/vm/dirty_background_ratio" => Some(format!("{ratio}\n")),
+            "/proc/sys/vm/dirty_background_bytes" => Some(format!("{}\n", background.0)),
+            "/proc/sys/vm/dirty_background_ratio" => Some(format!("{}\n", background.1)),
+            "/proc/sys/vm/dirty_bytes" => Some(format!("{}\n", most.0)),
+            "/proc/sys/vm/dirty_ratio" => Some(format!("{}\n", most.1)),
             "/proc/meminfo" => Some(memory.clone()),
             _ => None,
         })
     };
-    assert_eq!(bound("0", "10", 4 << 20), (4 << 30) / 100 * 10 / 2);
-    assert_eq!(bound("67108864", "0", 4 << 20), 32 * MIB);
-    assert_eq!(bound("4096", "0", 4 << 20), BOUND_MIN);
-    assert_eq!(bound("0", "0", 4 << 20), BOUND_MIN);
-    assert_eq!(bound("0", "10", 1 << 30), BOUND_AUTO_MAX);
-    assert_eq!(bound("?", "?", 0), BOUND_UNKNOWN);
+    let percent = (4 << 30) / 100;
+    assert_eq!(bound(("0", "10"), ("0", "20"), 4 << 20), percent * 15 / 10 * 9);
+    assert_eq!(bound(("67108864", "0"), ("134217728", "0"), 4 << 20), 96 * MIB / 10 * 9);
+    // The kernel starts write-out at half of the amount at which it stops writes, if that is less.
+    assert_eq!(bound(("0", "50"), ("134217728", "0"), 4 << 20), 96 * MIB / 10 * 9);
+    assert_eq!(bound(("4096", "0"), ("8192", "0"), 4 << 20), BOUND_MIN);
+    assert_eq!(bound(("0", "0"), ("0", "0"), 4 << 20), BOUND_MIN);
+    assert_eq!(bound(("0", "10"), ("0", "20"), 1 << 30), BOUND_AUTO_MAX);
+    assert_eq!(bound(("?", "?"), ("0", "20"), 0), BOUND_UNKNOWN);
     assert_eq!(automatic(|_| None), BOUND_UNKNOWN);
 }
 
@@ -184,16 +190,16 @@ fn settle(medium: &DirtyMedium, bytes: u64) {
 }
 
 #[test]
-fn write_out_starts_at_a_quarter_of_the_bound_and_a_medium_that_keeps_up_delays_nothing() {
+fn write_out_starts_at_a_half_of_the_bound_and_a_medium_that_keeps_up_delays_nothing() {
     let (medium, target, file) = file(16 * MIB, 1 << 40);
     for at in (0..256 * MIB).step_by(64 << 10) {
         file.wrote(at, 64 << 10);
-        if at % (8 * MIB) == 0 {
-            settle(&medium, 4 * MIB);
+        if at % (4 * MIB) == 0 {
+            settle(&medium, 8 * MIB);
         }
     }
     assert!(medium.used().waited.is_zero(), "{:?}", medium.used());
-    settle(&medium, 4 * MIB);
+    settle(&medium, 8 * MIB);
     assert!(target.written.load(Ordering::Relaxed) > 200 * MIB);
 }
 

@@ -153,7 +153,7 @@ pub struct ServeArguments {
     pub latency_target: Duration,
     /// Limit of the data that this server leaves dirty in the page cache of each file system, 4M at the least. Beyond
     /// it writes are delayed, first those of background work. 0 or "off" for no limit but the kernel's, at which the
-    /// kernel pauses all writes. "auto" for half of the amount at which the kernel starts to write data out.
+    /// kernel pauses all writes. "auto" for a little less than the amount at which the kernel does so.
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_dirty_limit)]
     pub dirty_limit: DirtyLimit,
     /// Serve the datastore even on a file system on which it may lose flushed writes or stop for lack of space, such as
