@@ -10,7 +10,10 @@
 //!    stays, so a tree that was divided into other leaves, or was changed already, is no error.
 //! 2. Each entry that maps a part of the pack has one reference on every block of the pack.
 //! 3. Small leaves are not merged: the next write to such a leaf does that.
-//! 4. A shared leaf without room is not split, because all its parents would change. It keeps its entries.
+//! 4. A plan has no shared leaf without room ([`fits`]), because all its parents would change if it were split. Replay
+//!    may find one: a part of a deleted tree that was dropped at run time may still be there, and share the leaf. Then
+//!    the leaf is copied for this tree, and the copy is split. If this tree kept the old blocks instead, it would map
+//!    blocks that belong to other trees afterwards.
 
 use super::page::{self, ENTRIES_MAX, PhysicalRun, Rewrite};
 use super::path::Path;
@@ -73,15 +76,16 @@ pub fn pack<S: NodeStore + ?Sized>(
     let (mut position, end) = (range.start, range.end);
     let mut splits = 0;
     while position < end {
-        let path = Path::to_leaf(store, root, position)?;
+        let mut path = Path::to_leaf(store, root, position)?;
         let stop = end.min(path.upper);
         let leaf = path.last();
         let mut copy = *store.node(leaf)?;
         let before = page::count(&copy);
         match rewrite(&mut copy, position..stop, logical, pack, sources) {
             // A leaf that is less than half full would not become fuller by a split: its entries stay as they are.
-            Rewrite::Full if !path.is_shared() && splits < SPLITS_MAX && before > ENTRIES_MAX / 2 => {
+            Rewrite::Full if splits < SPLITS_MAX && before > ENTRIES_MAX / 2 => {
                 splits += 1;
+                path.make_exclusive(store, &mut root)?;
                 balance::make_room(store, &mut root, &path, position)?;
                 continue;
             }

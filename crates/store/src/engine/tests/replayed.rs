@@ -380,3 +380,62 @@ fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
     (0..64).step_by(2).for_each(|block| assert_eq!(value(&engine, block).unwrap(), 1));
     assert_eq!(value(&engine, last).unwrap(), 5);
 }
+
+/// A full leaf that only the disk had was split for a pack. In replay, a deleted snapshot shares the leaf, because its
+/// drop ends at a lost leaf before. The disk must not map the plain blocks any more, which another disk has got.
+#[test]
+fn a_pack_is_replayed_in_a_full_leaf_that_a_damaged_deleted_snapshot_shares() {
+    for corrupt in [false, true] {
+        let (disk, engine) = made();
+        let vm = engine.head(1);
+        engine.write_blocks(&vm, 0, slice(1, 64)).unwrap();
+        // The first leaf becomes full: one entry for the blocks above, and one for each of these.
+        for block in 33..600 {
+            write(&engine, 2 * block, 1);
+            if block % 64 == 0 {
+                engine.settle(&vm).unwrap();
+            }
+        }
+        engine.settle(&vm).unwrap();
+        let snapshot = take(&engine, 1, "s");
+        // The disk gets a root and a last leaf of its own.
+        write(&engine, 2 * 599, 5);
+        engine.settle(&vm).unwrap();
+        engine.flush().unwrap();
+        engine.checkpoint().unwrap();
+        let before = checkpoints(&engine);
+        let last = {
+            let mut meta = engine.meta.lock();
+            let root = meta.catalog.get(snapshot).unwrap().root.unwrap();
+            let mut effects = Default::default();
+            crate::tree::leaf_of(&mut meta.nodes(&mut effects), root, 2 * 599..2 * 600).unwrap().id
+        };
+        engine.delete_snapshot(snapshot).unwrap();
+        while engine.drop_all_trash().unwrap() {}
+        assert!(engine.with_catalog(|catalog| catalog.find(snapshot).is_none()));
+        let (plain, nodes) = (own_block(&engine, 1, 0).start, engine.counts().map.used);
+        let step = engine.pack_step(1, 0..32, &mut Packer::new(Codec::Lz4).unwrap()).unwrap();
+        assert_eq!((step.packed, engine.counts().map.used), (32, nodes + 1), "the leaf is split");
+        engine.commit_changes().unwrap();
+        let (new, blocks) = reuse(&engine, &[plain]);
+        assert_eq!(checkpoints(&engine), before);
+        // The engine is dropped without closing, as by a kill.
+        drop((vm, engine));
+        let mend = spoil(&disk, "map", last.0, corrupt);
+        is_salvaged(&disk, new, blocks);
+        let salvage = Salvage::open(disk.directory()).unwrap();
+        let content = salvage.contents(1, 0..64).unwrap();
+        assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 1)));
+        drop(salvage);
+        let engine = open(&disk).unwrap();
+        (0..64).for_each(|block| assert_eq!(value(&engine, block).unwrap(), 1));
+        is_reused(&engine, new, blocks);
+        mend();
+        engine.load_unreadable();
+        while engine.drop_all_trash().unwrap() {}
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        (0..64).for_each(|block| assert_eq!(value(&engine, block).unwrap(), 1));
+        is_reused(&engine, new, blocks);
+        is_whole(&engine);
+    }
+}

@@ -133,8 +133,9 @@ fn packing_changes_no_content_and_no_reference_is_lost() {
     }
 }
 
+/// Only replay packs blocks in such a leaf.
 #[test]
-fn a_shared_leaf_without_room_stays_as_it_is() {
+fn a_shared_leaf_without_room_is_copied_and_split() {
     let mut store = Memory::new();
     let mut root = create(&mut store).unwrap();
     let mut first = 0;
@@ -150,16 +151,18 @@ fn a_shared_leaf_without_room_stays_as_it_is() {
     let sources = [Source { index: 0, run: PhysicalRun { physical: first + 8, blocks: 16 } }];
     let run = PhysicalRun { physical: store.allocate_data(1), blocks: 1 };
     store.packing = true;
-    let same = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();
-    assert_eq!(same, root);
+    let copied = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();
     store.drop_data_references(run.physical, 1).unwrap();
-    store.verify(&[root, root]);
-    // Without the other tree the leaf is split.
-    store.drop_reference(root).unwrap();
+    store.verify(&[root, copied]);
+    let leaf = leaf_of(&mut store, copied, 10..11).unwrap();
+    assert!(leaf.mappings[0].packed.is_some() && leaf.upper < LOGICAL_LIMIT && !leaf.shared);
+    // The other tree has the leaf alone now, and it is split in place.
+    let leaf = leaf_of(&mut store, root, 10..11).unwrap();
+    assert!(leaf.mappings[0].packed.is_none() && leaf.upper == LOGICAL_LIMIT && !leaf.shared);
     let run = PhysicalRun { physical: store.allocate_data(1), blocks: 1 };
     let root = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();
     store.drop_data_references(run.physical, 1).unwrap();
-    store.verify(&[root]);
+    store.verify(&[root, copied]);
     let leaf = leaf_of(&mut store, root, 10..11).unwrap();
     assert!(leaf.mappings[0].packed.is_some() && leaf.upper < LOGICAL_LIMIT);
 }
