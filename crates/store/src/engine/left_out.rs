@@ -148,7 +148,7 @@ impl LeftOut {
     }
 
     /// Called after an operation failed half way: returns whether replay continues.
-    pub fn tolerates(&mut self, operation: &Operation, error: &Error) -> bool {
+    pub fn tolerates(&mut self, meta: &Meta, operation: &Operation, error: &Error) -> bool {
         if self.tolerance != Tolerance::Everything {
             return false;
         }
@@ -156,8 +156,11 @@ impl LeftOut {
         if let Some((id, _)) = target(operation) {
             self.lose(id, 0..LOGICAL_LIMIT);
         }
-        if let Operation::Pack { objects, .. } = operation {
-            // The plain blocks, which a leaf may still map, were free for other disks afterwards.
+        if let Operation::Pack { logical, blocks, objects, .. } = operation {
+            // The plain blocks, which a leaf may still map, were free for other disks afterwards. Trees that are not
+            // named may share the leaf.
+            let range = *logical..logical.saturating_add(*blocks);
+            meta.catalog.objects().for_each(|object| self.lose(object.id, range.clone()));
             objects.iter().for_each(|object| self.lose(*object, 0..LOGICAL_LIMIT));
         }
         true

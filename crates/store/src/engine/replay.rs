@@ -87,7 +87,7 @@ impl Engine {
             _ => self.carry_out_again(meta, doubts, operation, position),
         });
         match replayed {
-            Err(error) if left_out.tolerates(operation, &error) => Ok(()),
+            Err(error) if left_out.tolerates(meta, operation, &error) => Ok(()),
             other => other,
         }
     }

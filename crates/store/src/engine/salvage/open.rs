@@ -282,7 +282,7 @@ fn seal(engine: &Engine, left_out: &mut LeftOut) {
             false => meta.apply(&operation, &mut super::super::metadata::Effects::default()),
         });
         if let Err(error) = sealed {
-            left_out.tolerates(&operation, &error);
+            left_out.tolerates(&meta, &operation, &error);
         }
     }
 }
