@@ -1,7 +1,8 @@
 //! The write buffers of all disks, and the limit on their total content.
 //!
-//! Lock order: `heads`, to look up a disk; the buffers of disks, ascending by id; `room` and `sealed`, to wait. This
-//! part takes no lock of another part. The engine takes the metadata lock while it holds the buffer of a disk.
+//! Lock order: the buffers of disks, ascending by id; `room` and `sealed`, to wait. `heads`, to look up a disk, may be
+//! taken under all other locks, because it is held for a few instructions. This part takes no lock of another part. The
+//! engine takes the metadata lock while it holds the buffer of a disk.
 
 use super::read::gone;
 use crate::Result;

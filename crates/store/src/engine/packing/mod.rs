@@ -35,6 +35,7 @@ use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
 use plan::{Plan, Planned};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Blocks that are packed together (128 KiB). A read of one block reads the whole pack.
 const WINDOW: u64 = 32;
@@ -205,10 +206,13 @@ impl Engine {
         let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
         let mut disks = plan.objects.clone();
         disks.sort_unstable();
-        let heads: Vec<_> = disks.into_iter().filter_map(|disk| self.buffers.find(disk)).collect();
+        let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
+        let heads = find();
         let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
         let mut meta = self.meta.lock();
-        if !buffers.iter().all(|buffer| buffer.layers.is_free(window)) {
+        // A disk that was opened or reverted since has a buffer that is not locked.
+        let same = find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr));
+        if !same || !buffers.iter().all(|buffer| buffer.layers.is_free(window)) {
             self.release_new(&mut meta, Some(run));
             return Ok(Outcome::Left);
         }

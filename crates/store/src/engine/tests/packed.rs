@@ -10,6 +10,7 @@ use crate::pack::{Codec, Packer};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use backend::simulated::{Request, SimulatedOptions};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The content of a block of a disk or snapshot.
 type Content = BTreeMap<u64, u8>;
@@ -252,6 +253,40 @@ fn a_block_with_a_buffered_write_is_not_packed() {
     assert!(!place(&engine, 1, 7).1 && place(&engine, 1, 40).1);
     quiet(&engine);
     assert_eq!(value(&engine, 7).unwrap(), 200);
+    is_whole(&engine);
+}
+
+/// A step locks the buffers of all disks that it changes. Here one of these disks is opened and written while the step
+/// waits for the buffer of another.
+#[test]
+fn a_block_with_a_write_to_a_disk_opened_during_the_step_is_not_packed() {
+    let (disk, engine) = filled(64);
+    let snapshot = take(&engine, 1, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", BLOCKS)]).unwrap()[0];
+    // The clone gets a leaf of its own, which refers to the same blocks. The first step also writes the superblock.
+    engine.write_blocks(&engine.head(clone), 40, slice(200, 1)).unwrap();
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 32..64).0, 32);
+    quiet(&engine);
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let head = engine.head(1);
+    let (written, wait) = std::sync::mpsc::channel();
+    before_next(&disk, Request::Write, move || written.send(()).unwrap());
+    std::thread::scope(|scope| {
+        let buffer = head.lock();
+        let step = scope.spawn(|| engine.pack_step(1, 0..32, &mut packer()).unwrap());
+        wait.recv_timeout(Duration::from_secs(60)).unwrap();
+        // The pack is being written. The step then waits for the buffer of the first disk.
+        std::thread::sleep(Duration::from_millis(100));
+        engine.write_blocks(&engine.head(clone), 7, slice(201, 1)).unwrap();
+        drop(buffer);
+        assert_eq!(step.join().unwrap().packed, 0);
+    });
+    assert!(!place(&engine, clone, 7).1);
+    quiet(&engine);
+    assert_eq!((holds(&engine, clone, 7).unwrap(), value(&engine, 7).unwrap()), (201, 7));
     is_whole(&engine);
 }
 
