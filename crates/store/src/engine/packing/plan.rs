@@ -99,7 +99,8 @@ impl Meta {
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         let mut left: u64 = candidates.iter().flatten().map(|candidate| u64::from(candidate.left)).sum();
-        for Tree { object, root, thick } in trees {
+        let mut missing = None;
+        for (number, Tree { object, root, thick }) in trees.into_iter().enumerate() {
             // All leaves that map the blocks are known. Another tree maps the blocks only if it shares one of these
             // leaves, and matters only if it is thick.
             if left == 0 && !(thick && any_shared) {
@@ -107,7 +108,14 @@ impl Meta {
             }
             let (mut position, mut maps) = (window.start, false);
             while position < window.end {
-                let leaf = tree::leaf_of(&mut nodes, root, position..window.end)?;
+                let leaf = match tree::leaf_of(&mut nodes, root, position..window.end) {
+                    // The other trees are searched for further missing pages, so that all of them are read at once.
+                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
+                        missing = Some(error);
+                        break;
+                    }
+                    leaf => leaf?,
+                };
                 let new = seen.insert(leaf.id);
                 let mut maps_here = false;
                 for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
@@ -137,6 +145,9 @@ impl Meta {
             if maps {
                 objects.push(object);
             }
+        }
+        if let Some(error) = missing {
+            return Err(error);
         }
         let (sources, checksums) = sources(&candidates);
         // The cost of the operation counts two leaves of each tree.

@@ -290,6 +290,26 @@ fn a_block_with_a_write_to_a_disk_opened_during_the_step_is_not_packed() {
     is_whole(&engine);
 }
 
+/// Otherwise the leaves of most trees would be read under the lock, one after another.
+#[test]
+fn the_leaves_of_many_trees_are_read_without_the_metadata_lock() {
+    let (_disk, engine) = filled(32);
+    for number in 0..400 {
+        take(&engine, 1, &format!("s{number}"));
+        // The disk gets a leaf of its own.
+        write(&engine, number % 2, 1 + (number % 100) as u8);
+        engine.settle(&engine.head(1)).unwrap();
+    }
+    quiet(&engine);
+    engine.meta.lock().pages.drop_clean();
+    let before = engine.meta.statistics();
+    assert_eq!(pack(&engine, 1, 0..32).0, 32);
+    let now = engine.meta.statistics();
+    let (read, locked) = (now.misses - before.misses, now.locked - before.locked);
+    assert!(read > 400 && locked < 20, "{locked} of {read} pages were read under the lock");
+    is_whole(&engine);
+}
+
 #[test]
 fn a_damaged_block_is_not_packed() {
     let (disk, engine) = filled(32);
