@@ -115,12 +115,15 @@ impl Meta {
                 (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
             }
             Operation::Pack { run, sources, objects, .. } => {
-                let of = |source: &tree::Source| Run { start: source.run.physical, blocks: source.run.blocks };
-                let tables: u64 = sources.iter().map(|source| table_pages(of(source))).sum();
+                let mut touched = Touched::default();
+                touched.touch_run(*run);
+                for tree::Source { run, .. } in sources {
+                    touched.touch_run(Run { start: run.physical, blocks: run.blocks });
+                }
                 // A leaf of each tree, and for those that are split: on each level the node, a new one and the table
                 // page of the new one.
-                let split = 3 * (self.levels() + 2);
-                table_pages(*run) + tables + 2 * objects.len() as u64 + PACK_SPLITS_MAX * split + PAGES_BESIDE
+                touched.nodes = 2 * objects.len() as u64 + PACK_SPLITS_MAX * 3 * (self.levels() + 2);
+                self.pages_of(&touched)
             }
             Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
             Operation::Put { .. }

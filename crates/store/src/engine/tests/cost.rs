@@ -3,7 +3,9 @@
 use super::super::log::PAGES_FLOOR;
 use super::super::metadata::Touched;
 use super::*;
+use crate::space::{REGION_BLOCKS, SUMMARY_ENTRIES};
 use crate::sync::atomic::Ordering;
+use crate::tree::{PhysicalRun, Source};
 
 /// A write to a disk while only single blocks are free. The map of the disk is shared with a snapshot, and refers to
 /// blocks all over the medium. Each block of the write is mapped on its own, and one leaf is copied for all of them.
@@ -72,4 +74,24 @@ fn announcing_the_same_blocks_repeatedly_requests_no_checkpoint() {
     }
     assert_eq!(engine.counters.checkpoints.load(Ordering::Acquire), before);
     is_whole(&engine);
+}
+
+/// Each plain block that a pack frees changes a page of the table, and a page of summaries if the blocks lie far apart.
+#[test]
+fn a_pack_of_blocks_far_apart_counts_the_summaries_of_their_regions() {
+    let (_disk, engine) = made();
+    let mut guard = engine.meta.lock();
+    let meta = &mut *guard;
+    for region in (0..3 * SUMMARY_ENTRIES).step_by(8) {
+        let run = Run { start: region * REGION_BLOCKS, blocks: 1 };
+        meta.data.set_backed(&mut meta.pages, run, true).unwrap();
+    }
+    let mut pages_of = |blocks: u8| {
+        let far = |index: u8| PhysicalRun { physical: u64::from(index) * SUMMARY_ENTRIES * REGION_BLOCKS, blocks: 1 };
+        let sources = (0..blocks).map(|index| Source { index, run: far(index) }).collect();
+        let (run, checksums, objects) = (Run { start: 5, blocks: 1 }, vec![0], vec![1]);
+        let operation = Operation::Pack { logical: 0, blocks: u64::from(blocks), run, checksums, sources, objects };
+        meta.cost(&operation).unwrap().pages
+    };
+    assert!(pages_of(3) >= pages_of(1) + 4);
 }
