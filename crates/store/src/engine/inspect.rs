@@ -215,8 +215,8 @@ impl Engine {
             let looked = self.meta.look(|meta| {
                 let mut found = Vec::new();
                 let (a, b) = (meta.catalog.whole(from)?.root, meta.catalog.whole(to)?.root);
-                if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
-                    // Both disks or snapshots have the same tree, so no range can differ.
+                if a == b && ends.0 == ends.1 && at < range.end {
+                    // Both disks or snapshots have the same tree and the same end, so no range can differ.
                     return Ok(None);
                 }
                 // A shrink that a crash cut off leaves blocks past the end of the disk. They are no content of it.

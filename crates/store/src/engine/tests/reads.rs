@@ -240,6 +240,31 @@ fn a_comparison_with_a_deleted_snapshot_fails_instead_of_reporting_dropped_block
     }
 }
 
+/// Two snapshots have the same tree, but a shrink that a crash cut off lies between them.
+#[test]
+fn a_comparison_of_one_tree_with_two_ends_reports_the_blocks_past_the_smaller_end() {
+    let (_disk, engine) = made();
+    // Beyond the part that one step of a comparison examines.
+    let far = 3 << 18;
+    let resize = |blocks: u64| engine.set_capacity(1, blocks * BLOCK_SIZE as u64).unwrap();
+    resize(far + 10);
+    write(&engine, far, 1);
+    engine.flush().unwrap();
+    let whole = take(&engine, 1, "whole");
+    resize(10);
+    let cut = take(&engine, 1, "cut");
+    let changes = |from: u64, to: u64| {
+        let mut found = Vec::new();
+        let mut each = |changed: Changed| {
+            found.push((changed.logical, changed.blocks, changed.zero));
+            Ok(true)
+        };
+        engine.diff(from, to, 0..far + 10, &mut each).unwrap();
+        found
+    };
+    assert_eq!((changes(cut, whole), changes(whole, cut)), (vec![(far, 1, false)], vec![(far, 1, true)]));
+}
+
 /// A crash between the two steps of a shrink leaves blocks past the end, which the next growth discards.
 #[test]
 fn a_comparison_reports_no_block_past_the_end_of_a_disk() {
