@@ -187,6 +187,7 @@ fn shared_blocks_are_packed_for_all_that_share_them() {
     drop(engine);
     let engine = open(&disk).unwrap();
     // The snapshot is deleted with its disk.
+    engine.detach(clone).unwrap();
     engine.delete_disk(1, &[]).unwrap();
     while engine.drop_all_trash().unwrap() {}
     quiet(&engine);
