@@ -12,13 +12,15 @@
 //! makes first the copies and then the entries durable.
 
 use super::SeSparse;
+use super::cache::{Kind, PageKey};
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner};
-use super::header::PAGE_BITS;
+use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
-use super::state::{LayerState, Step, page_index, table_page};
+use super::state::{LayerState, Step, backmap_page, page_index, table_page};
 use crate::epochs::Epoch;
 use crate::{IoContext, Result};
 use backend::Buffer;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -193,7 +195,9 @@ impl SeSparse {
 
     fn cut_step(&self) -> Result<u64> {
         let _no_growth = self.length.lock();
-        let Some(end) = self.settle(LayerState::lower_end)? else { return Ok(0) };
+        let Some(free) = self.settle(LayerState::free_end)? else { return Ok(0) };
+        let least = self.used_end(free)?;
+        let end = self.settle(|state| state.lower_end(least))?;
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("querying the length of {}", self.name))?;
         // A damaged length may be many petabytes of holes: steps grow with the length to be truncated.
@@ -205,6 +209,41 @@ impl SeSparse {
         self.file.set_len(shorter).during(|| format!("cutting {} to {shorter} bytes", self.name))?;
         Ok(length - shorter)
     }
+
+    /// The end of the last grain of a range that backmap and table show to be in use, although its bit is clear; the
+    /// start of the range if there is none.
+    fn used_end(&self, range: Range<u64>) -> Result<u64> {
+        let mut end = range.end;
+        while end > range.start {
+            let start = ((end - 1) / PAGE_BITS * PAGE_BITS).max(range.start);
+            for (grain, raw) in self.durable_owners(start..end)?.into_iter().rev() {
+                if let Some(owner) = Owner::decode(raw)
+                    && self.settle(|state| state.is_used(owner, Grain(grain)))?
+                {
+                    let image = &*self.name;
+                    tracing::warn!(image, grain, "the bitmap marks a used grain as free; check the image");
+                    return Ok(grain + 1);
+                }
+            }
+            end = start;
+        }
+        Ok(range.start)
+    }
+
+    /// The words of the backmap in the file for grains of one bitmap page. Of a grain with an owner that is only in
+    /// memory, the bit was set with the owner. Many pages are read by one call, and none of them is put into the cache.
+    fn durable_owners(&self, grains: Range<u64>) -> Result<Vec<(u64, u64)>> {
+        let first = backmap_page(grains.start).index();
+        let pages = backmap_page(grains.end - 1).index() + 1 - first;
+        let offset = self.page_offset(PageKey::new(Kind::Backmap, first));
+        let mut words = Buffer::zeroed(pages as usize);
+        if self.find_hole(Kind::Backmap, &(offset..offset + words.len() as u64))?.is_some() {
+            return Ok(Vec::new());
+        }
+        self.read_metadata(&mut words, offset)?;
+        let words = words.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+        Ok((first * PAGE_ENTRIES..).zip(words).filter(|(grain, raw)| grains.contains(grain) && *raw != 0).collect())
+    }
 }
 
 /// Whether an entry of a table in memory names a grain.
@@ -214,14 +253,17 @@ pub(super) fn names(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<
 }
 
 impl LayerState {
-    /// Lowers the end of the allocated grains to the last allocated one, and `length` to the same value: so the file
-    /// has to grow before grains at the end are allocated again. `None` while the bitmap cannot be relied on.
-    fn lower_end(&mut self) -> Step<Option<u64>> {
+    /// The grains after the last allocated one, up to the end of the file. `None` while the bitmap cannot be relied on.
+    fn free_end(&mut self) -> Step<Option<Range<u64>>> {
         if self.touched.is_none() {
             return Ok(None);
         }
-        self.space.end_streams();
-        let mut end = self.space.fresh;
+        Ok(Some(self.marked_end()?..self.space.length))
+    }
+
+    /// The end of the last grain whose bit is set.
+    fn marked_end(&mut self) -> Step<u64> {
+        let mut end = self.space.length;
         while end > 0 {
             let page = (end - 1) / PAGE_BITS;
             end = self.last_allocated(page * PAGE_BITS..end)?;
@@ -229,14 +271,27 @@ impl LayerState {
                 break;
             }
         }
+        Ok(end)
+    }
+
+    /// Lowers the end of the allocated grains to the last allocated one, but not below `least`, and `length` to the
+    /// same value: so the file has to grow before grains at the end are allocated again.
+    fn lower_end(&mut self, least: u64) -> Step<u64> {
+        self.space.end_streams();
+        let end = self.marked_end()?.max(least);
         self.space.lower(end);
         self.space.length = end;
         self.readable = end;
-        Ok(Some(end))
+        Ok(end)
+    }
+
+    /// Whether the entry of an owner, in a table in use, names the grain.
+    fn is_used(&mut self, owner: Owner, grain: Grain) -> Step<bool> {
+        Ok(self.named_tables.contains(u64::from(owner.table.0)) && names(self, owner, grain)?)
     }
 
     /// The end of the last allocated grain of a range within one page of the bitmap; its start if there is none.
-    pub(super) fn last_allocated(&mut self, range: std::ops::Range<u64>) -> Step<u64> {
+    pub(super) fn last_allocated(&mut self, range: Range<u64>) -> Step<u64> {
         let page = self.page(super::state::bitmap_page(range.start))?;
         let (first, mut end) = (range.start % PAGE_BITS, (range.end - 1) % PAGE_BITS + 1);
         while end > first {

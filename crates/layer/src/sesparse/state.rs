@@ -197,8 +197,11 @@ impl LayerState {
             }
         }
         self.cache.set(key, index, entry.encode());
+        // A damaged entry may name a grain after the end of the file, of which neither bit nor owner exist: freeing it
+        // would change other bytes of the file.
         if let Some(Entry::Data(grain)) = before
             && Entry::Data(grain) != entry
+            && grain.0 < self.readable
         {
             if !self.retirement.give_up(grain.0..grain.0 + 1) {
                 // Too many grains wait: this grain stays allocated. The mark of its region is kept after closing, so

@@ -118,7 +118,7 @@ impl SeSparse {
 
     /// The hole of the file around a range, within one area, if there is one. New pages usually are in holes, and
     /// reading holes through the page cache would fill the cache with zeros by read-ahead.
-    fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
+    pub(super) fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
         if !self.overlay.is_empty() {
             return Ok(None);
         }

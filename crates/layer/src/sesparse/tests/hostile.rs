@@ -2,6 +2,7 @@
 //! bounded time and memory, and no extent outside the file.
 
 use super::super::DirtyJournal;
+use super::super::entry::{Entry, Grain};
 use super::*;
 use crate::ErrorKind;
 use std::time::{Duration, Instant};
@@ -264,5 +265,46 @@ fn images_with_grains_in_use_after_the_end_of_the_file_are_not_written() {
         layer.write(96 * MIB, &[&stamped(5, 8)]).unwrap();
         assert_eq!(stamps(&layer, 96 * MIB, 5 * GRAIN).unwrap(), [8; 40]);
         assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
+    }
+}
+
+#[test]
+fn zeros_in_place_of_an_entry_after_the_end_of_the_file_change_no_other_data() {
+    const TABLE: u64 = 6144 * 512;
+    // Its owner would be after the backmap: in the first grain of the file.
+    let entry = Entry::Data(Grain(256 * 512 + 5)).encode();
+    for keep in [false, true] {
+        let file: Arc<dyn File> = Arc::new(MemoryFile::over(Arc::new(honest())));
+        file.write_at(&[&entry.to_le_bytes()], TABLE + 10 * 8, false).unwrap();
+        let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
+        layer.zero(10 * GRAIN..11 * GRAIN, keep).unwrap();
+        layer.close().unwrap();
+        let layer = SeSparse::open(file, NAME, Options::default()).unwrap();
+        assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
+        assert_eq!(stamps(&layer, 10 * GRAIN, GRAIN).unwrap(), [0; 8]);
+    }
+}
+
+#[test]
+fn the_file_is_not_truncated_before_grains_that_only_the_bitmap_marks_as_free() {
+    const BITMAP: u64 = 8192 * 512;
+    for shrink in [false, true] {
+        let file: Arc<dyn File> = Arc::new(MemoryFile::over(Arc::new(honest())));
+        let length = file.len().unwrap();
+        let mut bits = [0; 8];
+        file.read_at(&mut bits, BITMAP).unwrap();
+        // The last two of 55 grains.
+        let bits = u64::from_le_bytes(bits) & !(3 << 53);
+        file.write_at(&[&bits.to_le_bytes()], BITMAP, false).unwrap();
+        let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
+        if shrink {
+            layer.shrink(&NoProgress).unwrap();
+        }
+        layer.close().unwrap();
+        assert_eq!(file.len().unwrap(), length);
+        let layer = SeSparse::open(file, NAME, writing()).unwrap();
+        assert_eq!(stamps(&layer, 96 * MIB, 5 * GRAIN).unwrap(), [3; 40]);
+        assert_eq!(layer.check(true, &NoProgress).unwrap().repaired, 2);
+        assert_clean(&layer);
     }
 }
