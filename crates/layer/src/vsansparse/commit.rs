@@ -60,6 +60,8 @@ pub(super) struct Writer {
     pub(super) space: Mutex<Space>,
     /// The parts of log, root and map that have space in the file system.
     pub(super) backing: Backing,
+    /// Held while the file is flushed or written durably.
+    flushing: Mutex<()>,
     pub(super) parent: bool,
 }
 
@@ -148,6 +150,7 @@ impl VsanSparse {
             pending: Mutex::new(Pending::default()),
             space: Mutex::new(Space { next, reserved }),
             backing: Backing::default(),
+            flushing: Mutex::new(()),
             parent,
         });
         match (&self.writer, changed) {
@@ -256,8 +259,7 @@ impl VsanSparse {
                 next: writer.space.lock().next(),
             });
             drop(order);
-            let done = self.commit_captured(writer, turn, &records, job);
-            return done.map_err(|error| writer.commits.stop_after(error));
+            return self.commit_captured(writer, turn, &records, job);
         }
     }
 
@@ -268,19 +270,31 @@ impl VsanSparse {
         records: &[Record],
         job: Option<Job<'_>>,
     ) -> Result<()> {
-        self.sync()?;
-        turn.append(&self.file, records).map_err(|error| error.context(&self.image))?;
+        self.sync(writer)?;
+        let append = || turn.append(&self.file, records).map_err(|error| error.context(&self.image));
+        self.make_durable(writer, append)?;
         turn.complete();
         let end = *turn;
         drop(turn);
         match job {
-            Some(job) => self.write_checkpoint(writer, job, end),
+            Some(job) => {
+                let written = self.write_checkpoint(writer, job, end);
+                written.map_err(|error| writer.commits.stop_after(error))
+            }
             None => Ok(()),
         }
     }
 
-    fn sync(&self) -> Result<()> {
-        self.file.file().sync().during(|| format!("{}: cannot flush", self.image))
+    fn sync(&self, writer: &Writer) -> Result<()> {
+        self.make_durable(writer, || self.file.file().sync().during(|| format!("{}: cannot flush", self.image)))
+    }
+
+    /// Does a flush or a durable write. A commit and a checkpoint may do so at the same time, and the file system
+    /// reports a failed write-back once: so the one that gets the report stops the image before the other can succeed.
+    fn make_durable(&self, writer: &Writer, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let _alone = writer.flushing.lock();
+        self.check_open(writer, true)?;
+        work().map_err(|error| writer.commits.stop_after(error))
     }
 
     /// Writes the captured pages and root blocks; the log ended at `end` when they were captured.
@@ -295,7 +309,7 @@ impl VsanSparse {
             copies.push(self.map.write_copy(&self.file, identity, sequence, captured.list.note, &body)?);
         }
         if !job.pages.is_empty() {
-            self.sync()?;
+            self.sync(writer)?;
         }
         for (captured, copy) in job.pages.iter().zip(copies) {
             self.map.change(&self.file, captured.index, |list| (list.note = copy, 0))?;
@@ -304,13 +318,13 @@ impl VsanSparse {
             self.map.write_root(&self.file, root, sequence)?;
         }
         if !job.root.is_empty() {
-            self.sync()?;
+            self.sync(writer)?;
         }
         let header = &mut job.checkpoint.header;
         header.tail = end.head;
         header.tail_number = end.number;
         header.next = job.next;
-        header.write(&self.file).map_err(|error| error.context(&self.image))?;
+        self.make_durable(writer, || header.write(&self.file).map_err(|error| error.context(&self.image)))?;
         self.map.pages.release(&job.pages);
         writer.commits.turn().tail = end.head;
         Ok(())

@@ -21,7 +21,8 @@
 //!
 //! Locks, outermost first: the gate (shared by changes, exclusive for closing), `checkpoint`, `commits`, `order`
 //! (shared by changes of the map, exclusive for captures), `births` and the locks of the cache, `pending`, `space`.
-//! Only the gate is held while payload is read or written.
+//! Only the gate is held while payload is read or written. `flushing` is the innermost lock; those from `order` on are
+//! not held with it.
 
 mod check;
 mod commit;

@@ -1,7 +1,10 @@
 //! The bytes of objects equal those on the format's page, and space is allocated and freed as the page says.
 
 use super::*;
+use crate::proving::{Gated, Request};
 use crate::vsansparse::header::is_sealed;
+use std::sync::atomic::AtomicU32;
+use std::time::{Duration, Instant};
 
 fn dump(file: &Arc<dyn File>, block: u64, blocks: u64) -> Vec<u8> {
     let mut bytes = vec![0; (blocks * BLOCK) as usize];
@@ -207,4 +210,46 @@ fn after_a_failed_flush_all_changes_are_refused() {
     assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.write(0, &[&[1; 4096]]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::Stopped);
+}
+
+/// The file system reports lost writes to one of two flushes. If the flush of a checkpoint gets the report, the flush
+/// of a client at the same time must not succeed.
+#[test]
+fn a_flush_fails_while_the_flush_of_a_checkpoint_does() {
+    let [syncs, written, failing] = [(); 3].map(|()| Arc::new(AtomicU32::new(u32::MAX / 2)));
+    let gate = {
+        let (syncs, written, failing) = (Arc::clone(&syncs), Arc::clone(&written), Arc::clone(&failing));
+        move |request| {
+            // The second flush of a checkpoint, after its commit.
+            if !matches!(request, Request::Sync) || syncs.fetch_add(1, Ordering::SeqCst) != 1 {
+                return Ok(());
+            }
+            failing.store(1, Ordering::SeqCst);
+            wait_for(Duration::from_secs(60), || written.load(Ordering::SeqCst) == 1);
+            // The client's flush begins. It waits for this one.
+            wait_for(Duration::from_millis(200), || syncs.load(Ordering::SeqCst) > 2);
+            Err(std::io::Error::other("the device fails"))
+        }
+    };
+    let (_disk, inner, layer) = object(1 << 30);
+    layer.close().unwrap();
+    let file: Arc<dyn File> = Arc::new(Gated { inner, gate });
+    let layer = VsanSparse::open(file, &OpenOptions::writing("image")).unwrap();
+    layer.write(0, &[&[1; 4096]]).unwrap();
+    [&syncs, &written, &failing].into_iter().for_each(|count| count.store(0, Ordering::SeqCst));
+    std::thread::scope(|scope| {
+        let checkpoint = scope.spawn(|| layer.checkpoint());
+        wait_for(Duration::from_secs(60), || failing.load(Ordering::SeqCst) == 1);
+        layer.write(4096, &[&[2; 4096]]).unwrap();
+        written.store(1, Ordering::SeqCst);
+        assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
+        assert_eq!(checkpoint.join().unwrap().unwrap_err().kind(), ErrorKind::Io);
+    });
+}
+
+fn wait_for(limit: Duration, is_true: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_true() && started.elapsed() < limit {
+        std::thread::yield_now();
+    }
 }
