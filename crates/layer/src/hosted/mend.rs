@@ -28,7 +28,8 @@ impl Hosted {
         let _no_changes = self.hold_changes(writer)?;
         let scan = self.scan()?;
         if !scan.differing.is_empty() && scan.check.unwritable().is_none() {
-            self.mend(&scan, &writer.space)?;
+            // The file system reports a failed write-back once, so the next flush would succeed.
+            self.mend(&scan, &writer.space).map_err(|error| self.stop_after(writer, error))?;
         }
         Ok(())
     }

@@ -143,7 +143,7 @@ impl Hosted {
     }
 
     /// After an I/O error no more is written. A full file system or damaged tables are no I/O errors.
-    fn stop_after(&self, writer: &Writer, error: Error) -> Error {
+    pub(super) fn stop_after(&self, writer: &Writer, error: Error) -> Error {
         if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
             writer.commits.stop();
         }

@@ -1,7 +1,8 @@
 //! Reads avoid damaged copies and report them; invalid images are refused or fail, in bounded time and memory.
 
 use super::*;
-use crate::proving::{memory_file, mutate, pattern, peak_memory};
+use crate::proving::{failing_at_a_flush, memory_file, mutate, pattern, peak_memory};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A closed image of the small geometry with data, and its content.
 fn image(zero_grains: bool) -> (Vec<u8>, Vec<u8>) {
@@ -214,4 +215,22 @@ fn a_repair_is_reported_by_the_next_check_and_not_lost_with_figures() {
     assert_eq!((check.repaired, check.mended.len()), (1, 1), "{check:?}");
     assert_eq!(layer.check().unwrap().repaired, 0, "reported already");
     assert_eq!(read_all(&layer, None), model);
+}
+
+#[test]
+fn an_image_stops_if_a_flush_of_a_repair_fails() {
+    const FAILING: u32 = 1000;
+    let (bytes, _) = image(true);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let directory = (header.directory_offset * SECTOR) as usize;
+    let table = u64::from(u32::from_le_bytes(bytes[directory..directory + 4].try_into().unwrap())) * SECTOR;
+    // The flush of the commit before the repair, and the two of the repair.
+    for before in 0..3 {
+        let (inner, count) = (memory_file(&bytes), Arc::new(AtomicU32::new(0)));
+        let layer = open(&failing_at_a_flush(Arc::clone(&inner), Arc::clone(&count), FAILING), true, true).unwrap();
+        inner.write_at(&[&0x7fff_ffff_u32.to_le_bytes()], table + 8, true).unwrap();
+        count.store(FAILING - 1 - before, Ordering::SeqCst);
+        assert_eq!(layer.repair().unwrap_err().kind(), ErrorKind::Io, "after {before} flushes");
+        assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped, "after {before} flushes");
+    }
 }
