@@ -303,7 +303,7 @@ impl Disk {
         }
         self.state.lock().failed = true;
         if let Some(line) = &*self.head.lock() {
-            let _ = line.chain.close();
+            line.end();
         }
         let text = format!(
             "disk '{}': its file '{LOCK_NAME}' was removed or replaced while it was open, and another process may have \
@@ -328,7 +328,7 @@ impl Disk {
                     if let Some(line) = &*self.head.lock() {
                         // A write that is acknowledged now might be made in an image that only one of the two records
                         // names.
-                        let _ = line.chain.close();
+                        line.end();
                     }
                 }
                 Err(failed.error)

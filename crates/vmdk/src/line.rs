@@ -56,6 +56,14 @@ impl Line {
         })
     }
 
+    /// Closes the chain, with a flush if possible. Whatever fails, the chain takes no more changes: after a flush that
+    /// lacks space, its images have the only copy of some changes, so it is stopped.
+    pub fn end(&self) {
+        if let Err(error) = self.chain.close() {
+            self.chain.stop(&error);
+        }
+    }
+
     /// Adds a level that a snapshot has pushed on top.
     pub fn pushed(&self, level: Level) {
         self.levels.lock().insert(0, level);

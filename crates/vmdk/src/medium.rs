@@ -194,7 +194,7 @@ impl Disk {
     /// Closes a chain that was the head's and was removed from the disk, with a flush if possible. Returns the chain's
     /// failure, if any.
     pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
-        let _ = line.chain.close();
+        line.end();
         let why = line.chain.failure()?;
         let mut state = self.state.lock();
         state.doubtful = true;

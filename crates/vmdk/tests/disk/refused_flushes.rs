@@ -13,35 +13,60 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use vmdk::{DeltaFormat, Disk, NewDisk, NewSnapshot};
 use work::NoProgress;
 
-/// A folder in which one file may refuse writes.
+/// A folder in which one file may refuse writes. With `renames`, the folder refuses to rename files from the first such
+/// write on; with `syncs`, its flushes fail while writes are refused.
 struct Refusing {
     inner: Arc<dyn Directory>,
     name: &'static str,
     refuses: Arc<AtomicBool>,
+    refused: Arc<AtomicBool>,
+    renames: bool,
+    syncs: bool,
 }
 
 struct RefusingFile {
     inner: Arc<dyn File>,
     refuses: Arc<AtomicBool>,
+    refused: Arc<AtomicBool>,
 }
 
 impl Refusing {
+    fn new(machine: &SimulatedDisk, name: &'static str, refuses: &Arc<AtomicBool>) -> Self {
+        let (inner, refuses) = (machine.directory(), Arc::clone(refuses));
+        Self { inner, name, refuses, refused: Arc::default(), renames: false, syncs: false }
+    }
+
     fn wrap(&self, name: &str, inner: Arc<dyn File>) -> Arc<dyn File> {
         match name == self.name {
-            true => Arc::new(RefusingFile { inner, refuses: Arc::clone(&self.refuses) }),
+            true => {
+                let (refuses, refused) = (Arc::clone(&self.refuses), Arc::clone(&self.refused));
+                Arc::new(RefusingFile { inner, refuses, refused })
+            }
             false => inner,
         }
     }
 }
 
 impl Directory for Refusing {
-    backend::forward_directory!(inner: remove, rename, list, sync, lock, room, queue, queue_kind);
+    backend::forward_directory!(inner: remove, list, lock, room, queue, queue_kind);
 
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.open(name, mode).map(|file| self.wrap(name, file))
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.create(name, mode).map(|file| self.wrap(name, file))
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        if self.renames && self.refused.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.inner.rename(from, to)
+    }
+    fn sync(&self) -> io::Result<()> {
+        if self.syncs && self.refuses.load(Ordering::SeqCst) {
+            return Err(io::Error::other("the folder cannot be flushed"));
+        }
+        self.inner.sync()
     }
     fn local(&self) -> Option<&dyn LocalFolder> {
         Some(self)
@@ -68,6 +93,7 @@ impl File for RefusingFile {
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         if self.refuses.load(Ordering::SeqCst) {
+            self.refused.store(true, Ordering::SeqCst);
             return Err(io::ErrorKind::StorageFull.into());
         }
         self.inner.write_at(slices, offset, durable)
@@ -78,8 +104,7 @@ impl File for RefusingFile {
 fn a_snapshot_whose_flush_lacks_space_is_complete() {
     let machine = SimulatedDisk::new(1, SimulatedOptions::default());
     let refuses = Arc::new(AtomicBool::new(false));
-    let (inner, name) = (machine.directory(), "vm-000001-delta.vmdk");
-    let folder = Folder::plain(Arc::new(Refusing { inner, name, refuses: Arc::clone(&refuses) }));
+    let folder = Folder::plain(Arc::new(Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses)));
     let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
     let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
     let disk = Disk::create(folder.clone(), &new, &options(1), &NoProgress).unwrap();
@@ -119,7 +144,7 @@ fn a_disk_whose_tables_are_refused_stops_and_is_opened_again() {
     for (kind, delta, name) in cases {
         let machine = SimulatedDisk::new(1, SimulatedOptions::default());
         let refuses = Arc::new(AtomicBool::new(false));
-        let folder = Refusing { inner: machine.directory(), name, refuses: Arc::clone(&refuses) };
+        let folder = Refusing::new(&machine, name, &refuses);
         let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
         let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
         if delta.is_some() {
@@ -143,4 +168,50 @@ fn a_disk_whose_tables_are_refused_stops_and_is_opened_again() {
         assert!(content[..8192] == [1; 8192] && content[128 << 10..][..8192] == [3; 8192], "{name}");
         disk.close().unwrap();
     }
+}
+
+/// A revert drops the head's chain, whose last flush lacks space, and then fails itself. So the head stays, and its
+/// writes are lost.
+#[test]
+fn a_revert_that_fails_after_it_has_dropped_unflushed_writes_reports_the_loss() {
+    let machine = SimulatedDisk::new(1, SimulatedOptions::default());
+    let refuses = Arc::new(AtomicBool::new(false));
+    let folder = Refusing { renames: true, ..Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses) };
+    let refused = Arc::clone(&folder.refused);
+    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
+    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
+    let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
+    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    let chain = disk.chain().unwrap();
+    chain.write(0, &[1; 8192]).unwrap();
+    chain.flush().unwrap();
+    chain.write(128 << 10, &[2; 8192]).unwrap();
+    refuses.store(true, Ordering::SeqCst);
+    assert_eq!(disk.revert("one").unwrap_err().kind(), ErrorKind::NoSpace);
+    assert!(chain.write(0, &[3; 8192]).is_err() && disk.stopped().is_some());
+    [refuses, refused].into_iter().for_each(|flag| flag.store(false, Ordering::SeqCst));
+    drop(chain);
+    assert!(disk.reopen().unwrap(), "the second write may be lost");
+    assert!(read(&disk.chain().unwrap())[..8192] == [1; 8192]);
+    disk.close().unwrap();
+}
+
+/// It is unknown which record is durable, and the flush that ends the chain lacks space.
+#[test]
+fn after_an_uncertain_record_a_chain_that_lacks_space_takes_no_writes() {
+    let machine = SimulatedDisk::new(1, SimulatedOptions::default());
+    let refuses = Arc::new(AtomicBool::new(false));
+    let folder = Refusing { syncs: true, ..Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses) };
+    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
+    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
+    let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
+    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    let chain = disk.chain().unwrap();
+    chain.write(0, &[1; 8192]).unwrap();
+    refuses.store(true, Ordering::SeqCst);
+    assert_eq!(disk.set_overlay(None).unwrap_err().kind(), ErrorKind::Io);
+    assert!(disk.stopped().is_some());
+    refuses.store(false, Ordering::SeqCst);
+    assert_eq!(chain.write(8192, &[2; 8192]).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped);
 }
