@@ -35,6 +35,20 @@ pub(crate) fn all_set(map: &[u8], range: Range<u64>) -> bool {
     range.into_iter().all(|at| map.get((at / 8) as usize).is_some_and(|byte| byte >> (at % 8) & 1 == 1))
 }
 
+/// The same numbers in ascending ranges that do not touch.
+pub(crate) fn merged(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut sorted = ranges.to_vec();
+    sorted.sort_unstable_by_key(|range| range.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for range in sorted {
+        match merged.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
 /// Sets the bits of a range, as far as the bytes reach.
 pub(crate) fn set(map: &mut [u8], range: Range<u64>) {
     for at in range {
@@ -64,6 +78,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn ranges_that_overlap_are_counted_once() {
+        let whole: Vec<Range<u64>> = std::iter::repeat_n(0..1 << 40, 1000).collect();
+        assert_eq!(merged(&whole).len(), 1);
+        assert_eq!(merged(&[7..9, 2..4, 3..6, 9..12, 0..1]), [0..1, 2..6, 7..12]);
+        assert!(merged(&[]).is_empty());
     }
 
     #[test]

@@ -14,7 +14,7 @@
 
 mod record;
 
-use crate::bitmap::{all_set, clear_runs};
+use crate::bitmap::{all_set, clear_runs, merged};
 use crate::fields::{byte, has, le16, le32, le64};
 use crate::{EachFree, Outcome, Volume, refused};
 use record::{Attribute, Run, fixed, in_runs};
@@ -135,8 +135,10 @@ impl<'a> Ntfs<'a> {
 
     /// The free ranges of the volume.
     pub fn free(&self, each: EachFree<'_>) -> Outcome<()> {
+        // The runs of hostile files may all cover the whole volume.
+        let system = merged(&self.system);
         self.each_piece(&mut |map, covered| {
-            for range in &self.system {
+            for range in &system {
                 let inside = range.start.max(covered.start)..range.end.min(covered.end);
                 if inside.start < inside.end && !all_set(map, inside.start - covered.start..inside.end - covered.start)
                 {
