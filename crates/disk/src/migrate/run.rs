@@ -7,7 +7,8 @@
 //! ```
 //!
 //! 1. Until `committed` is durable, a failure or a cancellation switches the clients back to the source and removes the
-//!    target. Afterwards no step is undone; a step that fails is completed when the datastore is opened next.
+//!    target. Afterwards no step is undone; a step that fails is completed when the datastore is opened next. If the
+//!    target does not get the name, the record stays, because without it the next opening would remove the target.
 //! 2. The migration has exclusive use of the disk: operations that change its snapshots or its size are refused.
 //!    Clients may connect and disconnect.
 //! 3. While the name is moved to the other copy, no client can open a disk by its name (`rename_lock`). Requests of
@@ -116,6 +117,9 @@ impl Target {
 /// Outcome of committing the migration's record.
 enum Turned {
     Committed,
+    /// The record is committed, but the target did not get the name of the disk. Clients that have the disk open use
+    /// the target.
+    Unnamed(Error),
     /// It is unknown whether the record is committed. Both copies are kept equal until the datastore is opened again
     /// and the record is read.
     Unknown(Error),
@@ -179,7 +183,7 @@ impl Datastore {
         };
         let mut migration = Migration { home: self, away, name, source, target, intent, progress };
         match migration.run(&client) {
-            Ok(None) => {
+            Ok(Turned::Committed) => {
                 drop(client);
                 migration.clean();
                 if away.is_some() {
@@ -187,9 +191,18 @@ impl Datastore {
                 }
                 there.disk(name)
             }
+            // The name may still belong to the source, which must not be opened any more.
+            Ok(Turned::Unnamed(error)) => {
+                let why = format!(
+                    "it was moved, but its new copy did not get its name ({error}); the next opening of the datastore \
+                     completes the migration"
+                );
+                self.uses.shut(name, why.clone());
+                Err(Error::new(ErrorKind::Stopped, format!("disk '{name}' is not opened: {why}")))
+            }
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
             // again, so its exclusive use is kept.
-            Ok(Some(error)) => {
+            Ok(Turned::Unknown(error)) => {
                 alone.keep();
                 std::mem::forget(client);
                 Err(error)
@@ -234,8 +247,8 @@ impl Migration<'_> {
         self.away.map_or(self.home, |peer| &*peer.datastore)
     }
 
-    /// Copies the disk until clients use the target. Returns `Some` if it is unknown which copy is the current disk.
-    fn run(&mut self, client: &Client) -> Result<Option<Error>> {
+    /// Copies the disk until clients use the target.
+    fn run(&mut self, client: &Client) -> Result<Turned> {
         self.announce()?;
         let mut tree = TreeCopy::new(self.source.original(), self.target.replica())?;
         let sizes_differ = tree.nodes().iter().any(|node| node.capacity != client.switch().device().capacity());
@@ -250,10 +263,12 @@ impl Migration<'_> {
             Ok(Turned::Committed) => {
                 let names: Vec<String> = tree.nodes().iter().map(|node| node.name.clone()).collect();
                 drop(tree);
-                self.take_place(moving, &names);
-                Ok(None)
+                Ok(match self.take_place(moving, &names) {
+                    Ok(()) => Turned::Committed,
+                    Err(error) => Turned::Unnamed(error),
+                })
             }
-            Ok(Turned::Unknown(error)) => Ok(Some(error)),
+            Ok(turned) => Ok(turned),
             Err(error) => {
                 let mirror = moving.switch.exchange(before);
                 moving.mirror.give_up();
@@ -316,10 +331,13 @@ impl Migration<'_> {
 
     /// Makes the target the current disk: switches clients and readers of snapshots to the target, and gives it the
     /// name.
-    fn take_place(&self, moving: Moving, snapshots: &[String]) {
+    ///
+    /// # Errors
+    /// If the target did not get the name.
+    fn take_place(&self, moving: Moving, snapshots: &[String]) -> Result<()> {
         let Moving { switch, mirror } = moving;
         let mut left: Vec<Before> = Vec::new();
-        {
+        let named = {
             let _rename = self.home.rename_lock.write();
             let _peer_rename = self.away.map(|peer| peer.datastore.rename_lock.write());
             left.push(switch.exchange(Arc::clone(mirror.target())));
@@ -329,19 +347,17 @@ impl Migration<'_> {
                     "clients that read snapshots of the disk continue to read the old copy: {error}"
                 );
             }
-            if let Err(error) = self.turn_name() {
-                tracing::error!(
-                    disk = self.name,
-                    "the new copy of the disk could not be renamed; the next opening of the datastore renames it: \
-                     {error}"
-                );
+            let named = self.turn_name();
+            if named.is_ok() {
+                self.turn_settings();
             }
-            self.turn_settings();
-        }
+            named
+        };
         drop((switch, mirror));
         for before in left {
             before.wait_unused(&|| false);
         }
+        named
     }
 
     /// Assigns the switches of the disk and its snapshots to the target.
@@ -370,12 +386,9 @@ impl Migration<'_> {
         }
     }
 
+    /// Gives the name to the target. After an error the source may still have the name.
     fn turn_name(&self) -> Result<()> {
         let here = self.away.is_none();
-        if let Source::Foreign(disk) = &self.source {
-            self.home.keep_overlay(&disk.entry);
-            self.home.foreign.forget(self.name);
-        }
         let aside = format!("{}-away", self.intent.hidden());
         let native = match &self.source {
             Source::Native(disk) => Some(disk.id),
@@ -387,15 +400,22 @@ impl Migration<'_> {
                 let here = native.filter(|_| here);
                 self.there().native.complete_replica(&self.intent.hidden(), self.name, here, identity)?;
             }
-            Target::Foreign(disk) => {
-                self.there().foreign.complete(&disk.folder)?;
-                self.there().foreign.insert_replica(disk);
-            }
+            Target::Foreign(disk) => self.there().foreign.complete(&disk.folder)?,
         }
-        match native {
-            Some(id) => self.home.native.retire(id, &aside),
-            None => Ok(()),
+        if let Source::Foreign(disk) = &self.source {
+            self.home.keep_overlay(&disk.entry);
+            self.home.foreign.forget(self.name);
         }
+        if let Target::Foreign(disk) = &self.target {
+            self.there().foreign.insert_replica(disk);
+        }
+        if let Some(id) = native
+            && let Err(error) = self.home.native.retire(id, &aside)
+        {
+            // The source is removed next, which needs less space than a change of its name.
+            tracing::error!(disk = self.name, "the old copy of the disk keeps its name until it is removed: {error}");
+        }
+        Ok(())
     }
 
     /// Removes the source and the records.

@@ -12,6 +12,7 @@ use crate::{
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use error::ErrorKind;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
@@ -292,6 +293,47 @@ fn a_disk_that_becomes_images_keeps_its_settings_after_a_kill() {
     assert!(after.uuid != before.uuid && after.format == "vmdk");
     assert_eq!(after.settings, before.settings);
     assert_eq!(datastore.native.settings.of(&before.uuid), crate::DiskSettings::default());
+    assert!(Intents::new(Arc::clone(datastore.directory())).all().unwrap().0.is_empty());
+    datastore.close().unwrap();
+}
+
+/// Moves the folder of the datastore once everything is copied. Images are found by path, the record is not.
+struct MovedAtTheEnd<'a>(&'a Path, &'a Path);
+
+impl Progress for MovedAtTheEnd<'_> {
+    fn update(&self, done: u64, total: u64) {
+        if total > 0 && done == total {
+            let _ = std::fs::rename(self.0, self.1);
+        }
+    }
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn a_migration_whose_new_copy_does_not_get_its_name_loses_no_copy() {
+    let folder = tempfile::tempdir().unwrap();
+    let (before, after) = (folder.path().join("before"), folder.path().join("after"));
+    Datastore::init(&before, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let datastore = Datastore::open(&before, options(QueueChoice::Threads)).unwrap();
+    datastore.create_disk("a", &NewDisk::native(8 << 20, Provisioning::Thin), &NoProgress).unwrap();
+    let client = datastore.device("a", false).unwrap();
+    client.write(0, placed(0, &[7; 8192]), false).unwrap();
+    let to = MigrateOptions { format: "thin".parse().unwrap(), provisioning: Provisioning::Thin, delta: None };
+    let moved = datastore.migrate("a", &to, &MovedAtTheEnd(&before, &after)).unwrap_err();
+    assert!(moved.kind() == ErrorKind::Stopped && moved.to_string().contains("completes the migration"), "{moved}");
+    // Clients that have the disk open use the new copy. Others would get the old one.
+    client.write(4096, placed(0, &[8; 4096]), false).unwrap();
+    client.flush().unwrap();
+    assert!(datastore.device("a", false).is_err() && datastore.delete_disk("a", false).is_err());
+    drop(client);
+    let _ = datastore.close();
+    drop(datastore);
+    let datastore = Datastore::open(&after, options(QueueChoice::Threads)).unwrap();
+    let read = datastore.device("a", true).unwrap().read(0, 8192).unwrap();
+    assert!(read[..4096] == [7; 4096] && read[4096..] == [8; 4096]);
+    assert_eq!(datastore.disk("a").unwrap().format, "vmdk");
     assert!(Intents::new(Arc::clone(datastore.directory())).all().unwrap().0.is_empty());
     datastore.close().unwrap();
 }
