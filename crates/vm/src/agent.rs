@@ -73,7 +73,7 @@ impl Agent {
         let begun = Instant::now();
         match Client::connect_plain(socket, patience) {
             Ok(client) => Self::over(client, patience.saturating_sub(begun.elapsed())),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == ErrorKind::NotFound || begun.elapsed() >= patience => Ok(None),
             Err(error) => Err(error),
         }
     }

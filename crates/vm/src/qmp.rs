@@ -1,14 +1,18 @@
 //! QMP, the protocol of QEMU's monitor and of its guest agent: one JSON object per line (QEMU's "QMP protocol
 //! specification"). The client blocks, with one request at a time.
 //!
-//! 1. Every wait has a timeout: a peer that does not answer causes an error.
+//! 1. Every wait has a timeout: a peer that does not answer, or takes no further connection, causes an error.
 //! 2. Input is bounded: a line longer than [`LINE_MAX`] ends the connection.
 //! 3. Events received while waiting for a reply are kept, at most the newest [`EVENTS_MAX`].
 //! 4. Requests are numbered. A reply with another number belongs to an earlier request that timed out, and is skipped.
 //!    A reply without a number is accepted only from peers that do not return numbers (old guest agents).
 
 use error::{Error, ErrorKind, IoContext, Result};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    sendmsg, socket_with,
+};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Read, Write};
@@ -61,9 +65,16 @@ impl Client {
     pub fn connect_plain(path: &Path, patience: Duration) -> Result<Self> {
         let deadline = Instant::now() + patience;
         let stream = loop {
-            match UnixStream::connect(path) {
+            match dial(path, deadline.saturating_duration_since(Instant::now())) {
                 Ok(stream) => break stream,
                 Err(e) if not_yet(&e) && Instant::now() < deadline => thread::sleep(CONNECT_INTERVAL),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    let text = format!(
+                        "'{}' took no connection within {patience:?}: other connections to it are open",
+                        path.display()
+                    );
+                    return Err(Error::new(ErrorKind::Io, text));
+                }
                 Err(e) => return Err(Error::io(format!("connecting to '{}'", path.display()), e)),
             }
         };
@@ -266,9 +277,19 @@ impl Client {
     }
 }
 
-/// Whether the error may be due to a socket on which no process listens yet.
+/// Connects within `patience`; `WouldBlock` after that time. QEMU accepts one connection at a time and lets two more
+/// wait, also after their ends were closed. A further one would wait as long as the first one is open.
+fn dial(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&socket, Timeout::Send, Some(patience.max(CONNECT_INTERVAL)))?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket.into())
+}
+
+/// Whether another attempt to connect may succeed.
 fn not_yet(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+    use io::ErrorKind::{ConnectionRefused, Interrupted, NotFound, WouldBlock};
+    matches!(error.kind(), NotFound | ConnectionRefused | WouldBlock | Interrupted)
 }
 
 #[cfg(test)]
@@ -392,6 +413,32 @@ mod tests {
         let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
         assert_eq!(client.execute("a", json!({})).unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(client.execute("b", json!({})).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn a_peer_that_takes_no_further_connection_is_given_up() {
+        use crate::agent::Agent;
+        use std::sync::mpsc;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        // As QEMU listens while a connection is open.
+        let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 1).unwrap();
+        let (done, outcome) = mpsc::channel();
+        thread::spawn(move || {
+            let patience = Duration::from_millis(20);
+            for _ in 0..3 {
+                let _ = done.send(Client::connect(&path, patience).map(drop));
+            }
+            let _ = done.send(Agent::connect(&path, patience).map(|agent| assert!(agent.is_none())));
+        });
+        let mut ended = || outcome.recv_timeout(Duration::from_secs(60)).expect("it waits without end");
+        for _ in 0..3 {
+            assert_eq!(ended().unwrap_err().kind(), ErrorKind::Io);
+        }
+        ended().unwrap();
+        drop(listener);
     }
 
     #[test]
