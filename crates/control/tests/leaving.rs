@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use vm::definition::Definition;
 use work::NoProgress;
 
 const LONG: Duration = Duration::from_secs(600);
@@ -157,6 +158,22 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
     drop(stays);
     let error = setup.ask(delete_snapshot(false)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+}
+
+/// The guest of a frozen machine is no client, and continues with the free map in its memory.
+#[test]
+fn a_disk_of_a_frozen_machine_is_not_reclaimed() {
+    let setup = Setup::new();
+    let machine = setup._folder.path().join("store/machines/web");
+    std::fs::create_dir_all(&machine).unwrap();
+    let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
+    definition.add_disk("vm").unwrap();
+    std::fs::write(machine.join("machine.toml"), definition.to_text().unwrap()).unwrap();
+    let reclaim = || setup.ask(Request::Disk(DiskRequest::Reclaim { name: "vm".into(), dry_run: false }));
+    reclaim().unwrap();
+    std::fs::write(machine.join("frozen"), "0f0e0d0c-0b0a-4908-8706-050403020100").unwrap();
+    let error = reclaim().unwrap_err();
+    assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("machine 'web'"), "{error}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use error::{Error, ErrorKind, Result};
 use export::clients::limits::LEAVING_PATIENCE;
 use export::clients::{Client, Clients};
 use std::time::Duration;
+use vm::instant::freeze;
 use vm::machine::Machine;
 
 /// Most clients that an error message names.
@@ -140,9 +141,16 @@ pub fn refuse_to_reclaim(service: &Service, disk: &str) -> Result<()> {
     let (mut reasons, _) = about_clients(&service.clients, disk, Deed::Reclaim);
     if let Some(folder) = service.location.local_path()
         && let Some(name) = machine_of(&service.location, disk)?
-        && Machine::at(folder.join(vm::machines::FOLDER).join(&name)).process()?.is_some()
     {
-        reasons.push(format!("machine '{name}', which uses disk '{disk}', is running; stop it first"));
+        let machine = Machine::at(folder.join(vm::machines::FOLDER).join(&name));
+        if machine.process()?.is_some() {
+            reasons.push(format!("machine '{name}', which uses disk '{disk}', is running; stop it first"));
+        } else if freeze::is_frozen(&machine) {
+            reasons.push(format!(
+                "machine '{name}', which uses disk '{disk}', is frozen, and its guest continues with the free map in its \
+                 memory; start it and stop it first"
+            ));
+        }
     }
     match reasons.is_empty() {
         true => Ok(()),

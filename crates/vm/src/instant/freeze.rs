@@ -39,6 +39,12 @@ pub fn frozen(machine: &Machine) -> Result<Option<String>> {
     Ok(durable::read(&machine.folder().join(FROZEN))?.map(|id| id.trim().to_owned()))
 }
 
+/// Whether the machine continues from an image. A server of root calls this in a datastore of another user, who could
+/// have put a pipe in place of the file.
+pub fn is_frozen(machine: &Machine) -> bool {
+    machine.folder().join(FROZEN).exists()
+}
+
 /// Marks the machine as no longer frozen, before its disks change.
 pub fn forget(machine: &Machine) -> Result<()> {
     remove_if_there(&machine.folder().join(FROZEN))
