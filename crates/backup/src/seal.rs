@@ -14,12 +14,14 @@
 //! 5. The names and sizes in manifests are not encrypted.
 
 use crate::pack::{HEAD, Head};
-use backend::{private, random, regular};
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::replace::folder_of;
+use backend::{Directory, IoMode, random, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, Prk, Salt};
 use std::fmt;
-use std::io::Write;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -70,14 +72,25 @@ impl Key {
         Ok(Self { secret, id: hex(&id[..8]) })
     }
 
-    /// Creates a key in a new file that only its owner can read.
+    /// Creates a key in a new file that only its owner can read. On return the key is durable.
     pub fn create(path: &Path) -> Result<Self> {
         let during = || format!("writing the key '{}'", path.display());
+        let name = path.file_name().and_then(|name| name.to_str());
+        let name = name.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidFilename)).during(during)?;
+        let folder = LocalDirectory::open(folder_of(path), LocalQueues::Threads).during(during)?.keep_owner();
         let key = Self::new(random::bytes()?)?;
-        let mut file = private::create_new(path).during(during)?;
-        file.write_all(format!("{BEGIN}{}\n", hex(&key.secret)).as_bytes()).during(during)?;
-        file.sync_all().during(during)?;
+        key.write(&folder, name).during(during)?;
         Ok(key)
+    }
+
+    /// Writes the key to a new file. The name of the file is durable too: with the key, all backups would be lost that
+    /// were made with it.
+    pub(crate) fn write(&self, directory: &dyn Directory, name: &str) -> io::Result<()> {
+        let text = format!("{BEGIN}{}\n", hex(&self.secret));
+        let file = directory.create(name, IoMode::Buffered)?;
+        let written = file.write_at(&[text.as_bytes()], 0, false).and_then(|()| file.sync());
+        // A part of a key is no use, and would prevent the next attempt.
+        written.and_then(|()| directory.sync()).inspect_err(|_| drop(directory.remove(name)))
     }
 
     /// Reads the key in a file.

@@ -4,6 +4,7 @@
 
 use crate::testbed::{BLOCK, Fixture, SMALL_PACKS, content_of};
 use crate::*;
+use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::NoProgress;
 use disk::transfer::SEGMENT;
@@ -99,6 +100,28 @@ fn a_disk_that_shrank_and_grew_between_backups_is_restored_without_its_old_end()
         assert!(there.content_of(&name) == content, "{name}");
     }
     assert!(repository.verify(&[], None, &NoProgress).unwrap().problems.is_empty());
+}
+
+#[test]
+fn a_new_key_is_durable_or_leaves_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("key");
+    let key = Key::create(&path).unwrap();
+    let made = std::fs::read(&path).unwrap();
+    for seed in 0..40 {
+        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+        key.write(&*disk.directory(), "key").unwrap();
+        let after = disk.crash().directory();
+        assert_eq!(after.list().unwrap(), ["key"], "seed {seed}");
+        let file = after.open("key", IoMode::Buffered).unwrap();
+        let mut bytes = vec![0; file.len().unwrap() as usize];
+        file.read_at(&mut bytes, 0).unwrap();
+        assert!(bytes == made, "seed {seed}");
+    }
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    disk.set_capacity(0);
+    key.write(&*disk.directory(), "key").unwrap_err();
+    assert!(disk.directory().list().unwrap().is_empty());
 }
 
 #[test]
