@@ -30,9 +30,12 @@ impl Datastore {
             // A client that found the disk open before the use began is counted when this lock is acquired.
             let _opening = self.rename_lock.write();
             self.refuse_clients(name, entry.as_deref())?;
-            match &entry {
-                Some(entry) => self.foreign.open_device(entry, None, false)?,
-                None => self.native.open_device(name, None, false)?,
+            match (&entry, dry_run) {
+                // A machine starts only if its disks have no clients.
+                (Some(entry), true) => self.foreign.open_for_operation(entry)?,
+                (None, true) => self.native.open_for_operation(name)?,
+                (Some(entry), false) => self.foreign.open_device(entry, None, false)?,
+                (None, false) => self.native.open_device(name, None, false)?,
             }
         };
         refuse()?;

@@ -40,7 +40,7 @@ use crate::device::Device;
 use crate::migrate::Overlay;
 use crate::names;
 use crate::native::Native;
-use crate::switch::{Identity, SwitchedDevice, Switches};
+use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::IoMode;
 use error::{Error, ErrorKind, Result};
 use layer::image::Folder;
@@ -257,6 +257,21 @@ impl Foreign {
 
     /// Opens a disk, or a snapshot of it, for a client.
     pub fn open_device(&self, entry: &ForeignDisk, snapshot: Option<&str>, read_only: bool) -> Result<Arc<dyn Device>> {
+        self.open_as(entry, snapshot, read_only, |client| client)
+    }
+
+    /// Opens a disk for an operation of the datastore, which users do not see as a client of the disk.
+    pub fn open_for_operation(&self, entry: &ForeignDisk) -> Result<Arc<dyn Device>> {
+        self.open_as(entry, None, false, Client::of_operation)
+    }
+
+    fn open_as(
+        &self,
+        entry: &ForeignDisk,
+        snapshot: Option<&str>,
+        read_only: bool,
+        mark: fn(Client) -> Client,
+    ) -> Result<Arc<dyn Device>> {
         let _clients = entry.clients.lock();
         let disk = &entry.disk;
         let (name, client) = match snapshot {
@@ -274,7 +289,7 @@ impl Foreign {
                 (title.clone(), self.switches.attach(entry.identity(Some(snapshot)), open)?)
             }
         };
-        let device = SwitchedDevice::over(name, read_only || snapshot.is_some(), client);
+        let device = SwitchedDevice::over(name, read_only || snapshot.is_some(), mark(client));
         Ok(Arc::new(match snapshot {
             None => device.with_settings(self.native.settings.open_disk(&disk.uuid(), &disk.name())),
             Some(_) => device,

@@ -200,6 +200,21 @@ impl Native {
 
     /// Opens a disk, or a snapshot of it, for a client.
     pub fn open_device(&self, disk: &str, snapshot: Option<&str>, read_only: bool) -> Result<Arc<dyn Device>> {
+        self.open_as(disk, snapshot, read_only, |client| client)
+    }
+
+    /// Opens a disk for an operation of the datastore, which users do not see as a client of the disk.
+    pub fn open_for_operation(&self, disk: &str) -> Result<Arc<dyn Device>> {
+        self.open_as(disk, None, false, Client::of_operation)
+    }
+
+    fn open_as(
+        &self,
+        disk: &str,
+        snapshot: Option<&str>,
+        read_only: bool,
+        mark: fn(Client) -> Client,
+    ) -> Result<Arc<dyn Device>> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(disk)?;
         let (object, name) = match snapshot {
@@ -207,7 +222,7 @@ impl Native {
             None => (disk.clone(), disk.name.clone()),
         };
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
-        let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), client);
+        let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), mark(client));
         Ok(Arc::new(match snapshot {
             None => device.with_settings(self.settings.open_disk(&names::uuid_text(&disk.uuid), &disk.name)),
             Some(_) => device,
