@@ -8,10 +8,10 @@
 use super::plan::{Plan, PlannedDisk, PlannedSnapshot};
 use super::{Content, Effect, Note};
 use crate::clone::Sum;
-use crate::definition::Definition;
+use crate::definition::{Boot, Definition};
 use crate::disks::SnapshotFacts;
 use crate::host::Host;
-use crate::machine::Machine;
+use crate::machine::{Machine, of_another_user};
 use crate::machines::{OwnDisk, Snapshot};
 use crate::nvram;
 use crate::snapshots::{self, Record};
@@ -40,6 +40,23 @@ fn of_disk(error: Error, source: &Path, label: &str) -> Error {
     }
 }
 
+/// Fails if this process is root and another user can replace the kernel or the initial RAM disk. QEMU reads these files
+/// at each start, and follows a link to any file of the host, which the guest would read then.
+fn check_boot(boot: &Boot) -> Result<()> {
+    for file in std::iter::once(&boot.kernel).chain(&boot.initrd) {
+        if let Some((found, user)) = of_another_user(file.ancestors())? {
+            let text = format!(
+                "QEMU of root would read '{}' at each start, and user {user}, to whom '{}' belongs, could put a link to \
+                 any file there: copy it into a folder of root, and name that in the description",
+                file.display(),
+                found.display()
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+    }
+    Ok(())
+}
+
 /// Checks that a plan can be carried out, and determines the capacities of its disks. Notes snapshots inside
 /// images, which the description does not name. The digests of an archive are not
 /// verified, because that takes as long as reading the whole archive: the import itself verifies them.
@@ -52,6 +69,8 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     if host.machines().has(&plan.definition.name) {
         return Err(exists(&format!("machine '{}'", plan.definition.name)));
     }
+    let boot = plan.definition.boot.as_ref().map_or(Ok(()), check_boot);
+    boot.map_err(|error| error.context(format_args!("'{}'", plan.source.display())))?;
     let there = host.disks().all()?;
     for disk in &plan.disks {
         if there.contains_key(&disk.name) {
@@ -179,4 +198,29 @@ fn take_one(there: &mut Vec<SnapshotFacts>, snapshot: &PlannedSnapshot) -> Optio
         .or_else(|| there.iter().position(|one| one.name == snapshot.label))
         .or_else(|| there.iter().position(|one| one.created == snapshot.created))?;
     Some(there.remove(index).name)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::os::unix::fs::chown;
+
+    #[test]
+    fn root_imports_no_kernel_that_another_user_can_replace() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, "x").unwrap();
+            path
+        };
+        let boot = Boot { kernel: file("kernel"), initrd: Some(file("initrd")), append: String::new() };
+        check_boot(&boot).unwrap();
+        for path in [boot.kernel.as_path(), &file("initrd"), folder.path()] {
+            chown(path, Some(1234), None).unwrap();
+            let error = check_boot(&boot).unwrap_err();
+            assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("user 1234"), "{error}");
+            chown(path, Some(0), None).unwrap();
+        }
+    }
 }
