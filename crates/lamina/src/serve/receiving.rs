@@ -25,9 +25,26 @@ struct Prepared {
     definition: Definition,
 }
 
+/// The definition of a machine that is sent. It must not decide what runs on this host: further arguments make QEMU open
+/// any file, or start any program. A sender of this program sends no images, and no machine that starts with the host.
+fn parse(text: &str) -> Result<Definition> {
+    let mut definition = Definition::parse(text, "the machine that is sent")?;
+    if !definition.arguments.is_empty() {
+        let text = format!(
+            "machine '{}' has further arguments of QEMU, which are not taken from another server: remove them with 'lamina \
+             vm edit --no-qemu-args' there, and add them here when it is received",
+            definition.name
+        );
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    definition.autostart = false;
+    definition.eject_all();
+    Ok(definition)
+}
+
 impl Arriving {
     fn read(&self, text: &str, disks: &[String]) -> Result<Definition> {
-        let definition = Definition::parse(text, "the machine that is sent")?;
+        let definition = parse(text)?;
         let name = &definition.name;
         if definition.disk_names() != disks {
             let text = format!("machine '{name}' has the disks {:?}, and {disks:?} are sent", definition.disk_names());
@@ -108,4 +125,23 @@ pub fn start(
     let machines = Machines::open(folder, control::disks(Target::At(location.clone())))?;
     let arriving = Arriving { location: location.clone(), machines, jobs: Arc::clone(jobs) };
     Receiver::start(&config, Arc::clone(datastore), Arc::new(arriving)).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_sender_does_not_decide_what_runs_on_the_receiver() {
+        let mut sent = Definition::new("web", 1, 64 << 20).unwrap();
+        sent.add_cdrom(Some("/etc/shadow".into())).unwrap();
+        sent.autostart = true;
+        sent.version = sent.needed_version();
+        let received = parse(&sent.to_text().unwrap()).unwrap();
+        assert!(!received.autostart && received.cdroms.iter().all(|drive| drive.file.is_none()));
+        sent.arguments = vec!["-drive".to_owned(), "file=/dev/sda".to_owned()];
+        sent.version = sent.needed_version();
+        assert_eq!(parse(&sent.to_text().unwrap()).unwrap_err().kind(), ErrorKind::Invalid);
+    }
 }
