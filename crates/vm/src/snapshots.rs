@@ -34,6 +34,7 @@ use backend::{clock, private, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -365,7 +366,7 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     };
     let listed = folder.join(name);
     moved(&listed, &old)?;
-    let deleted = finish_deleting(host.disks(), &old);
+    let deleted = finish_deleting(host.disks(), &old, u64::MAX);
     if let Err(error) = &deleted
         && error.kind() == ErrorKind::Busy
         && all_exist(host.disks(), &record)?
@@ -387,12 +388,15 @@ fn all_exist(disks: &dyn Disks, record: &Record) -> Result<bool> {
     Ok(true)
 }
 
-fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
+/// Deletes the snapshots of disks that are not younger than `latest`, and then the folder.
+fn finish_deleting(disks: &dyn Disks, old: &Path, latest: u64) -> Result<()> {
     if let Ok(Some(text)) = durable::read(&old.join(RECORD))
         && let Ok(record) = toml::from_str::<Record>(&text)
     {
         for snapshot in record.disks {
-            ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
+            if exists(disks, &snapshot)?.is_some_and(|created| created <= latest) {
+                ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
+            }
         }
     }
     remove_folder(old)
@@ -553,7 +557,9 @@ pub fn recover(change: &Change, host: &Host) -> Result<()> {
         if name.starts_with(NEW) {
             undo(host.disks(), &path)?;
         } else if name.starts_with(OLD) {
-            finish_deleting(host.disks(), &path)?;
+            // The folder got its name when the deletion began. A user may have taken a snapshot of a disk since.
+            let renamed = fs::symlink_metadata(&path).during(|| format!("looking at '{}'", path.display()))?.ctime();
+            finish_deleting(host.disks(), &path, u64::try_from(renamed).unwrap_or(u64::MAX))?;
         }
     }
     let path = machine.folder().join(REVERTING);

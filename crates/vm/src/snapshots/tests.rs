@@ -9,7 +9,7 @@ use crate::import::run::How;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use work::Progress;
 
 /// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
@@ -20,12 +20,15 @@ struct Taken {
     obstacle: PathBuf,
     /// Whether a client has every snapshot open.
     in_use: AtomicBool,
+    /// The time at which every snapshot was taken; 0 for the present.
+    created: AtomicU64,
 }
 
 impl Taken {
     fn new(obstacle: &Path) -> Arc<Self> {
-        let in_use = AtomicBool::new(false);
-        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle: obstacle.to_owned(), in_use })
+        let (in_use, created) = (AtomicBool::new(false), AtomicU64::new(0));
+        let obstacle = obstacle.to_owned();
+        Arc::new(Self { all: Mutex::default(), meanwhile: Mutex::default(), obstacle, in_use, created })
     }
 }
 
@@ -63,7 +66,9 @@ impl Disks for Taken {
     }
     fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>> {
         let of = self.all.lock().iter().filter(|(of, _)| of == disk).map(|(_, name)| name.clone()).collect::<Vec<_>>();
-        let facts = |name| SnapshotFacts { name, created: clock::seconds(), clones: Vec::new() };
+        let created = Some(self.created.load(Ordering::SeqCst)).filter(|created| *created > 0);
+        let created = created.unwrap_or_else(clock::seconds);
+        let facts = |name| SnapshotFacts { name, created, clones: Vec::new() };
         Ok(of.into_iter().map(facts).collect())
     }
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
@@ -156,6 +161,23 @@ fn a_snapshot_that_a_client_has_open_is_not_deleted() {
     disks.in_use.store(false, Ordering::SeqCst);
     delete(&host, &change, "s").unwrap();
     assert!(disks.all.lock().is_empty() && list(change.machine()).unwrap().is_empty());
+}
+
+/// A command was killed while it deleted a snapshot, or a client had the snapshot of the second disk open.
+#[test]
+fn a_disk_snapshot_that_a_user_takes_after_a_deletion_began_is_kept() {
+    let (_folder, disks, host) = with_machine();
+    let now = clock::seconds();
+    for (created, left) in [(now - 60, 0), (now + 60, 1)] {
+        take(&host, &host.change("web").unwrap(), "s", Options::default()).unwrap();
+        let snapshots = folder(&host.machines().get("web").unwrap());
+        fs::rename(snapshots.join("s"), snapshots.join(".old-s")).unwrap();
+        disks.created.store(created, Ordering::SeqCst);
+        host.recover().unwrap();
+        assert!(!is_unfinished(&host.machines().get("web").unwrap()));
+        assert_eq!(disks.all.lock().len(), left, "{created}");
+        disks.created.store(0, Ordering::SeqCst);
+    }
 }
 
 #[test]
