@@ -14,6 +14,7 @@ use crate::host::Host;
 use crate::identity::Mac;
 use crate::instant::freeze;
 use crate::machine::{self, Change, MachineState};
+use crate::qmp::Client;
 use crate::{durable, media, plug};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -189,6 +190,13 @@ fn belongs_to(disk: &str, user: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("disk '{disk}' belongs to machine '{user}'"))
 }
 
+/// Whether QEMU may still carry out a request whose answer did not come. Then the definition keeps the device: a later
+/// device with its address would not be added, and the guest would use this one in its place. The same holds for a
+/// device that an earlier command has added to the definition.
+fn may_follow(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Io | ErrorKind::Busy)
+}
+
 struct Task<'a> {
     change: &'a Change,
     host: &'a Host,
@@ -199,6 +207,12 @@ struct Task<'a> {
 impl Task<'_> {
     fn name(&self) -> String {
         self.change.machine().name()
+    }
+
+    /// The monitor of a machine that runs, and what else a change of its process needs. Both are obtained before the
+    /// definition changes, so that an error changes nothing.
+    fn process<T>(&self, needs: impl FnOnce() -> Result<T>) -> Result<Option<(Client, T)>> {
+        self.runs.then(|| Ok((self.change.machine().monitor()?, needs()?))).transpose()
     }
 
     fn at_root(&self, what: &str) -> Error {
@@ -242,6 +256,8 @@ impl Task<'_> {
     }
 
     fn add_disk(&mut self, disk: &str) -> Result<()> {
+        let process = self.process(|| self.host.disks().server())?;
+        let repeated = self.definition.disks.iter().any(|one| one.name == disk);
         match self.definition.disks.iter().find(|one| one.name == disk) {
             None => {
                 let _claim = self.host.machines().claim_disks()?;
@@ -261,16 +277,18 @@ impl Task<'_> {
                 return Err(Error::new(ErrorKind::Exists, text));
             }
         }
-        let Some(added) = self.definition.disks.iter().find(|one| one.name == disk).filter(|_| self.runs) else {
-            return Ok(());
-        };
-        let (nbd, definition) = (self.host.disks().server()?, &self.definition);
-        let monitor = self.change.machine().monitor();
-        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, definition, added));
-        plugged.or_else(|error| {
+        let added = self.definition.disks.iter().find(|one| one.name == disk);
+        let Some((added, (mut monitor, nbd))) = added.zip(process) else { return Ok(()) };
+        plug::add_disk(&mut monitor, &nbd, &self.definition, added).or_else(|error| {
+            let name = self.name();
+            if repeated || may_follow(&error) {
+                let text =
+                    format!("it is not known whether machine '{name}' has disk '{disk}' now; repeat the command");
+                return Err(error.context(text));
+            }
             self.definition.disks.retain(|one| one.name != disk);
             self.change.define(&self.definition)?;
-            Err(error.context(format_args!("disk '{disk}' was not added to machine '{}'", self.name())))
+            Err(error.context(format_args!("disk '{disk}' was not added to machine '{name}'")))
         })
     }
 
@@ -294,11 +312,12 @@ impl Task<'_> {
 
     fn insert(&mut self, image: &Path) -> Result<()> {
         let image = media::readable(image)?;
+        let process = self.process(|| Ok(()))?;
         let drives = &self.definition.cdroms;
         // An earlier command may have been killed after it had added the image to the definition, and before it
         // inserted the image in the process.
-        let at = drives.iter().position(|drive| self.runs && drive.file.as_ref() == Some(&image));
-        let at = match at.or_else(|| drives.iter().position(|drive| drive.file.is_none())) {
+        let before = drives.iter().position(|drive| self.runs && drive.file.as_ref() == Some(&image));
+        let at = match before.or_else(|| drives.iter().position(|drive| drive.file.is_none())) {
             Some(at) => at,
             None if self.runs => {
                 let name = self.name();
@@ -315,15 +334,16 @@ impl Task<'_> {
         };
         self.definition.cdroms[at].file = Some(image.clone());
         self.change.define(&self.definition)?;
-        if !self.runs {
-            return Ok(());
-        }
-        let monitor = self.change.machine().monitor();
-        let inserted = monitor.and_then(|mut monitor| media::insert(&mut monitor, &self.definition.cdroms[at]));
-        inserted.or_else(|error| {
+        let Some((mut monitor, ())) = process else { return Ok(()) };
+        media::insert(&mut monitor, &self.definition.cdroms[at]).or_else(|error| {
+            let name = self.name();
+            if before.is_some() || may_follow(&error) {
+                let image = image.display();
+                let text = format!("it is not known whether '{image}' is in machine '{name}' now; repeat the command");
+                return Err(error.context(text));
+            }
             self.definition.cdroms[at].file = None;
             self.change.define(&self.definition)?;
-            let name = self.name();
             Err(error.context(format_args!("'{}' was not inserted into machine '{name}'", image.display())))
         })
     }
@@ -355,21 +375,26 @@ impl Task<'_> {
             );
             return Err(Error::new(ErrorKind::WrongState, text));
         }
+        let (machine, host) = (self.change.machine(), self.host);
+        let process = self.process(|| host.features())?;
         let mac = Mac::new()?;
         match self.runs {
             true => self.definition.plug_network(mac, link.clone())?,
             false => self.definition.add_network(mac, link.clone())?,
         }
         self.change.define(&self.definition)?;
-        let Some(added) = self.definition.networks.last().filter(|_| self.runs) else { return Ok(()) };
-        let (monitor, chipset) = (self.change.machine().monitor(), self.definition.platform.chipset);
-        let (machine, features) = (self.change.machine(), self.host.features());
-        let plugged =
-            monitor.and_then(|mut monitor| plug::add_network(&mut monitor, machine, features?, chipset, added));
-        plugged.or_else(|error| {
+        let added = self.definition.networks.last();
+        let Some((added, (mut monitor, features))) = added.zip(process) else { return Ok(()) };
+        let chipset = self.definition.platform.chipset;
+        plug::add_network(&mut monitor, machine, features, chipset, added).or_else(|error| {
+            let name = self.name();
+            if may_follow(&error) {
+                let text = format!("it is not known whether machine '{name}' has network card {mac} now");
+                return Err(error.context(text));
+            }
             self.definition.networks.pop();
             self.change.define(&self.definition)?;
-            Err(error.context(format_args!("no network card was added to machine '{}'", self.name())))
+            Err(error.context(format_args!("no network card was added to machine '{name}'")))
         })
     }
 
@@ -414,3 +439,6 @@ pub fn rename(change: &Change, host: &Host, to: &str) -> Result<Definition> {
     machine::define(&folder.join(to), &definition)?;
     Ok(definition)
 }
+
+#[cfg(test)]
+mod tests;

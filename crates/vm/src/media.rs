@@ -2,7 +2,8 @@
 //!
 //! 1. An image is only read, so several machines may use the image at the same time.
 //! 2. The definition names every image in the process's drives: the definition is changed before an image is inserted,
-//!    and after an image is ejected. If the command is killed in between, repeating the command completes the change.
+//!    and after an image is ejected. If the command is killed in between, or QEMU does not answer, repeating the command
+//!    completes the change.
 
 use crate::busy;
 use crate::definition::{Cdrom, Definition};
@@ -51,8 +52,13 @@ pub(crate) fn check(definition: &Definition) -> Result<()> {
 pub(crate) fn insert(monitor: &mut Client, cdrom: &Cdrom) -> Result<()> {
     let (node, id) = (cdrom_node(cdrom), cdrom_device(cdrom));
     let Some(file) = &cdrom.file else { return Ok(()) };
+    if holds(monitor, &node)? {
+        // An earlier command may have been killed before it closed the drive.
+        return monitor.execute("blockdev-close-tray", json!({ "id": id })).map(drop);
+    }
+    // The same before it inserted the image.
     if has_node(monitor, &node)? {
-        return Ok(());
+        monitor.execute("blockdev-del", json!({ "node-name": node }))?;
     }
     monitor.execute("blockdev-add", image(&node, file))?;
     let inserted = monitor
@@ -62,6 +68,12 @@ pub(crate) fn insert(monitor: &mut Client, cdrom: &Cdrom) -> Result<()> {
     inserted.map(drop).inspect_err(|_| {
         let _ = monitor.execute("blockdev-del", json!({ "node-name": node }));
     })
+}
+
+/// Whether a drive has the image of a block node.
+fn holds(monitor: &mut Client, node: &str) -> Result<bool> {
+    let all = monitor.execute("query-block", json!({}))?;
+    Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["inserted"]["node-name"] == node)))
 }
 
 /// Ejects the image of a drive. If the guest has locked the drive, the guest is requested to release it; with `force`,

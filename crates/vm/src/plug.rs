@@ -9,7 +9,7 @@
 //!
 //! 1. The definition names every device of the process: a device is added to the definition before it is added to the
 //!    process, and removed from the definition after it is removed from the process. If the command is killed in
-//!    between, repeating the command completes the change.
+//!    between, or QEMU does not answer, repeating the command completes the change.
 //! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Only then is the device's
 //!    disk closed.
 
@@ -30,8 +30,12 @@ const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 /// Adds a disk. Without effect if the disk is already attached.
 pub fn add_disk(monitor: &mut Client, nbd: &Path, definition: &Definition, disk: &Disk) -> Result<()> {
     let node = drives::disk_node(disk);
-    if has_node(monitor, &node)? {
+    if has_device(monitor, &drives::disk_device(disk))? {
         return Ok(());
+    }
+    // An earlier command may have been killed after it had added the block node and before it added the device.
+    if has_node(monitor, &node)? {
+        monitor.execute("blockdev-del", json!({ "node-name": node }))?;
     }
     monitor.execute("blockdev-add", drives::block_node(&node, &disk.name, nbd))?;
     monitor.execute("device_add", drives::added_device(definition, disk)).map(drop).inspect_err(|_| {

@@ -572,4 +572,4 @@ pub fn recover(change: &Change, host: &Host) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use work::Progress;
 
 /// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
-struct Taken {
+pub(crate) struct Taken {
     all: Mutex<Vec<(String, String)>>,
     /// Snapshots that a user takes just before the next ones are taken.
     meanwhile: Mutex<Vec<(String, String)>>,
@@ -111,7 +111,7 @@ fn make(host: &Host, name: &str, disk: &str) {
 }
 
 /// A host with a stopped machine `web` that has the disk `web-disk`.
-fn with_machine() -> (tempfile::TempDir, Arc<Taken>, Host) {
+pub(crate) fn with_machine() -> (tempfile::TempDir, Arc<Taken>, Host) {
     let folder = tempfile::tempdir().unwrap();
     let disks = Taken::new(&folder.path().join("elsewhere"));
     let host = host_of(folder.path(), &disks);
