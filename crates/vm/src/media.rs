@@ -109,6 +109,7 @@ pub(crate) fn eject(monitor: &mut Client, cdrom: &Cdrom, force: bool) -> Result<
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::definition::VncTls;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     #[test]
@@ -142,5 +143,9 @@ mod tests {
         assert!(machine.named_disks().is_empty());
         assert!(crate::nvram::keep(&definition, folder.path()).is_err());
         assert!(readable(&fifo("install.iso")).is_err());
+        let mut vnc = Definition::new("web", 1, 64 << 20).unwrap();
+        fifo(VncTls::FILES[0]);
+        vnc.vnc_tls = Some(VncTls { folder: folder.path().into(), clients: false });
+        assert_eq!(crate::screen::check(&vnc).unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -9,7 +9,7 @@ use crate::definition::{Definition, Display, Vnc, VncTls};
 use crate::durable;
 use crate::machine::{Machine, MachineState, remove_if_there};
 use crate::qmp::Client;
-use backend::private;
+use backend::{private, regular};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
 use std::fs;
@@ -28,6 +28,8 @@ const HOLD_MILLIS: u64 = 20;
 const KEY_INTERVAL: Duration = Duration::from_millis(3 * HOLD_MILLIS);
 /// The file with the password of VNC, in the folder of the machine.
 const PASSWORD: &str = "vnc-password";
+/// Longest file of a certificate or a key.
+const PEM_MAX: u64 = 1 << 20;
 /// Characters of the password: as many as VNC uses.
 const PASSWORD_LENGTH: usize = 8;
 /// Names of keys in addition to QEMU's names.
@@ -75,13 +77,10 @@ pub fn password_file(machine: &Machine) -> PathBuf {
 pub(crate) fn check(definition: &Definition) -> Result<()> {
     let Some(tls) = &definition.vnc_tls else { return Ok(()) };
     for name in VncTls::FILES {
-        let file = tls.folder.join(name);
-        fs::File::open(&file).during(|| {
+        // A pipe is refused, because opening it would wait for a writer.
+        regular::read(&tls.folder.join(name), PEM_MAX, "certificate or key in PEM format").map_err(|error| {
             let machine = &definition.name;
-            format!(
-                "opening '{}', which encrypts VNC of machine '{machine}' (lamina vm edit --vnc-tls)",
-                file.display()
-            )
+            error.context(format_args!("encrypting VNC of machine '{machine}' (lamina vm edit --vnc-tls)"))
         })?;
     }
     Ok(())
