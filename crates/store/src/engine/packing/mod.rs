@@ -19,7 +19,9 @@
 //!    room in the journal or for nodes.
 //! 6. No block is packed that a buffered write may overwrite: such a write may have been acknowledged without a claim
 //!    on a free block, because it would overwrite the block in place. So the buffers are locked during the operation.
-//! 7. The superblock says that the datastore may have packs before the first operation.
+//! 7. The superblock says that the datastore may have packs before the first pack is written, and only if there is
+//!    content that is worth it: other programs refuse the datastore from then on. Because of 5 the superblock is not
+//!    written while blocks are marked: the plan is carried out again afterwards.
 
 mod plan;
 
@@ -64,6 +66,8 @@ enum Outcome {
     Packed { stored: u64 },
     /// The content is not worth packing, cannot be read, or changed meanwhile.
     Left,
+    /// The content is worth packing, but the superblock does not say yet that the datastore may have packs.
+    NotAllowed,
     /// There was no room for an operation of this cost.
     Refused(Cost),
     /// There were not this many free nodes.
@@ -102,13 +106,18 @@ impl Engine {
                 Planned::Pack(plan) => plan,
             };
             let read = plan.count();
-            self.allow_packs()?;
-            return match self.pack_planned(object, &window, &plan, packer)? {
+            let mut outcome = self.pack_planned(object, &window, &plan, packer)?;
+            if matches!(outcome, Outcome::NotAllowed) {
+                self.allow_packs()?;
+                outcome = self.pack_planned(object, &window, &plan, packer)?;
+            }
+            return match outcome {
                 Outcome::Packed { stored } => {
                     self.bound_pending()?;
                     Ok(PackStep { next, read, packed: plan.count(), stored })
                 }
                 Outcome::Left => Ok(PackStep { next, read, ..PackStep::default() }),
+                Outcome::NotAllowed => Ok(PackStep { next: first, read, ..PackStep::default() }),
                 Outcome::Refused(cost) => {
                     self.make_room(cost)?;
                     Ok(PackStep { next: first, ..PackStep::default() })
@@ -133,6 +142,7 @@ impl Engine {
             }
             claim => claim?,
         };
+        let allowed = self.log.has_packs();
         let _bulk = self.writeback.share_bulk();
         let _guard = {
             let mut meta = self.meta.lock();
@@ -143,14 +153,22 @@ impl Engine {
             plan.runs().for_each(|run| meta.in_flight.claim(run));
             meta.freed.guard()
         };
-        let outcome = self.pack_claimed(object, window, plan, packer);
+        let outcome = self.pack_claimed(object, window, plan, packer, allowed);
         let mut meta = self.meta.lock();
         plan.runs().for_each(|run| meta.in_flight.release(run));
         drop(meta);
         outcome
     }
 
-    fn pack_claimed(&self, object: u64, window: &Range<u64>, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
+    /// Writes the pack, if it is worth it and `allowed`, and maps it.
+    fn pack_claimed(
+        &self,
+        object: u64,
+        window: &Range<u64>,
+        plan: &Plan,
+        packer: &mut Packer,
+        allowed: bool,
+    ) -> Result<Outcome> {
         let Some(content) = self.read_sources(plan)? else { return Ok(Outcome::Left) };
         let mut blocks: Vec<Option<&[u8]>> = vec![None; plan.blocks as usize];
         let mut parts = content.chunks_exact(BLOCK_SIZE);
@@ -162,6 +180,9 @@ impl Engine {
         let stored = (pack.len() / BLOCK_SIZE) as u64;
         if stored * 8 > plan.count() * WORTH_EIGHTHS || stored >= BLOCKS_MAX as u64 {
             return Ok(Outcome::Left);
+        }
+        if !allowed {
+            return Ok(Outcome::NotAllowed);
         }
         let run = {
             let _fetch = self.meta.bring_in(|meta| meta.survey_allocation(stored));
@@ -251,11 +272,8 @@ impl Engine {
         Ok(matches.then_some(content))
     }
 
-    /// Makes the datastore one that may have packs.
+    /// Makes the datastore one that may have packs. Must not be called while blocks are marked as in flight.
     fn allow_packs(&self) -> Result<()> {
-        if self.log.has_packs() {
-            return Ok(());
-        }
         let _checkpoints = self.log.lock_checkpoints();
         self.check_owner()?;
         self.log.allow_packs().map_err(|error| self.stop(error))

@@ -411,6 +411,33 @@ fn the_superblock_has_the_version_of_packs_from_the_first_pack_on() {
     assert_eq!(version(&disk), VERSION_PACKS);
 }
 
+/// Writes blocks that cannot be compressed. Returns their content.
+fn write_noise(engine: &Engine, object: u64, blocks: std::ops::Range<u64>, seed: u64) -> Vec<u8> {
+    let mut random = Random(seed);
+    let mut buffer = Buffer::zeroed((blocks.end - blocks.start) as usize);
+    let bytes = random.bytes(buffer.len());
+    buffer.copy_from_slice(&bytes);
+    let length = buffer.len();
+    let data = SharedSlice::new(Arc::new(buffer), 0..length);
+    engine.write_blocks(&engine.head(object), blocks.start, data).unwrap();
+    bytes
+}
+
+#[test]
+fn data_that_cannot_be_compressed_leaves_the_version() {
+    let (disk, engine) = made();
+    let content = write_noise(&engine, 1, 0..64, 5);
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 0..BLOCKS), (0, 0));
+    quiet(&engine);
+    let file = disk.directory().open("superblock", backend::IoMode::Buffered).unwrap();
+    assert_eq!(Superblock::read(&*file).unwrap().0.version, FORMAT_VERSION);
+    let head = engine.head(1);
+    let read = engine.read_blocks("vm", 0..64, &|range| engine.plan_head(&head, range)).unwrap();
+    assert!(read[..] == content[..]);
+    is_whole(&engine);
+}
+
 /// One copy of the superblock may be lost before the next checkpoint.
 #[test]
 fn both_copies_of_the_superblock_have_the_version_of_packs() {
