@@ -200,8 +200,8 @@ pub struct Engine {
     checking: Mutex<()>,
     /// Held by a count of space: one runs at a time.
     counting: Mutex<()>,
-    /// Held by a step of packing: one runs at a time.
-    packing: Mutex<()>,
+    /// Held by a step of packing: one runs at a time. What passes have examined and left as it is.
+    packing: Mutex<packing::Examined>,
     /// Held by a change of the catalog: one runs at a time.
     control: Mutex<()>,
     buffers: Buffers,

@@ -34,7 +34,7 @@ const LZ4: u8 = 2;
 const ZSTD: u8 = 3;
 
 /// How blocks are compressed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Codec {
     /// LZ4: compresses and decompresses fastest.
     Lz4,
@@ -65,6 +65,11 @@ impl Packer {
             Codec::Zstd(level) => Some(zstd::bulk::Compressor::new(i32::from(level)).map_err(failed)?),
         };
         Ok(Self { codec, zstd, scratch: vec![0; 2 * BLOCK_SIZE] })
+    }
+
+    /// How the packer compresses.
+    pub fn codec(&self) -> Codec {
+        self.codec
     }
 
     /// A pack of these blocks, as whole blocks. Blocks that are `None` are not in the pack.

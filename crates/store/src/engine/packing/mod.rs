@@ -23,7 +23,10 @@
 //!    content that is worth it: other programs refuse the datastore from then on. Because of 5 the superblock is not
 //!    written while blocks are marked: the plan is carried out again afterwards.
 
+mod examined;
 mod plan;
+
+pub(crate) use examined::Examined;
 
 use super::Engine;
 use super::log::Cost;
@@ -64,8 +67,10 @@ pub struct PackStep {
 enum Outcome {
     /// The pack is in the map.
     Packed { stored: u64 },
-    /// The content is not worth packing, cannot be read, or changed meanwhile.
+    /// The content cannot be read, or changed meanwhile.
     Left,
+    /// The content is not worth packing.
+    NotWorth,
     /// The content is worth packing, but the superblock does not say yet that the datastore may have packs.
     NotAllowed,
     /// There was no room for an operation of this cost.
@@ -81,7 +86,7 @@ impl Engine {
     /// # Errors
     /// `Unsupported` for a thick disk, because its writes must never need new space.
     pub fn pack_step(&self, object: u64, range: Range<u64>, packer: &mut Packer) -> Result<PackStep> {
-        let _one = self.packing.lock();
+        let mut examined = self.packing.lock();
         self.check_running()?;
         self.pace()?;
         let thick = self.with_catalog(|catalog| {
@@ -105,6 +110,10 @@ impl Engine {
                 Planned::NoRoom => continue,
                 Planned::Pack(plan) => plan,
             };
+            let key = Examined::key(packer.codec(), &plan.checksums, plan.blocks);
+            if examined.contains(key) {
+                break;
+            }
             let read = plan.count();
             let mut outcome = self.pack_planned(object, &window, &plan, packer)?;
             if matches!(outcome, Outcome::NotAllowed) {
@@ -117,6 +126,10 @@ impl Engine {
                     Ok(PackStep { next, read, packed: plan.count(), stored })
                 }
                 Outcome::Left => Ok(PackStep { next, read, ..PackStep::default() }),
+                Outcome::NotWorth => {
+                    examined.insert(key);
+                    Ok(PackStep { next, read, ..PackStep::default() })
+                }
                 Outcome::NotAllowed => Ok(PackStep { next: first, read, ..PackStep::default() }),
                 Outcome::Refused(cost) => {
                     self.make_room(cost)?;
@@ -179,7 +192,7 @@ impl Engine {
         let pack = Buffer::copy_of(&packer.pack(&blocks));
         let stored = (pack.len() / BLOCK_SIZE) as u64;
         if stored * 8 > plan.count() * WORTH_EIGHTHS || stored >= BLOCKS_MAX as u64 {
-            return Ok(Outcome::Left);
+            return Ok(Outcome::NotWorth);
         }
         if !allowed {
             return Ok(Outcome::NotAllowed);

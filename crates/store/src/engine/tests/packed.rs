@@ -451,11 +451,8 @@ fn both_copies_of_the_superblock_have_the_version_of_packs() {
     }
 }
 
-#[test]
-fn a_pack_is_read_once_although_a_read_has_many_parts_in_it() {
-    let (disk, engine) = filled(32);
-    assert_eq!(pack(&engine, 1, 0..32).0, 32);
-    (0..32).step_by(2).for_each(|block| write(&engine, block, 200));
+/// Counts the reads of the medium from now on.
+fn count_reads(disk: &SimulatedDisk) -> Arc<AtomicU64> {
     let reads = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&reads);
     disk.set_pace(Arc::new(move |request| {
@@ -463,6 +460,44 @@ fn a_pack_is_read_once_although_a_read_has_many_parts_in_it() {
             counted.fetch_add(1, Ordering::SeqCst);
         }
     }));
+    reads
+}
+
+#[test]
+fn data_that_is_not_worth_packing_is_read_by_one_pass_only() {
+    let (disk, engine) = made();
+    write_noise(&engine, 1, 0..128, 5);
+    quiet(&engine);
+    let reads = count_reads(&disk);
+    let pass = |packer: &mut Packer| {
+        let before = reads.load(Ordering::SeqCst);
+        let mut at = 0;
+        while at < 128 {
+            at = engine.pack_step(1, at..128, packer).unwrap().next;
+        }
+        reads.load(Ordering::SeqCst) - before
+    };
+    assert_eq!(pass(&mut packer()), 4);
+    assert_eq!(pass(&mut packer()), 0);
+    // Another method may be worth it, and so may other content.
+    assert_eq!(pass(&mut Packer::new(Codec::Zstd(3)).unwrap()), 4);
+    write_noise(&engine, 1, 40..41, 6);
+    quiet(&engine);
+    assert!((1..=2).contains(&pass(&mut packer())));
+    // What can be compressed now is found.
+    (64..96).for_each(|block| write(&engine, block, 7));
+    quiet(&engine);
+    pass(&mut packer());
+    assert!(place(&engine, 1, 64).1 && !place(&engine, 1, 0).1);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_pack_is_read_once_although_a_read_has_many_parts_in_it() {
+    let (disk, engine) = filled(32);
+    assert_eq!(pack(&engine, 1, 0..32).0, 32);
+    (0..32).step_by(2).for_each(|block| write(&engine, block, 200));
+    let reads = count_reads(&disk);
     let head = engine.head(1);
     let read = engine.read_blocks("vm", 0..32, &|range| engine.plan_head(&head, range)).unwrap();
     for (number, block) in read.chunks_exact(BLOCK_SIZE).enumerate() {
