@@ -19,7 +19,9 @@
 
 use crate::{Error, ErrorKind, Result, checksum};
 use backend::BLOCK_SIZE;
+use std::cell::RefCell;
 use std::ops::Range;
+use zstd::bulk::{Compressor, Decompressor};
 
 /// The most blocks of a pack.
 pub const BLOCKS_MAX: usize = 256;
@@ -52,7 +54,7 @@ impl Codec {
 /// Compresses blocks. Keeps the memory of the codec between packs.
 pub struct Packer {
     codec: Codec,
-    zstd: Option<zstd::bulk::Compressor<'static>>,
+    zstd: Option<Compressor<'static>>,
     scratch: Vec<u8>,
 }
 
@@ -62,7 +64,7 @@ impl Packer {
         let failed = |error| Error::io("starting the compressor", error);
         let zstd = match codec {
             Codec::Lz4 => None,
-            Codec::Zstd(level) => Some(zstd::bulk::Compressor::new(i32::from(level)).map_err(failed)?),
+            Codec::Zstd(level) => Some(Compressor::new(i32::from(level)).map_err(failed)?),
         };
         Ok(Self { codec, zstd, scratch: vec![0; 2 * BLOCK_SIZE] })
     }
@@ -109,6 +111,24 @@ impl Packer {
         out.resize(out.len().next_multiple_of(BLOCK_SIZE), 0);
         out
     }
+}
+
+thread_local! {
+    /// The decompressor of the thread, once it has read a Zstandard frame (about 100 KiB). Each frame is decompressed
+    /// from a new state, also after one that is damaged.
+    static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
+}
+
+/// Decompresses a Zstandard frame. Returns the length of its content, or `None` if the frame is damaged.
+fn decompress(frame: &[u8], out: &mut [u8]) -> Result<Option<usize>> {
+    DECOMPRESSOR.with_borrow_mut(|decompressor| {
+        if decompressor.is_none() {
+            #[cfg(test)]
+            tests::STARTED.set(tests::STARTED.get() + 1);
+            *decompressor = Some(Decompressor::new().map_err(|error| Error::io("starting the decompressor", error))?);
+        }
+        Ok(decompressor.as_mut().and_then(|decompressor| decompressor.decompress_to_buffer(frame, out).ok()))
+    })
 }
 
 /// A fragment of a pack.
@@ -178,7 +198,6 @@ impl<'a> Pack<'a> {
     pub fn read(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
         let fragments = self.fragments.get(blocks).ok_or_else(|| damaged("it has fewer blocks than the map says"))?;
         let mut sums = Vec::with_capacity(fragments.len());
-        let mut zstd = None;
         for (fragment, out) in fragments.iter().zip(out.chunks_exact_mut(BLOCK_SIZE)) {
             let stored = &self.bytes[fragment.place.clone()];
             let length = match fragment.codec {
@@ -187,13 +206,7 @@ impl<'a> Pack<'a> {
                     Some(BLOCK_SIZE)
                 }
                 LZ4 => lz4_flex::block::decompress_into(stored, out).ok(),
-                ZSTD => {
-                    if zstd.is_none() {
-                        let failed = |error| Error::io("starting the decompressor", error);
-                        zstd = Some(zstd::bulk::Decompressor::new().map_err(failed)?);
-                    }
-                    zstd.as_mut().and_then(|zstd| zstd.decompress_to_buffer(stored, out).ok())
-                }
+                ZSTD => decompress(stored, out)?,
                 _ => None,
             };
             if length != Some(BLOCK_SIZE) || checksum(out) != fragment.checksum {

@@ -3,7 +3,13 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use std::cell::Cell;
 use testkit::Random;
+
+thread_local! {
+    /// The decompressors that the thread has started.
+    pub(super) static STARTED: Cell<u32> = const { Cell::new(0) };
+}
 
 /// Blocks of different compressibility; the last one cannot be compressed.
 fn blocks(count: usize) -> Vec<Vec<u8>> {
@@ -59,4 +65,24 @@ fn a_pack_with_a_changed_byte_gives_its_content_or_an_error() {
         }
         (0..HEAD + ENTRY).for_each(|length| assert!(Pack::decode(&bytes[..length]).is_err()));
     }
+}
+
+#[test]
+fn a_thread_starts_one_decompressor() {
+    let blocks = blocks(4);
+    let all: Vec<Option<&[u8]>> = blocks.iter().map(|block| Some(&block[..])).collect();
+    let good = Packer::new(Codec::Zstd(3)).unwrap().pack(&all);
+    let before = STARTED.get();
+    let read = |bytes: &[u8]| {
+        let mut out = vec![0; 4 * BLOCK_SIZE];
+        Pack::decode(bytes).and_then(|pack| pack.read(0..4, &mut out)).map(|_| out)
+    };
+    for round in 0..10 {
+        assert!(read(&good).unwrap() == blocks.concat());
+        // A damaged frame does not affect the next one.
+        let mut damaged = good.clone();
+        damaged[HEAD + 4 * ENTRY + 6 + round] ^= 0x55;
+        assert!(read(&damaged).is_err());
+    }
+    assert_eq!(STARTED.get() - before, 1);
 }
