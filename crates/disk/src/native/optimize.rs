@@ -1,7 +1,7 @@
 //! Compressing a native disk and its snapshots while they are in use.
 //!
 //! The disk is processed first, then its snapshots, whose own blocks remain then. An interrupted pass keeps what it has
-//! compressed, and a repeated one skips it.
+//! compressed, and a repeated one skips it, except packs of which most blocks were overwritten.
 
 use super::Native;
 use crate::compression::Compression;

@@ -301,6 +301,7 @@ mod nodes;
 mod ownership;
 mod packed;
 mod reads;
+mod repacked;
 mod replayed;
 mod room;
 mod served;

@@ -4,7 +4,7 @@
 //! checks every count against the rest of the body, so a damaged record is an error and never causes a huge allocation.
 
 use crate::space::Run;
-use crate::tree::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, Source};
+use crate::tree::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, Packed, PhysicalRun, Source};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
@@ -12,7 +12,7 @@ use backend::{BLOCK_SIZE, SharedSlice};
 pub const RUN_MAX: u64 = 16_384;
 
 /// The bytes of a source in [`Operation::Pack`].
-const SOURCE_BYTES: usize = 11;
+const SOURCE_BYTES: usize = 13;
 /// The most trees that one [`Operation::Pack`] changes.
 pub const PACK_OBJECTS_MAX: usize = 512;
 
@@ -57,8 +57,9 @@ pub enum Operation {
     Checksums { run: Run, checksums: Vec<u32> },
     /// `steps` nodes of the tree of a deleted object are visited and dropped.
     Drop { object: u64, steps: u32 },
-    /// The trees of `objects` map the blocks of `sources` to a newly allocated pack that contains them. The content of
-    /// the pack is durable. Index 0 of the pack is logical block `logical`; it has `blocks` indexes.
+    /// The trees of `objects` map the blocks of `sources`, which are plain or in other packs, to a newly allocated pack
+    /// that contains them. The content of the pack is durable. Index 0 of the pack is logical block `logical`; it has
+    /// `blocks` indexes.
     Pack { logical: u64, blocks: u64, run: Run, checksums: Vec<u32>, sources: Vec<Source>, objects: Vec<u64> },
 }
 
@@ -295,16 +296,22 @@ impl Writer {
                 self.u32(*steps);
             }
             Operation::Pack { logical, blocks, run, checksums, sources, objects } => {
-                self.u8(19);
+                let repacks = sources.iter().any(|source| source.packed.is_some());
+                self.u8(if repacks { 20 } else { 19 });
                 self.u64(*logical);
                 self.run(*run);
                 self.checksums(checksums);
                 self.u16(*blocks as u16);
                 self.u16(sources.len() as u16);
-                for Source { index, run } in sources {
+                for Source { index, run, packed } in sources {
                     self.u8(*index);
                     self.u64(run.physical);
                     self.u16(run.blocks as u16);
+                    if repacks {
+                        let Packed { index, stored } = packed.unwrap_or(Packed { index: 0, stored: 0 });
+                        self.u8(index);
+                        self.u8(stored);
+                    }
                 }
                 self.u16(objects.len() as u16);
                 objects.iter().for_each(|object| self.u64(*object));
@@ -384,7 +391,8 @@ impl<'a> Reader<'a> {
         Ok(self.take(length)?.to_vec())
     }
 
-    fn pack(&mut self) -> Result<Operation> {
+    /// A pack. If it `repacks`, its sources may be in other packs.
+    fn pack(&mut self, repacks: bool) -> Result<Operation> {
         let (logical, run) = (self.u64()?, self.run()?);
         let checksums = self.checksums(run)?;
         let blocks = self.u16()?;
@@ -396,12 +404,25 @@ impl<'a> Reader<'a> {
         let mut from = 0;
         for _ in 0..self.u16()? {
             let (index, physical, length) = (self.u8()?, self.u64()?, self.u16()?);
-            let end = u64::from(index) + length;
-            if u64::from(index) < from || length == 0 || end > blocks || physical > PHYSICAL_LIMIT - length {
+            let (old, stored) = if repacks { (self.u8()?, self.u8()?) } else { (0, 0) };
+            let (end, run) = (u64::from(index) + length, PhysicalRun { physical, blocks: length });
+            let packed = (stored > 0).then_some(Packed { index: old, stored });
+            let source = Source { index, run, packed };
+            let is_place = match packed {
+                None => old == 0,
+                Some(_) => u64::from(old) + length <= EXTENT_BLOCKS_MAX,
+            };
+            if u64::from(index) < from || length == 0 || end > blocks || !is_place {
                 return Err(damaged());
             }
-            sources.push(Source { index, run: PhysicalRun { physical, blocks: length } });
+            if physical > PHYSICAL_LIMIT - source.stored().blocks {
+                return Err(damaged());
+            }
+            sources.push(source);
             from = end;
+        }
+        if repacks && sources.iter().all(|source| source.packed.is_none()) {
+            return Err(damaged());
         }
         let objects = (0..self.u16()?).map(|_| self.u64()).collect::<Result<_>>()?;
         Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
@@ -455,7 +476,8 @@ impl<'a> Reader<'a> {
                 let run = self.run()?;
                 Operation::Checksums { run, checksums: self.checksums(run)? }
             }
-            19 => self.pack()?,
+            19 => self.pack(false)?,
+            20 => self.pack(true)?,
             _ => return Err(damaged()),
         }))
     }

@@ -6,7 +6,7 @@ use super::*;
 use crate::ErrorKind;
 use crate::space::Run;
 use crate::testbed::{Random, plain_file};
-use crate::tree::{PhysicalRun, Source};
+use crate::tree::{Packed, PhysicalRun, Source};
 use backend::SharedSlice;
 
 const SIZE: u64 = 512 * 4096;
@@ -323,8 +323,12 @@ fn operation(random: &mut Random, code: u64) -> Operation {
         18 => Operation::Checksums { run, checksums },
         _ => {
             let physical = run.start.min((1 << 48) - 6);
-            let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks } };
-            let sources = vec![source(0, 1), source(1, 2), source(250, 6)];
+            let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
+            let mut sources = vec![source(0, 1), source(1, 2), source(250, 6)];
+            if code == 20 {
+                sources[0].packed = Some(Packed { index: 255, stored: 6 });
+                sources[2].packed = Some(Packed { index: random.next() as u8 / 2, stored: 1 });
+            }
             let logical = logical.min((1 << 40) - 256);
             Operation::Pack { logical, blocks: 256, run, checksums, sources, objects: vec![disk, random.next()] }
         }
@@ -332,7 +336,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 19;
+const CODES: u64 = 20;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -361,10 +365,13 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
         Operation::Drop { .. } => ("drop", Operation::Drop { object: 0x66, steps: 4 }),
         Operation::Announce { .. } => ("announce", Operation::Announce { run }),
         Operation::Checksums { .. } => ("checksums", Operation::Checksums { run, checksums: checksums() }),
-        Operation::Pack { .. } => {
-            let source = Source { index: 3, run: PhysicalRun { physical: 0x77, blocks: 5 } };
+        Operation::Pack { sources, .. } => {
+            let repacks = sources.iter().any(|source| source.packed.is_some());
+            let packed = repacks.then_some(Packed { index: 9, stored: 8 });
+            let source = Source { index: 3, run: PhysicalRun { physical: 0x77, blocks: 5 }, packed };
             let (sources, objects) = (vec![source], vec![disk, snapshot]);
-            ("pack", Operation::Pack { logical, blocks: 32, run, checksums: checksums(), sources, objects })
+            let name = if repacks { "repack" } else { "pack" };
+            (name, Operation::Pack { logical, blocks: 32, run, checksums: checksums(), sources, objects })
         }
     }
 }

@@ -194,6 +194,11 @@ impl<'a> Pack<'a> {
         Ok(Self { bytes, fragments })
     }
 
+    /// Number of blocks in the pack.
+    pub fn count(&self) -> usize {
+        self.fragments.iter().filter(|fragment| fragment.codec != ABSENT).count()
+    }
+
     /// Decodes blocks by their indexes. `out` has room for all of them. Returns their checksums.
     pub fn read(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
         let fragments = self.fragments.get(blocks).ok_or_else(|| damaged("it has fewer blocks than the map says"))?;

@@ -1,4 +1,4 @@
-//! Maps blocks to a pack that has the same content.
+//! Maps blocks to a new pack that has the same content. The blocks are plain, or in another pack.
 //!
 //! A pack is a run of physical blocks with compressed logical blocks. Unlike [`super::replace()`], this change keeps
 //! the content of every tree, so shared leaves are changed in place, for all trees that share them. The old blocks
@@ -8,7 +8,8 @@
 //!
 //! 1. Only entries that map exactly the given logical blocks to the given physical blocks change. An entry that differs
 //!    stays, so a tree that was divided into other leaves, or was changed already, is no error.
-//! 2. Each entry that maps a part of the pack has one reference on every block of the pack.
+//! 2. Each entry that maps a part of a pack has one reference on every block of the pack. An entry of another pack of
+//!    which a part stays keeps its reference, and each further part of it gets one.
 //! 3. Small leaves are not merged: the next write to such a leaf does that.
 //! 4. A plan has no shared leaf without room ([`fits`]), because all its parents would change if it were split. Replay
 //!    may find one: a part of a deleted tree that was dropped at run time may still be there, and share the leaf. Then
@@ -17,20 +18,43 @@
 
 use super::page::{self, ENTRIES_MAX, PhysicalRun, Rewrite};
 use super::path::Path;
-use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, balance};
+use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, Packed, balance};
 use crate::Result;
 use std::ops::Range;
 
 /// The most splits for the entries of one pack: of the leaf, of every node above it, and a new root.
 const SPLITS_MAX: usize = LEVELS_MAX + 2;
 
-/// Consecutive plain blocks that a pack contains.
+/// Consecutive blocks that a new pack contains.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Source {
-    /// Index within the pack of the first block.
+    /// Index within the new pack of the first block.
     pub index: u8,
-    /// The plain blocks.
+    /// The plain blocks. With `packed`, the first block of another pack, and the number of logical blocks.
     pub run: PhysicalRun,
+    /// Set if the blocks are in another pack: the place of the first one.
+    pub packed: Option<Packed>,
+}
+
+impl Source {
+    /// The physical blocks in which the source is stored.
+    pub fn stored(&self) -> PhysicalRun {
+        let blocks = self.packed.map_or(self.run.blocks, |packed| u64::from(packed.stored));
+        PhysicalRun { physical: self.run.physical, blocks }
+    }
+
+    /// Whether a mapping of one block is that of block `within` of the source.
+    fn is_mapped_by(&self, within: u64, one: &Mapping) -> bool {
+        match (self.packed, one.packed) {
+            (None, None) => self.run.physical + within == one.physical,
+            (Some(old), Some(now)) => {
+                self.run.physical == one.physical
+                    && old.stored == now.stored
+                    && u64::from(old.index) + within == u64::from(now.index)
+            }
+            _ => false,
+        }
+    }
 }
 
 /// A leaf of a tree, for the plan of a pack.
@@ -63,7 +87,7 @@ pub fn fits<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, range: Range<u64
     Ok(matches!(rewrite(&mut copy, range, logical, pack, sources), Rewrite::Done { .. }))
 }
 
-/// Maps the blocks of `sources` in a range to a pack, in the leaves of one tree. Index 0 of the pack is logical block
+/// Maps the blocks of `sources` in a range to a new pack, in the leaves of one tree. Index 0 of the pack is logical block
 /// `logical`. Returns the new root.
 pub fn pack<S: NodeStore + ?Sized>(
     store: &mut S,
@@ -90,11 +114,14 @@ pub fn pack<S: NodeStore + ?Sized>(
                 continue;
             }
             Rewrite::Full | Rewrite::Done { entries: 0, .. } => {}
-            Rewrite::Done { entries, removed } => {
+            Rewrite::Done { entries, divided, removed } => {
                 debug_assert!(page::count(&copy) <= ENTRIES_MAX);
                 *store.node_mut(leaf)? = copy;
                 for _ in 0..entries {
                     store.add_data_references(pack.physical, pack.blocks)?;
+                }
+                for run in divided {
+                    store.add_data_references(run.physical, run.blocks)?;
                 }
                 for run in removed {
                     store.drop_data_references(run.physical, run.blocks)?;
@@ -113,11 +140,11 @@ fn rewrite(
     pack: PhysicalRun,
     sources: &[Source],
 ) -> Rewrite {
-    page::pack_in_leaf(page, range, pack, &|block, physical| {
-        let index = block.checked_sub(logical)?;
+    page::pack_in_leaf(page, range, pack, &|one| {
+        let index = one.logical.checked_sub(logical)?;
         let at = sources.partition_point(|source| u64::from(source.index) <= index).checked_sub(1)?;
-        let Source { index: first, run } = sources[at];
-        let within = index - u64::from(first);
-        (within < run.blocks && run.physical + within == physical).then_some(index as u8)
+        let source = &sources[at];
+        let within = index - u64::from(source.index);
+        (within < source.run.blocks && source.is_mapped_by(within, one)).then_some(index as u8)
     })
 }

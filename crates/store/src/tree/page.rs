@@ -397,33 +397,38 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
 /// The result of [`pack_in_leaf`].
 pub(super) enum Rewrite {
     /// The change is made. `entries` entries map the pack, and `removed` are the blocks that the leaf no longer maps.
-    Done { entries: u32, removed: Vec<PhysicalRun> },
+    /// `divided` has another pack once for each entry that maps a part of it in addition to the entries before.
+    Done { entries: u32, divided: Vec<PhysicalRun>, removed: Vec<PhysicalRun> },
     /// The entries do not fit, and nothing was changed.
     Full,
 }
 
-/// Maps to a pack those plain blocks of `range` that `index_of` says are in it: it returns for a logical and a physical
-/// block the index within the pack.
+/// Maps to a new pack those blocks of `range` that `index_of` says are in it: it returns for the mapping of one block
+/// the index within the pack.
 pub(super) fn pack_in_leaf(
     page: &mut Block,
     range: Range<u64>,
     pack: PhysicalRun,
-    index_of: &dyn Fn(u64, u64) -> Option<u8>,
+    index_of: &dyn Fn(&Mapping) -> Option<u8>,
 ) -> Rewrite {
     let first = first_ending_after(page, range.start);
     let entries = entries(page);
     let last = first + entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
-    let (mut new, mut removed, mut packed_entries) = (Vec::<Mapping>::new(), Vec::new(), 0);
+    let (mut new, mut divided, mut removed, mut packed_entries) = (Vec::<Mapping>::new(), Vec::new(), Vec::new(), 0);
     // The entry from which the last block was taken; none if the block is in the new pack.
     let mut origin = Some(u64::MAX);
     for mapping in entries[first..last].iter().map(decode) {
+        // The number of entries that map what stays of this one.
+        let mut kept = 0;
         for logical in mapping.logical..mapping.end() {
             let one = mapping.clipped(logical, logical + 1);
-            let is_plain = one.packed.is_none() && !one.unwritten && range.contains(&logical);
-            let index = if is_plain { index_of(logical, one.physical) } else { None };
+            let has_content = !one.unwritten && range.contains(&logical);
+            let index = if has_content { index_of(&one) } else { None };
             let piece = match index {
                 Some(index) => {
-                    push_run(&mut removed, one.physical, 1);
+                    if one.packed.is_none() {
+                        push_run(&mut removed, one.physical, 1);
+                    }
                     let packed = Some(Packed { index, stored: pack.blocks as u8 });
                     Mapping { logical, physical: pack.physical, blocks: 1, unwritten: false, packed }
                 }
@@ -437,10 +442,19 @@ pub(super) fn pack_in_leaf(
                 }
                 _ => {
                     packed_entries += u32::from(index.is_some());
+                    kept += usize::from(index.is_none());
                     new.push(piece);
                 }
             }
             origin = from;
+        }
+        if mapping.packed.is_some() {
+            // The reference on the pack belongs to the entry.
+            let stored = mapping.stored();
+            match kept {
+                0 => push_run(&mut removed, stored.physical, stored.blocks),
+                _ => divided.extend(std::iter::repeat_n(stored, kept - 1)),
+            }
         }
     }
     if entries.len() - (last - first) + new.len() > ENTRIES_MAX {
@@ -448,7 +462,7 @@ pub(super) fn pack_in_leaf(
     }
     let new: Vec<RawEntry> = new.iter().map(encode).collect();
     splice(page, first..last, &new);
-    Rewrite::Done { entries: packed_entries, removed }
+    Rewrite::Done { entries: packed_entries, divided, removed }
 }
 
 /// Whether a single block continues an entry.

@@ -117,8 +117,8 @@ impl Meta {
             Operation::Pack { run, sources, objects, .. } => {
                 let mut touched = Touched::default();
                 touched.touch_run(*run);
-                for tree::Source { run, .. } in sources {
-                    touched.touch_run(Run { start: run.physical, blocks: run.blocks });
+                for stored in sources.iter().map(tree::Source::stored) {
+                    touched.touch_run(Run { start: stored.physical, blocks: stored.blocks });
                 }
                 // A leaf of each tree, and for those that are split: on each level the node, a new one and the table
                 // page of the new one.

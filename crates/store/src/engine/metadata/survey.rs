@@ -6,7 +6,7 @@ use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::space::{Run, Space};
-use crate::tree::{self, Aim, NodeId, Resident};
+use crate::tree::{self, Aim, NodeId, Resident, Source};
 use backend::Block;
 use std::ops::Range;
 
@@ -149,9 +149,9 @@ impl Meta {
             Operation::Clone { snapshot, .. } | Operation::Revert { snapshot, .. } => self.survey_roots(&[*snapshot]),
             Operation::Pack { logical, blocks, run, sources, objects, .. } => {
                 self.data.survey_entries(&mut self.pages, *run);
-                for source in sources {
-                    self.data
-                        .survey_drop(&mut self.pages, Run { start: source.run.physical, blocks: source.run.blocks });
+                for stored in sources.iter().map(Source::stored) {
+                    let run = Run { start: stored.physical, blocks: stored.blocks };
+                    self.data.survey_drop(&mut self.pages, run);
                 }
                 for object in objects {
                     self.survey_disk(*object, *logical..*logical + *blocks, Aim::Map);

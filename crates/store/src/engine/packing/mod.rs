@@ -3,7 +3,7 @@
 //! A step takes the plain blocks of a few adjacent logical blocks, writes a pack with their content to newly allocated
 //! blocks, and then maps the pack in every leaf that mapped the plain blocks, with one operation ([`Operation::Pack`]).
 //! The plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
-//! nothing.
+//! nothing. A pack with few blocks in use is replaced in the same way (`repack`).
 //!
 //! What must hold:
 //!
@@ -25,6 +25,7 @@
 
 mod examined;
 mod plan;
+mod repack;
 
 pub(crate) use examined::Examined;
 
@@ -57,10 +58,20 @@ pub struct PackStep {
     pub next: u64,
     /// Blocks that were read.
     pub read: u64,
-    /// Blocks that were packed.
+    /// Data blocks that became free: plain blocks that were packed, and the blocks of packs that were packed again.
     pub packed: u64,
-    /// Blocks in which they are stored now.
+    /// Data blocks in which their content is stored now.
     pub stored: u64,
+}
+
+/// What came of a plan.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tried {
+    Packed,
+    /// Nothing was changed.
+    Left,
+    /// The reason that prevented it is gone: the blocks have to be planned again.
+    Again,
 }
 
 /// The outcome of an attempt to write a pack.
@@ -80,8 +91,8 @@ enum Outcome {
 }
 
 impl Engine {
-    /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`. The caller repeats the call
-    /// until `next` has reached the end of the range.
+    /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`, or packs again those of a pack
+    /// there. The caller repeats the call until `next` has reached the end of the range.
     ///
     /// # Errors
     /// `Unsupported` for a thick disk, because its writes must never need new space.
@@ -103,50 +114,69 @@ impl Engine {
             return Ok(PackStep { next: range.end, ..PackStep::default() });
         };
         let around = |width: u64| first - first % width..(first - first % width + width).min(range.end.max(first + 1));
-        let next = around(WINDOW).end;
+        let mut step = PackStep { next: around(WINDOW).end, ..PackStep::default() };
+        for old in self.meta.look(|meta| meta.packs_to_examine(object, around(WINDOW)))? {
+            let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old))? else { continue };
+            match self.try_plan(object, &plan, packer, &mut examined, &mut step)? {
+                Tried::Left => {}
+                Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
+            }
+        }
         for window in [around(WINDOW), around(WINDOW_WIDE)] {
             let plan = match self.meta.look(|meta| meta.plan_pack(object, window.clone(), false))? {
                 Planned::Nothing => break,
                 Planned::NoRoom => continue,
                 Planned::Pack(plan) => plan,
             };
-            let key = Examined::key(packer.codec(), &plan.checksums, plan.blocks);
-            if examined.contains(key) {
-                break;
+            if self.try_plan(object, &plan, packer, &mut examined, &mut step)? == Tried::Again {
+                step.next = first;
             }
-            let read = plan.count();
-            let mut outcome = self.pack_planned(object, &window, &plan, packer)?;
-            if matches!(outcome, Outcome::NotAllowed) {
-                self.allow_packs()?;
-                outcome = self.pack_planned(object, &window, &plan, packer)?;
-            }
-            return match outcome {
-                Outcome::Packed { stored } => {
-                    self.bound_pending()?;
-                    Ok(PackStep { next, read, packed: plan.count(), stored })
-                }
-                Outcome::Left => Ok(PackStep { next, read, ..PackStep::default() }),
-                Outcome::NotWorth => {
-                    examined.insert(key);
-                    Ok(PackStep { next, read, ..PackStep::default() })
-                }
-                Outcome::NotAllowed => Ok(PackStep { next: first, read, ..PackStep::default() }),
-                Outcome::Refused(cost) => {
-                    self.make_room(cost)?;
-                    Ok(PackStep { next: first, ..PackStep::default() })
-                }
-                Outcome::Nodes(nodes) => {
-                    self.make_spare(nodes, KEPT)?;
-                    Ok(PackStep { next: first, ..PackStep::default() })
-                }
-            };
+            break;
         }
-        Ok(PackStep { next, ..PackStep::default() })
+        Ok(step)
+    }
+
+    /// Carries out a plan, unless a pass has examined the same content before, and adds what was done to `step`.
+    fn try_plan(
+        &self,
+        object: u64,
+        plan: &Plan,
+        packer: &mut Packer,
+        examined: &mut Examined,
+        step: &mut PackStep,
+    ) -> Result<Tried> {
+        let key = Examined::key(packer.codec(), &plan.checksums, plan.place());
+        if examined.contains(key) {
+            return Ok(Tried::Left);
+        }
+        step.read += plan.checksums.len() as u64;
+        let mut outcome = self.pack_planned(object, plan, packer)?;
+        if matches!(outcome, Outcome::NotAllowed) {
+            self.allow_packs()?;
+            outcome = self.pack_planned(object, plan, packer)?;
+        }
+        match outcome {
+            Outcome::NotAllowed => {}
+            Outcome::Packed { stored } => {
+                self.bound_pending()?;
+                step.packed += plan.frees();
+                step.stored += stored;
+                return Ok(Tried::Packed);
+            }
+            Outcome::Left => return Ok(Tried::Left),
+            Outcome::NotWorth => {
+                examined.insert(key);
+                return Ok(Tried::Left);
+            }
+            Outcome::Refused(cost) => self.make_room(cost)?,
+            Outcome::Nodes(nodes) => self.make_spare(nodes, KEPT)?,
+        }
+        Ok(Tried::Again)
     }
 
     /// Marks the plain blocks of a plan as in flight, and writes the pack.
-    fn pack_planned(&self, object: u64, window: &Range<u64>, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
-        let most = plan.count() * WORTH_EIGHTHS / 8;
+    fn pack_planned(&self, object: u64, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
+        let most = plan.most();
         let _claim = match self.claim_blocks(most) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 // The blocks that earlier steps have freed can be used once these steps are durable.
@@ -159,14 +189,14 @@ impl Engine {
         let _bulk = self.writeback.share_bulk();
         let _guard = {
             let mut meta = self.meta.lock();
-            match meta.plan_pack(object, window.clone(), false)? {
+            match meta.plan_again(object, plan, false)? {
                 Planned::Pack(now) if now == *plan => {}
                 _ => return Ok(Outcome::Left),
             }
             plan.runs().for_each(|run| meta.in_flight.claim(run));
             meta.freed.guard()
         };
-        let outcome = self.pack_claimed(object, window, plan, packer, allowed);
+        let outcome = self.pack_claimed(object, plan, packer, allowed);
         let mut meta = self.meta.lock();
         plan.runs().for_each(|run| meta.in_flight.release(run));
         drop(meta);
@@ -174,15 +204,15 @@ impl Engine {
     }
 
     /// Writes the pack, if it is worth it and `allowed`, and maps it.
-    fn pack_claimed(
-        &self,
-        object: u64,
-        window: &Range<u64>,
-        plan: &Plan,
-        packer: &mut Packer,
-        allowed: bool,
-    ) -> Result<Outcome> {
-        let Some(content) = self.read_sources(plan)? else { return Ok(Outcome::Left) };
+    fn pack_claimed(&self, object: u64, plan: &Plan, packer: &mut Packer, allowed: bool) -> Result<Outcome> {
+        let content = match plan.old {
+            Some(old) => self.read_pack(plan, old)?,
+            None => self.read_sources(plan)?.ok_or(Outcome::Left),
+        };
+        let content = match content {
+            Ok(content) => content,
+            Err(outcome) => return Ok(outcome),
+        };
         let mut blocks: Vec<Option<&[u8]>> = vec![None; plan.blocks as usize];
         let mut parts = content.chunks_exact(BLOCK_SIZE);
         for source in &plan.sources {
@@ -191,7 +221,7 @@ impl Engine {
         }
         let pack = Buffer::copy_of(&packer.pack(&blocks));
         let stored = (pack.len() / BLOCK_SIZE) as u64;
-        if stored * 8 > plan.count() * WORTH_EIGHTHS || stored >= BLOCKS_MAX as u64 {
+        if stored > plan.most() || stored >= BLOCKS_MAX as u64 {
             return Ok(Outcome::NotWorth);
         }
         if !allowed {
@@ -216,19 +246,11 @@ impl Engine {
         self.files.touch(run);
         self.counters.blocks_written.fetch_add(run.blocks, Ordering::Relaxed);
         let gate = self.log.clocks.wrote_home();
-        self.map_pack(object, window, plan, run, pack.chunks_exact(BLOCK_SIZE).map(checksum).collect(), gate)
+        self.map_pack(object, plan, run, pack.chunks_exact(BLOCK_SIZE).map(checksum).collect(), gate)
     }
 
     /// Maps the written pack, unless the plan is no longer valid.
-    fn map_pack(
-        &self,
-        object: u64,
-        window: &Range<u64>,
-        plan: &Plan,
-        run: Run,
-        checksums: Vec<u32>,
-        gate: u64,
-    ) -> Result<Outcome> {
+    fn map_pack(&self, object: u64, plan: &Plan, run: Run, checksums: Vec<u32>, gate: u64) -> Result<Outcome> {
         let operation = Operation::Pack {
             logical: plan.logical,
             blocks: plan.blocks,
@@ -246,11 +268,11 @@ impl Engine {
         let mut meta = self.meta.lock();
         // A disk that was opened or reverted since has a buffer that is not locked.
         let same = find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr));
-        if !same || !buffers.iter().all(|buffer| buffer.layers.is_free(window)) {
+        if !same || !buffers.iter().all(|buffer| buffer.layers.is_free(&plan.window())) {
             self.release_new(&mut meta, Some(run));
             return Ok(Outcome::Left);
         }
-        let checked = meta.plan_pack(object, window.clone(), true).and_then(|now| {
+        let checked = meta.plan_again(object, plan, true).and_then(|now| {
             let still = matches!(now, Planned::Pack(now) if now == *plan);
             Ok((still, meta.nodes_of(&operation)?))
         });

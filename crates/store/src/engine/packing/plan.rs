@@ -1,4 +1,4 @@
-//! Which blocks of a window are packed together, and in which trees.
+//! Which plain blocks of a window are packed together, and in which trees.
 //!
 //! What must hold:
 //!
@@ -9,6 +9,8 @@
 //! 3. A block that a thick disk or a snapshot of one maps is not packed, because a later write of the disk, perhaps
 //!    after it was reverted, would need new space.
 
+use super::WORTH_EIGHTHS;
+use super::repack::OldPack;
 use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
@@ -16,7 +18,8 @@ use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
 use crate::journal::PACK_OBJECTS_MAX;
 use crate::space::{FILE_BLOCKS, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxBuildHasher, FxHashSet};
+use std::hash::BuildHasher;
 use std::ops::Range;
 
 /// What is packed.
@@ -28,27 +31,55 @@ pub(super) struct Plan {
     pub blocks: u64,
     /// The blocks, ascending by index.
     pub sources: Vec<Source>,
-    /// CRC32C of each block.
+    /// CRC32C of each block that is read: the plain blocks, or those of the old pack.
     pub checksums: Vec<u32>,
     /// A disk or snapshot for each leaf that maps the blocks.
     pub objects: Vec<u64>,
+    /// The pack that contains the blocks, if they are packed again.
+    pub old: Option<OldPack>,
 }
 
 impl Plan {
     /// Number of blocks that are packed.
     pub fn count(&self) -> u64 {
-        self.checksums.len() as u64
+        self.sources.iter().map(|source| source.run.blocks).sum()
     }
 
-    /// The plain blocks.
+    /// The plain blocks. A pack needs no mark, because no block of a pack is ever overwritten in place.
     pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
-        self.sources.iter().map(|source| Run { start: source.run.physical, blocks: source.run.blocks })
+        let plain = self.sources.iter().filter(|source| source.packed.is_none());
+        plain.map(|source| Run { start: source.run.physical, blocks: source.run.blocks })
+    }
+
+    /// The logical blocks of the new pack.
+    pub fn window(&self) -> Range<u64> {
+        self.logical..self.logical + self.blocks
+    }
+
+    /// Describes where the content lies, for [`super::Examined::key`].
+    pub fn place(&self) -> u64 {
+        let parts: Vec<(u8, u64)> = self.sources.iter().map(|source| (source.index, source.run.blocks)).collect();
+        FxBuildHasher.hash_one((self.logical, parts))
+    }
+
+    /// Number of data blocks that become free.
+    pub fn frees(&self) -> u64 {
+        self.old.map_or(self.count(), |old| old.run.blocks)
+    }
+
+    /// The most blocks of a pack that is worth it.
+    pub fn most(&self) -> u64 {
+        match self.old {
+            // The index needs up to one more block than the content.
+            Some(old) => (old.run.blocks - 1).min(self.count() + 1),
+            None => self.count() * WORTH_EIGHTHS / 8,
+        }
     }
 }
 
 /// The result of planning.
 pub(super) enum Planned {
-    /// Fewer than two blocks can be packed.
+    /// Fewer than two blocks can be packed, or a pack stays as it is.
     Nothing,
     /// The entries of the pack do not fit into a leaf.
     NoRoom,
@@ -65,15 +96,15 @@ struct Candidate {
 }
 
 /// A tree that may map the blocks.
-struct Tree {
-    object: u64,
-    root: NodeId,
+pub(super) struct Tree {
+    pub object: u64,
+    pub root: NodeId,
     thick: bool,
 }
 
 impl Meta {
     /// The trees of all disks and snapshots, beginning with that of `object`.
-    fn trees(&self, object: u64) -> Vec<Tree> {
+    pub(super) fn trees(&self, object: u64) -> Vec<Tree> {
         let readable = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
         let trees = self.catalog.objects().filter(|object| readable(object.state)).filter_map(|object| {
             let thick = object.provisioning != Provisioning::Thin;
@@ -84,6 +115,14 @@ impl Meta {
             trees.swap(0, first);
         }
         trees
+    }
+
+    /// Plans again what was planned before.
+    pub(super) fn plan_again(&mut self, object: u64, plan: &Plan, claimed: bool) -> Result<Planned> {
+        match plan.old {
+            Some(old) => self.plan_repack(object, old),
+            None => self.plan_pack(object, plan.window(), claimed),
+        }
     }
 
     /// Plans a pack of the plain blocks of an object in a window. With `claimed` the caller has marked the blocks as in
@@ -164,7 +203,7 @@ impl Meta {
             }
         }
         let blocks = window.end - window.start;
-        Ok(Planned::Pack(Plan { logical: window.start, blocks, sources, checksums, objects }))
+        Ok(Planned::Pack(Plan { logical: window.start, blocks, sources, checksums, objects, old: None }))
     }
 
     /// The plain blocks of an object in a window with settled content.
@@ -199,7 +238,7 @@ fn sources(candidates: &[Option<Candidate>]) -> (Vec<Source>, Vec<u32>) {
         let Some(candidate) = candidate.filter(|candidate| candidate.left == 0) else { continue };
         checksums.push(candidate.checksum);
         match sources.last_mut() {
-            Some(Source { index: first, run })
+            Some(Source { index: first, run, .. })
                 if usize::from(*first) + run.blocks as usize == index
                     && run.physical + run.blocks == candidate.physical
                     && !candidate.physical.is_multiple_of(FILE_BLOCKS) =>
@@ -208,7 +247,7 @@ fn sources(candidates: &[Option<Candidate>]) -> (Vec<Source>, Vec<u32>) {
             }
             _ => {
                 let run = PhysicalRun { physical: candidate.physical, blocks: 1 };
-                sources.push(Source { index: index as u8, run });
+                sources.push(Source { index: index as u8, run, packed: None });
             }
         }
     }

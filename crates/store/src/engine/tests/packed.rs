@@ -15,12 +15,12 @@ use std::time::Duration;
 /// The content of a block of a disk or snapshot.
 type Content = BTreeMap<u64, u8>;
 
-fn packer() -> Packer {
+pub(super) fn packer() -> Packer {
     Packer::new(Codec::Lz4).unwrap()
 }
 
 /// Packs a range of an object. Returns how many blocks were packed, and into how many.
-fn pack(engine: &Engine, object: u64, range: std::ops::Range<u64>) -> (u64, u64) {
+pub(super) fn pack(engine: &Engine, object: u64, range: std::ops::Range<u64>) -> (u64, u64) {
     let (mut packed, mut stored, mut at) = (0, 0, range.start);
     let mut packer = packer();
     while at < range.end {
@@ -31,7 +31,7 @@ fn pack(engine: &Engine, object: u64, range: std::ops::Range<u64>) -> (u64, u64)
 }
 
 /// Makes everything that was written durable, and the freed blocks reusable.
-fn quiet(engine: &Engine) {
+pub(super) fn quiet(engine: &Engine) {
     for disk in engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect::<Vec<u64>>()) {
         engine.settle(&engine.head(disk)).unwrap();
     }
@@ -47,19 +47,32 @@ fn filled(blocks: u64) -> (SimulatedDisk, Arc<Engine>) {
     (disk, engine)
 }
 
-fn holds(engine: &Engine, object: u64, logical: u64) -> Result<u8> {
+/// Blocks of which half can be compressed. The last byte of a block is its value.
+pub(super) fn mixed(values: impl Iterator<Item = u8>) -> SharedSlice {
+    let mut bytes = Vec::new();
+    for value in values {
+        bytes.extend(Random(u64::from(value)).bytes(BLOCK_SIZE / 2));
+        bytes.extend([value; BLOCK_SIZE / 2]);
+    }
+    let length = bytes.len();
+    SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length)
+}
+
+/// The value of a block of an object, all bytes of which have the value, or which is [`mixed`].
+pub(super) fn holds(engine: &Engine, object: u64, logical: u64) -> Result<u8> {
     let snapshot = engine.with_catalog(|catalog| catalog.get(object).unwrap().is_snapshot());
     let plan = |range| match snapshot {
         true => engine.plan_snapshot(object, range),
         false => engine.plan_head(&engine.head(object), range),
     };
     let block = engine.read_blocks("object", logical..logical + 1, &plan)?;
-    assert!(block.iter().all(|byte| *byte == block[0]));
-    Ok(block[0])
+    let value = block[BLOCK_SIZE - 1];
+    assert!(block.iter().all(|byte| *byte == value) || block[..] == mixed(std::iter::once(value))[..]);
+    Ok(value)
 }
 
 /// The stored run of the extent of a block, and whether it is a pack.
-fn place(engine: &Engine, object: u64, logical: u64) -> (Run, bool) {
+pub(super) fn place(engine: &Engine, object: u64, logical: u64) -> (Run, bool) {
     let mut meta = engine.meta.lock();
     let root = meta.catalog.get(object).unwrap().root.unwrap();
     let mut extents = Vec::new();
@@ -68,7 +81,7 @@ fn place(engine: &Engine, object: u64, logical: u64) -> (Run, bool) {
     (Run { start: stored.physical, blocks: stored.blocks }, extents[0].packed.is_some())
 }
 
-fn references(engine: &Engine, block: u64) -> u32 {
+pub(super) fn references(engine: &Engine, block: u64) -> u32 {
     engine.meta.lock().entry(block).unwrap().references
 }
 
@@ -623,7 +636,10 @@ fn history(seed: u64) {
             _ => {
                 let value = 1 + random.below(255) as u8;
                 let blocks = (range.end - range.start) as usize;
-                engine.write_blocks(&engine.head(on), range.start, slice(value, blocks)).unwrap();
+                // The packs of content of one byte have one block, and those of mixed content have more.
+                let mixed = random.percent(60);
+                let data = if mixed { self::mixed(std::iter::repeat_n(value, blocks)) } else { slice(value, blocks) };
+                engine.write_blocks(&engine.head(on), range.start, data).unwrap();
                 model.get_mut(&on).unwrap().extend(range.map(|block| (block, value)));
             }
         }

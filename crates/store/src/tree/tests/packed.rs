@@ -4,7 +4,8 @@
 use super::Random;
 use super::memory::Memory;
 use crate::tree::{
-    LOGICAL_LIMIT, NodeId, NodeStore, PhysicalRun, Source, create, drop_step, leaf_of, lookup, pack, page, replace,
+    LOGICAL_LIMIT, NodeId, NodeStore, Packed, PhysicalRun, Source, create, drop_step, leaf_of, lookup, pack, page,
+    replace,
 };
 use std::collections::BTreeMap;
 
@@ -22,6 +23,7 @@ struct World {
     packs: BTreeMap<u64, Vec<u64>>,
     contents: u64,
     packed: u64,
+    repacked: u64,
 }
 
 impl World {
@@ -36,17 +38,24 @@ impl World {
         *root = replace(&mut self.store, *root, start..start + length, Some((physical, false))).unwrap();
     }
 
-    /// Packs blocks of a tree in some or all trees.
+    /// Packs blocks of a tree in some or all trees: plain ones, and often parts of other packs.
     fn pack(&mut self, tree: usize, start: u64, length: u64) {
         let mut extents = Vec::new();
         lookup(&mut self.store, self.trees[tree].0, start..start + length, &mut extents).unwrap();
         let (mut sources, mut content) = (Vec::new(), vec![0; length as usize]);
-        for extent in extents.iter().filter(|extent| extent.packed.is_none()) {
-            for i in 0..extent.blocks {
-                content[(extent.logical + i - start) as usize] = self.plain[&(extent.physical + i)];
+        for extent in &extents {
+            if extent.packed.is_some() && self.random.percent(30) {
+                continue;
             }
+            for i in 0..extent.blocks {
+                content[(extent.logical + i - start) as usize] = match extent.packed {
+                    None => self.plain[&(extent.physical + i)],
+                    Some(Packed { index, .. }) => self.packs[&extent.physical][usize::from(index) + i as usize],
+                };
+            }
+            self.repacked += u64::from(extent.packed.is_some());
             let run = PhysicalRun { physical: extent.physical, blocks: extent.blocks };
-            sources.push(Source { index: (extent.logical - start) as u8, run });
+            sources.push(Source { index: (extent.logical - start) as u8, run, packed: extent.packed });
         }
         if sources.is_empty() {
             return;
@@ -121,7 +130,7 @@ fn packing_changes_no_content_and_no_reference_is_lost() {
         let root = create(&mut store).unwrap();
         let (trees, random) = (vec![(root, BTreeMap::new())], Random(seed));
         let (plain, packs) = Default::default();
-        let mut world = World { random, store, trees, plain, packs, contents: 0, packed: 0 };
+        let mut world = World { random, store, trees, plain, packs, contents: 0, packed: 0, repacked: 0 };
         for step in 0..1500 {
             world.step();
             if step % 50 == 0 {
@@ -129,7 +138,7 @@ fn packing_changes_no_content_and_no_reference_is_lost() {
             }
         }
         world.verify();
-        assert!(world.packed > 100);
+        assert!(world.packed > 100 && world.repacked > 100);
     }
 }
 
@@ -148,7 +157,7 @@ fn a_shared_leaf_without_room_is_copied_and_split() {
     let leaf = leaf_of(&mut store, root, 0..1).unwrap();
     assert!(!leaf.shared && leaf.upper == LOGICAL_LIMIT);
     store.add_reference(root).unwrap();
-    let sources = [Source { index: 0, run: PhysicalRun { physical: first + 8, blocks: 16 } }];
+    let sources = [Source { index: 0, run: PhysicalRun { physical: first + 8, blocks: 16 }, packed: None }];
     let run = PhysicalRun { physical: store.allocate_data(1), blocks: 1 };
     store.packing = true;
     let copied = pack(&mut store, root, 8..24, 8, run, &sources).unwrap();

@@ -1,0 +1,201 @@
+//! Repacking: a pack of which less than half of the blocks are in use is replaced by a new one without the others.
+//!
+//! An overwritten or discarded block of a pack keeps its space as long as an entry maps any part of the pack.
+//!
+//! What must hold:
+//!
+//! 1. A pack is replaced only if every entry that maps a part of it is known: as many entries map it as it has
+//!    references. Otherwise the old pack would keep its space, and its blocks would be stored twice.
+//! 2. Index 0 is the same logical block in all these entries, so that one index of the new pack has one content.
+//! 3. The old pack needs no mark: none of its blocks is ever overwritten in place, and the guard of the step prevents
+//!    that they are reused. The operation is carried out only if the same entries map the pack at its end.
+//! 4. The content is verified against the checksums in the table and the index of the old pack.
+//! 5. An entry becomes one entry again, because all its blocks are in use. So no leaf needs more room.
+
+use super::plan::{Plan, Planned, Tree};
+use super::{Outcome, WINDOW, WORTH_EIGHTHS};
+use crate::engine::metadata::Effects;
+use crate::engine::{Engine, Meta};
+use crate::journal::PACK_OBJECTS_MAX;
+use crate::pack::{BLOCKS_MAX, Pack};
+use crate::space::Run;
+use crate::tree::{self, LOGICAL_LIMIT, Packed, PhysicalRun, Source};
+use crate::{Result, checksum};
+use backend::{BLOCK_SIZE, Buffer};
+use rustc_hash::FxHashSet;
+use std::ops::Range;
+
+/// A pack that a disk or snapshot maps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct OldPack {
+    /// Logical block with index 0.
+    pub logical: u64,
+    /// Its blocks.
+    pub run: Run,
+}
+
+impl Meta {
+    /// The packs in a window of an object that may have blocks that are not in use.
+    pub(super) fn packs_to_examine(&mut self, object: u64, window: Range<u64>) -> Result<Vec<OldPack>> {
+        let Some(root) = self.catalog.whole(object)?.root else { return Ok(Vec::new()) };
+        let mut extents = Vec::new();
+        tree::lookup(&mut self.nodes(&mut Effects::default()), root, window, &mut extents)?;
+        let mut packs = Vec::<(OldPack, u64)>::new();
+        for extent in extents {
+            let Some(logical) = extent.packed.and_then(|packed| extent.logical.checked_sub(u64::from(packed.index)))
+            else {
+                continue;
+            };
+            let stored = extent.stored();
+            let old = OldPack { logical, run: Run { start: stored.physical, blocks: stored.blocks } };
+            match packs.iter_mut().find(|(known, _)| *known == old) {
+                Some((_, used)) => *used += extent.blocks,
+                None => packs.push((old, extent.blocks)),
+            }
+        }
+        // A pack of one block cannot become smaller. Most packs have the size of a window, so if all blocks of a window
+        // are in one pack, only a pack that must be larger is examined.
+        let is_candidate = |(old, used): &(OldPack, u64)| {
+            old.run.blocks > 1 && (*used < WINDOW || old.run.blocks > WINDOW * WORTH_EIGHTHS / 8)
+        };
+        Ok(packs.into_iter().filter(is_candidate).map(|(old, _)| old).collect())
+    }
+
+    /// Plans to pack the blocks of a pack that are in use again. `object` has a tree that maps the pack.
+    pub(super) fn plan_repack(&mut self, object: u64, old: OldPack) -> Result<Planned> {
+        let Some(mut left) = self.references_of_pack(old.run)? else { return Ok(Planned::Nothing) };
+        let mut checksums = Vec::with_capacity(old.run.blocks as usize);
+        self.data.checksums(&mut self.pages, old.run, &mut checksums)?;
+        let range = old.logical..(old.logical + BLOCKS_MAX as u64).min(LOGICAL_LIMIT);
+        let trees = self.trees(object);
+        let mut used = [false; BLOCKS_MAX];
+        let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), 0, Vec::new());
+        let mut effects = Effects::default();
+        let mut nodes = self.nodes(&mut effects);
+        let mut missing = None;
+        for (number, Tree { object, root, .. }) in trees.into_iter().enumerate() {
+            if left == 0 {
+                break;
+            }
+            let (mut position, mut maps) = (range.start, false);
+            while position < range.end {
+                let leaf = match tree::leaf_of(&mut nodes, root, position..range.end) {
+                    // The other trees are searched for further missing pages, so that all of them are read at once.
+                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
+                        missing = Some(error);
+                        break;
+                    }
+                    leaf => leaf?,
+                };
+                position = leaf.upper;
+                if !seen.insert(leaf.id) {
+                    continue;
+                }
+                let mut maps_here = false;
+                for mapping in leaf.mappings.iter().filter(|mapping| mapping.physical == old.run.start) {
+                    let Some(Packed { index, stored }) = mapping.packed else { return Ok(Planned::Nothing) };
+                    let is_expected = u64::from(stored) == old.run.blocks
+                        && old.logical + u64::from(index) == mapping.logical
+                        && left > 0;
+                    if !is_expected {
+                        return Ok(Planned::Nothing);
+                    }
+                    left -= 1;
+                    used[usize::from(index)..][..mapping.blocks as usize].fill(true);
+                    maps_here = true;
+                }
+                leaves += usize::from(maps_here);
+                maps |= maps_here;
+            }
+            if maps {
+                objects.push(object);
+            }
+        }
+        if let Some(error) = missing {
+            return Err(error);
+        }
+        let (Some(first), Some(last)) = (used.iter().position(|used| *used), used.iter().rposition(|used| *used))
+        else {
+            return Ok(Planned::Nothing);
+        };
+        // The cost of the operation counts two leaves of each tree.
+        if left > 0 || objects.len() > PACK_OBJECTS_MAX || leaves > 2 * objects.len() {
+            return Ok(Planned::Nothing);
+        }
+        let sources = sources(&used, first, old.run);
+        let (logical, blocks) = (old.logical + first as u64, (last - first + 1) as u64);
+        let plan = Plan { logical, blocks, sources, checksums, objects, old: Some(old) };
+        Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(plan) } else { Planned::Nothing })
+    }
+
+    /// The number of entries that map a pack, unless its blocks differ in it or are not settled.
+    fn references_of_pack(&mut self, run: Run) -> Result<Option<u32>> {
+        let mut references = None;
+        for block in run.start..run.start + run.blocks {
+            let entry = self.entry(block)?;
+            let settled = entry.references > 0
+                && !entry.suspect
+                && !entry.held
+                && !self.in_flight.contains(block)
+                && !self.logged.contains_key(&block);
+            if !settled || references.is_some_and(|known| known != entry.references) {
+                return Ok(None);
+            }
+            references = Some(entry.references);
+        }
+        Ok(references)
+    }
+}
+
+/// The blocks of a pack that are in use, as sources of a pack that begins with index `first`.
+fn sources(used: &[bool; BLOCKS_MAX], first: usize, run: Run) -> Vec<Source> {
+    let mut sources = Vec::<Source>::new();
+    for index in (first..BLOCKS_MAX).filter(|index| used[*index]) {
+        let new = (index - first) as u8;
+        match sources.last_mut() {
+            Some(source) if u64::from(source.index) + source.run.blocks == u64::from(new) => source.run.blocks += 1,
+            _ => {
+                let packed = Some(Packed { index: index as u8, stored: run.blocks as u8 });
+                sources.push(Source { index: new, run: PhysicalRun { physical: run.start, blocks: 1 }, packed });
+            }
+        }
+    }
+    sources
+}
+
+impl Engine {
+    /// Reads and verifies the blocks of a plan from the pack that contains them.
+    pub(super) fn read_pack(&self, plan: &Plan, old: OldPack) -> Result<std::result::Result<Buffer, Outcome>> {
+        let mut bytes = Buffer::recycled(old.run.blocks as usize);
+        let (file, offset) = self.files.locate(old.run)?;
+        if let Err(error) = file.read_at(&mut bytes, offset) {
+            tracing::warn!(%error, block = old.run.start, "a pack is not packed again, because it cannot be read");
+            return Ok(Err(Outcome::Left));
+        }
+        if !bytes.chunks_exact(BLOCK_SIZE).map(checksum).eq(plan.checksums.iter().copied()) {
+            return Ok(Err(Outcome::Left));
+        }
+        let mut content = Buffer::recycled(plan.count() as usize);
+        let read = Pack::decode(&bytes).and_then(|pack| {
+            if plan.count() * 2 >= pack.count() as u64 {
+                return Ok(false);
+            }
+            let mut at = 0;
+            for source in &plan.sources {
+                let (first, blocks) = (source.packed.map_or(0, |packed| packed.index), source.run.blocks as usize);
+                let end = at + blocks * BLOCK_SIZE;
+                pack.read(usize::from(first)..usize::from(first) + blocks, &mut content[at..end])?;
+                at = end;
+            }
+            Ok(true)
+        });
+        Ok(match read {
+            Ok(true) => Ok(content),
+            Ok(false) => Err(Outcome::NotWorth),
+            Err(error) => {
+                tracing::warn!(%error, block = old.run.start, "a pack is not packed again");
+                Err(Outcome::Left)
+            }
+        })
+    }
+}
