@@ -55,7 +55,7 @@ pub use scrub::{
     DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
 };
 pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
-pub use space::{DatastoreSpace, Deletion, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
+pub use space::{DatastoreSpace, Deletion, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};
 pub use zeros::DetectZeroes;

@@ -3,6 +3,7 @@
 use crate::growth::Growth;
 use crate::info::Direction;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// The reason why a figure about images that are merged is an estimate.
 pub(crate) const MERGE_ESTIMATE: &str = "images are merged; new tables in the images that stay, rounding by the file \
@@ -66,12 +67,53 @@ pub struct SpaceUse {
     pub mapped: u64,
     /// The space of these blocks or grains in the files of the datastore.
     pub stored: u64,
+    /// The part of `mapped` that is compressed; 0 for disks in VMware's formats.
+    #[serde(default)]
+    pub packed: u64,
+    /// The part of `stored` that the compressed blocks take. Includes compressed blocks beside them that are not in use
+    /// any more.
+    #[serde(default)]
+    pub packs: u64,
+    /// How many times less space the compressed blocks take: `packed` / `packs`. `None` if nothing is compressed.
+    #[serde(default)]
+    pub compression: Option<Ratio>,
     /// The part of `stored` that other disks or snapshots use too; `None` if it is not known.
     pub shared: Option<u64>,
     /// The part of `stored` that only this head or snapshot uses; `None` if it is not known.
     pub exclusive: Option<u64>,
     /// Bytes reserved for writes of a thick disk.
     pub reserved: u64,
+}
+
+/// A ratio, in hundredths. In JSON it is a number such as 2.41.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "f64", into = "f64")]
+pub struct Ratio(pub u64);
+
+impl Ratio {
+    /// The ratio of two numbers of bytes, rounded down; `None` if one of them is 0.
+    pub fn of(bytes: u64, to: u64) -> Option<Self> {
+        let hundredths = (u128::from(bytes) * 100).checked_div(u128::from(to)).filter(|_| bytes > 0)?;
+        Some(Self(u64::try_from(hundredths).unwrap_or(u64::MAX)))
+    }
+}
+
+impl From<Ratio> for f64 {
+    fn from(ratio: Ratio) -> Self {
+        ratio.0 as f64 / 100.0
+    }
+}
+
+impl From<f64> for Ratio {
+    fn from(number: f64) -> Self {
+        Self((number * 100.0).round() as u64)
+    }
+}
+
+impl fmt::Display for Ratio {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{:02}", self.0 / 100, self.0 % 100)
+    }
 }
 
 /// The space of a datastore's disks and snapshots.
@@ -93,6 +135,16 @@ pub struct TotalSpace {
     /// Bytes of the data blocks that disks and snapshots use, and of the files of images. A block that several of them
     /// share counts once. Includes disks that are being made or received.
     pub stored: u64,
+    /// The sum of `packed` of all heads and snapshots.
+    #[serde(default)]
+    pub packed: u64,
+    /// The sum of `packs` of all heads and snapshots, with which `packed` can be compared: compressed blocks that several
+    /// of them share count for each.
+    #[serde(default)]
+    pub packs: u64,
+    /// `packed` / `packs`; `None` if nothing is compressed.
+    #[serde(default)]
+    pub compression: Option<Ratio>,
     /// The part of `stored` that several native disks or snapshots use.
     pub shared: u64,
     /// The rest of `stored`.
@@ -131,4 +183,23 @@ pub struct DiskSpace {
     pub growth: Option<Growth>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotSpace>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ratio_has_two_decimals_and_is_read_as_it_was_written() {
+        assert_eq!((Ratio::of(0, 5), Ratio::of(5, 0)), (None, None));
+        for (bytes, to, shown) in
+            [(64, 2, "32.00"), (241, 100, "2.41"), (2, 3, "0.66"), (u64::MAX, 1, "184467440737095516.15")]
+        {
+            let ratio = Ratio::of(bytes, to).unwrap_or(Ratio(0));
+            assert_eq!(ratio.to_string(), shown);
+            if bytes < u64::MAX {
+                assert_eq!(Ratio::from(f64::from(ratio)), ratio);
+            }
+        }
+    }
 }

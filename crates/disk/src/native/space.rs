@@ -1,7 +1,7 @@
 //! The space of native disks and their snapshots, and what deleting them would free.
 
 use super::{Native, is_visible};
-use crate::space::{DatastoreSpace, DiskSpace, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
+use crate::space::{DatastoreSpace, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::{Object, ObjectState};
@@ -17,6 +17,9 @@ fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
         provisioned: object.capacity,
         mapped: bytes(space.mapped),
         stored: bytes(space.stored),
+        packed: bytes(space.packed),
+        packs: bytes(space.packs),
+        compression: Ratio::of(space.packed, space.packs),
         shared: Some(bytes(space.shared())),
         exclusive: Some(bytes(space.exclusive)),
         reserved: bytes(space.reserved),
@@ -122,8 +125,13 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpa
     };
     for disk in disks {
         total.provisioned += disk.space.provisioned;
-        total.mapped += disk.space.mapped + disk.snapshots.iter().map(|snapshot| snapshot.space.mapped).sum::<u64>();
+        for space in std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)) {
+            total.mapped += space.mapped;
+            total.packed += space.packed;
+            total.packs += space.packs;
+        }
     }
+    total.compression = Ratio::of(total.packed, total.packs);
     Ok(total)
 }
 

@@ -14,7 +14,7 @@
 //! 3. A deleted tree that cannot be read is not dropped. The tree counts as used, and the counts of other trees do not
 //!    fail.
 //! 4. A tree maps a plain data block at most once. The blocks that a tree maps and those in which they are stored
-//!    differ by compressed blocks: a pack counts once for each group of adjacent entries of a leaf that map it.
+//!    differ by compressed blocks: a pack counts once for each tree that maps a part of it (`tree/mapped.rs`).
 
 use super::Engine;
 use super::inspect::StoreCounts;
@@ -54,6 +54,8 @@ pub struct ObjectSpace {
     pub packed: u64,
     /// Data blocks in which the logical blocks are stored.
     pub stored: u64,
+    /// The part of `stored` in which the compressed blocks are stored, with parts of packs that are not in use.
+    pub packs: u64,
     /// The part of `stored` that no other disk or snapshot uses: deleting this disk or snapshot alone frees it.
     pub exclusive: u64,
     /// Nodes of the map that no other disk or snapshot uses.
@@ -183,6 +185,7 @@ impl Accounts<'_> {
             unwritten: mapped.unwritten,
             stored: mapped.all - mapped.packed + mapped.packs,
             packed: mapped.packed,
+            packs: mapped.packs,
             exclusive: freed.data,
             nodes: freed.nodes,
             reserved,

@@ -1,4 +1,4 @@
-//! What dropping trees would free, and how many blocks trees map.
+//! What dropping trees would free.
 //!
 //! A node *dies*, that is, it would be freed, if all its references come from the dropped roots and from dying nodes. A
 //! data block would be freed if all leaf entries that map it are in dying leaves. The walk counts these references and
@@ -29,8 +29,6 @@ use std::ops::Range;
 const COUNTED_PER_PAGE: usize = 1024;
 /// The most pages of counts: 64 MiB, for blocks with 64 GiB of data. Tests use fewer, so that they make several passes.
 const COUNTED_PAGES_MAX: usize = if cfg!(test) { 3 } else { 16_384 };
-/// The most nodes in the cache of [`MappedCounter`] (32 MiB).
-const REMEMBERED_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// Access to the reference counts of data blocks.
 pub trait DataReferences: NodeStore {
@@ -82,7 +80,7 @@ pub fn freed_after<S: DataReferences + ?Sized>(
     dropping.count()
 }
 
-fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> {
+pub(super) fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> {
     match page::level(store.node(root)?) {
         level if usize::from(level) < LEVELS_MAX => Ok(level),
         _ => Err(corrupt(root, "a root of impossible level")),
@@ -90,7 +88,7 @@ fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> 
 }
 
 /// The page of a node, which must have this level.
-fn node_of_level<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<&backend::Block> {
+pub(super) fn node_of_level<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<&backend::Block> {
     let found = page::level(store.node(id)?);
     if found != level {
         return Err(corrupt(id, format_args!("level {found} instead of {level}")));
@@ -368,81 +366,5 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
             }
         }
         Ok(())
-    }
-}
-
-/// Blocks that a tree maps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MappedBlocks {
-    /// All mapped blocks.
-    pub all: u64,
-    /// The part of `all` that reads as zeros.
-    pub unwritten: u64,
-    /// The part of `all` that is compressed.
-    pub packed: u64,
-    /// The physical blocks of the packs that the tree maps. A pack of which blocks were overwritten may count several
-    /// times.
-    pub packs: u64,
-}
-
-/// Counts the blocks that trees map. Caches the counts of up to `REMEMBERED_MAX` nodes with several references, so
-/// that the parts that trees share are read once.
-#[derive(Default)]
-pub struct MappedCounter {
-    known: FxHashMap<NodeId, MappedBlocks>,
-}
-
-impl MappedCounter {
-    /// Counts the blocks that a tree maps. `go_on` is called for each visited node; its error ends the count.
-    pub fn count<S: NodeStore + ?Sized>(
-        &mut self,
-        store: &mut S,
-        root: NodeId,
-        go_on: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<MappedBlocks> {
-        let level = root_level(store, root)?;
-        self.below(store, root, level, go_on)
-    }
-
-    fn below<S: NodeStore + ?Sized>(
-        &mut self,
-        store: &mut S,
-        id: NodeId,
-        level: u8,
-        go_on: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<MappedBlocks> {
-        if let Some(known) = self.known.get(&id) {
-            return Ok(*known);
-        }
-        go_on()?;
-        let mut sum = MappedBlocks::default();
-        let node = node_of_level(store, id, level)?;
-        if level == 0 {
-            let mut last = None;
-            for mapping in page::mappings_from(node, 0) {
-                sum.all += mapping.blocks;
-                sum.unwritten += if mapping.unwritten { mapping.blocks } else { 0 };
-                if mapping.packed.is_some() {
-                    sum.packed += mapping.blocks;
-                    // A pack that was divided is adjacent to itself, with the overwritten blocks in between.
-                    let stored = mapping.stored();
-                    sum.packs += if last == Some(stored.physical) { 0 } else { stored.blocks };
-                    last = Some(stored.physical);
-                }
-            }
-        } else {
-            let children: Vec<NodeId> = page::children(node).collect();
-            for child in children {
-                let more = self.below(store, child, level - 1, go_on)?;
-                sum.all += more.all;
-                sum.unwritten += more.unwritten;
-                sum.packed += more.packed;
-                sum.packs += more.packs;
-            }
-        }
-        if self.known.len() < REMEMBERED_MAX && references(store, id)? > 1 {
-            self.known.insert(id, sum);
-        }
-        Ok(sum)
     }
 }

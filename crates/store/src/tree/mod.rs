@@ -41,7 +41,8 @@
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `pack` | mapping blocks to a pack with the same content, in every leaf that maps them |
 //! | `reach` | how many pages a `replace` would change |
-//! | `freed` | counting what dropping trees would free, and the blocks that trees map |
+//! | `freed` | counting what dropping trees would free |
+//! | `mapped` | counting the blocks that trees map |
 //! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
 //! | `unreadable` | which parts of a range cannot be changed |
@@ -51,6 +52,7 @@ mod compare;
 mod freed;
 mod growth;
 mod lookup;
+mod mapped;
 mod pack;
 pub mod page;
 mod path;
@@ -65,9 +67,10 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
-pub use freed::{DataReferences, Freed, Left, MappedBlocks, MappedCounter, freed, freed_after, freed_and_left};
+pub use freed::{DataReferences, Freed, Left, freed, freed_after, freed_and_left};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
+pub use mapped::{MappedBlocks, MappedCounter};
 pub use pack::{Leaf, Source, fits, leaf_of, pack};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, validate};
 pub use reach::{Reach, Seen, reach};

@@ -2,7 +2,7 @@
 
 use crate::output::human::{count, difference, size, span};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DatastoreSpace, Growth, GrowthRate, SpaceUse, WouldFree};
+use disk::{DatastoreSpace, Growth, GrowthRate, Ratio, SpaceUse, WouldFree};
 use std::io::{self, Write};
 
 /// Seconds of a day, for rates.
@@ -44,6 +44,11 @@ pub fn growth_facts(growth: &Growth) -> Vec<(&'static str, String)> {
     facts
 }
 
+/// Compressed data, its space and its ratio.
+fn compressed(packed: u64, packs: u64, ratio: Option<Ratio>) -> [String; 3] {
+    ratio.map_or_else(|| ["-", "-", "-"].map(String::from), |ratio| [size(packed), size(packs), ratio.to_string()])
+}
+
 /// Prints a row for each disk, followed by rows for its snapshots, and the sums over the datastore.
 pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     if of.disks.is_empty() {
@@ -52,6 +57,15 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     let mut columns = vec![("NAME", Align::Left)];
     let sizes = ["CAPACITY", "MAPPED", "STORED", "SHARED", "EXCLUSIVE", "BY SNAPSHOTS", "RECLAIMABLE"];
     columns.extend(sizes.map(|name| (name, Align::Right)));
+    // The columns of compression are shown if anything is compressed.
+    let mut all = of
+        .disks
+        .iter()
+        .flat_map(|disk| std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)));
+    let any_packed = all.any(|space| space.packed > 0);
+    if any_packed {
+        columns.extend(["COMPRESSED", "IN", "RATIO"].map(|name| (name, Align::Right)));
+    }
     let any_growth = of.disks.iter().any(|disk| disk.growth.is_some());
     if any_growth {
         columns.extend(["GROWTH", "FULL IN"].map(|name| (name, Align::Right)));
@@ -63,6 +77,8 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
         let own = |bytes: u64| if of.stored == 0 && of.exclusive.is_none() { "-".into() } else { size(bytes) };
         let mut cells = vec![name, size(of.provisioned), own(of.mapped), own(of.stored)];
         cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
+        let packed = compressed(of.packed, of.packs, of.compression);
+        cells.extend(packed.into_iter().filter(|_| any_packed));
         cells.extend(growth_cells(growth).into_iter().filter(|_| any_growth));
         cells
     };
@@ -80,7 +96,10 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     if let Some(total) = &of.total {
         let mut row = vec!["(datastore)".to_owned()];
         row.extend([total.provisioned, total.mapped, total.stored, total.shared, total.exclusive].map(size));
-        row.extend(["-", "-", "-", "-"].map(String::from).into_iter().take(if any_growth { 4 } else { 2 }));
+        row.extend(["-", "-"].map(String::from));
+        let packed = compressed(total.packed, total.packs, total.compression);
+        row.extend(packed.into_iter().filter(|_| any_packed));
+        row.extend(["-", "-"].map(String::from).into_iter().filter(|_| any_growth));
         table.row(row);
     }
     table.print(out)

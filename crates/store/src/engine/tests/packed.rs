@@ -553,9 +553,16 @@ fn the_accounts_show_the_stored_blocks() {
     pack(&engine, 1, 0..64);
     let after = space(&engine);
     assert_eq!((after.mapped, after.packed, after.stored, after.exclusive), (64, 64, 2, 2));
+    assert_eq!(after.packs, 2);
     write(&engine, 3, 100);
+    write(&engine, 9, 100);
     let after = space(&engine);
-    assert_eq!((after.mapped, after.packed, after.stored, after.exclusive), (64, 63, 3, 3));
+    assert_eq!((after.mapped, after.packed, after.packs, after.stored, after.exclusive), (64, 62, 2, 4, 4));
+    // The overwritten blocks get a pack of their own, between the parts of the first one.
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 0..64), (2, 1));
+    let after = space(&engine);
+    assert_eq!((after.mapped, after.packed, after.packs, after.stored, after.exclusive), (64, 64, 3, 3, 3));
 }
 
 /// Random histories of writes, discards, snapshots, clones, deletions, packing and restarts, compared with a model.

@@ -4,10 +4,10 @@
 use super::Random;
 use super::memory::Memory;
 use crate::tree::{
-    LOGICAL_LIMIT, NodeId, NodeStore, Packed, PhysicalRun, Source, create, drop_step, leaf_of, lookup, pack, page,
-    replace,
+    LOGICAL_LIMIT, MappedCounter, NodeId, NodeStore, Packed, PhysicalRun, Source, create, drop_step, leaf_of, lookup,
+    pack, page, replace,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Logical blocks of a tree.
 const BLOCKS: u64 = 3000;
@@ -106,6 +106,7 @@ impl World {
     fn verify(&mut self) {
         let roots: Vec<NodeId> = self.trees.iter().map(|(root, _)| *root).collect();
         self.store.verify(&roots);
+        let mut counter = MappedCounter::default();
         for (root, model) in &self.trees {
             let (mut extents, mut found) = (Vec::new(), BTreeMap::new());
             lookup(&mut self.store, *root, 0..LOGICAL_LIMIT, &mut extents).unwrap();
@@ -119,6 +120,15 @@ impl World {
                 }
             }
             assert!(found == *model);
+            let counted = counter.count(&mut self.store, *root, &mut || Ok(())).unwrap();
+            let packed = extents.iter().filter(|extent| extent.packed.is_some());
+            let packs: BTreeSet<(u64, u64)> =
+                packed.clone().map(|extent| (extent.physical, extent.stored().blocks)).collect();
+            assert_eq!(
+                (counted.all, counted.packed),
+                (model.len() as u64, packed.map(|extent| extent.blocks).sum::<u64>())
+            );
+            assert_eq!(counted.packs, packs.iter().map(|(_, blocks)| blocks).sum::<u64>());
         }
     }
 }
