@@ -68,6 +68,8 @@ pub struct OpenOptions {
     pub metadata_cache: usize,
     /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
+    /// Limit of the read cache in bytes; 0 for none.
+    pub read_cache: usize,
 }
 
 /// A function of the engine that opens a store: with or without repair.
@@ -205,6 +207,7 @@ impl Datastore {
             mode: options.mode,
             metadata_cache: options.metadata_cache,
             write_buffer: options.write_buffer,
+            read_cache: options.read_cache,
             ..EngineOptions::default()
         };
         let opened = Self::open_at(Some(&location), directory, engine_options, open);
@@ -407,6 +410,7 @@ impl Datastore {
             scrub: self.scrub_summary(),
             background_work: background_work as u64,
             background_rate,
+            read_cache: self.native.read_cache(),
             dirty: engine.directory().dirty().map(|medium| medium.used().into()),
             engine: kind.into(),
             io_mode: match engine.options().mode {

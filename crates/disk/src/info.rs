@@ -194,6 +194,12 @@ pub struct DiskInfo {
     /// Writes of clients that wait for space; `None` if no write waits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<WaitingWrites>,
+    /// Blocks of the disk that were read from the read cache since the datastore was opened.
+    #[serde(default)]
+    pub cache_hits: u64,
+    /// Blocks of the disk that the read cache may hold, and that were read from the medium.
+    #[serde(default)]
+    pub cache_misses: u64,
     /// Creation time, seconds since 1970.
     pub created: u64,
     /// Further information about a disk in VMware's formats; `None` if it was not requested.
@@ -416,6 +422,9 @@ pub struct Status {
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.
     pub background_rate: u64,
+    /// The read cache; `None` if it is off.
+    #[serde(default)]
+    pub read_cache: Option<ReadCacheInfo>,
     /// What is dirty in the page cache of the file system; `None` if it is not bounded.
     #[serde(default)]
     pub dirty: Option<DirtyInfo>,
@@ -423,6 +432,19 @@ pub struct Status {
     pub engine: String,
     /// How data files are opened: `buffered` or `direct`.
     pub io_mode: String,
+}
+
+/// The cache of data blocks of native disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadCacheInfo {
+    /// Bytes that it holds.
+    pub resident: u64,
+    /// Limit of its memory in bytes, which includes what it needs to find its content.
+    pub limit: u64,
+    /// Blocks that were read from it since the datastore was opened.
+    pub hits: u64,
+    /// Blocks that it may hold, and that were read from the medium.
+    pub misses: u64,
 }
 
 /// Data that the server wrote through the page cache, on the file system of the datastore.

@@ -29,6 +29,8 @@ pub struct World {
     pub journal_size: u64,
     /// Sizes of the metadata cache in bytes, of which one is chosen.
     pub metadata_caches: [usize; 2],
+    /// Size of the read cache in bytes.
+    pub read_cache: usize,
     /// Size of the file system in bytes, if it is small.
     pub room: Option<u64>,
     /// Capacity of the largest thick disk.
@@ -39,8 +41,13 @@ impl World {
     /// The world of a run with this profile.
     pub fn of(profile: Profile, seed: u64) -> Self {
         let mut random = Random::new(seed ^ 0x776f_726c);
-        let usual =
-            Self { journal_size: JOURNAL_SIZE, metadata_caches: [1 << 20, 2 << 20], room: None, thick_max: THICK_MAX };
+        let usual = Self {
+            journal_size: JOURNAL_SIZE,
+            metadata_caches: [1 << 20, 2 << 20],
+            read_cache: 1 << 20,
+            room: None,
+            thick_max: THICK_MAX,
+        };
         match profile {
             // The smaller cache causes frequent checkpoints; with the larger one many dirty pages accumulate.
             Profile::Scattered => Self { thick_max: THICK_WIDE_MAX, metadata_caches: [1 << 20, 32 << 20], ..usual },

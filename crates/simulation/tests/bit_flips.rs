@@ -7,6 +7,7 @@ use disk::{Allocation, CheckOptions, Datastore, Device, NoProgress, Segment};
 use error::ErrorKind;
 use simulation::operation::Profile;
 use simulation::random::Random;
+use simulation::regime::World;
 use simulation::run::SimulationRun;
 use simulation::scenario;
 
@@ -14,7 +15,9 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// An open datastore with a random history. Everything is written back and durable.
 fn prepared(seed: u64) -> SimulationRun {
-    let mut run = SimulationRun::new(seed).unwrap();
+    // The read cache would hide damage to blocks that the history has read.
+    let world = World { read_cache: 0, ..World::of(Profile::Model, seed) };
+    let mut run = SimulationRun::within(seed, world).unwrap();
     let operations = scenario::operations(seed, Profile::Model, 600);
     for operation in &operations {
         run.step(operation).unwrap();

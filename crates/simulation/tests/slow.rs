@@ -109,6 +109,7 @@ fn run(seed: u64, medium: Medium) {
         mode: if seed.is_multiple_of(2) { IoMode::Buffered } else { IoMode::Direct },
         metadata_cache: 512 << 10,
         write_buffer: 1 << 20,
+        read_cache: 1 << 20,
         commit_interval: Duration::from_millis(300),
         threads: true,
         write_through: true,

@@ -129,7 +129,13 @@ fn run(mode: IoMode) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("datastore");
     Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
-    let options = OpenOptions { mode, queue: QueueChoice::Auto, metadata_cache: 2 << 20, write_buffer: 4 << 20 };
+    let options = OpenOptions {
+        mode,
+        queue: QueueChoice::Auto,
+        metadata_cache: 2 << 20,
+        write_buffer: 4 << 20,
+        read_cache: 1 << 20,
+    };
     let datastore = Datastore::open(&path, options).unwrap();
     for number in 0..WRITERS {
         datastore

@@ -24,6 +24,7 @@ const SMALL: EngineOptions = EngineOptions {
     mode: IoMode::Buffered,
     metadata_cache: 0,
     write_buffer: 1 << 20,
+    read_cache: 1 << 20,
     commit_interval: Duration::from_millis(50),
     write_through: true,
     threads: true,

@@ -150,6 +150,8 @@ impl Foreign {
             users: Vec::new(),
             machine: None,
             stopped,
+            cache_hits: 0,
+            cache_misses: 0,
             created: record.created,
             image: full.map(|info| Box::new(details_of(info, entry.head_path(), record.overlay.is_some()))),
             name: record.name,

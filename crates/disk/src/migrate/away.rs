@@ -16,6 +16,7 @@ use work::Progress;
 /// Memory for the other datastore's caches and buffers.
 const METADATA_CACHE: usize = 64 << 20;
 const WRITE_BUFFER: usize = 32 << 20;
+const READ_CACHE: usize = 32 << 20;
 /// Interval at which the process checks whether clients still use the other datastore.
 const IDLE_POLL: Duration = Duration::from_millis(200);
 
@@ -46,6 +47,7 @@ impl Datastore {
                     queue: QueueChoice::Auto,
                     metadata_cache: METADATA_CACHE,
                     write_buffer: WRITE_BUFFER,
+                    read_cache: READ_CACHE,
                 },
             )?,
         };

@@ -70,7 +70,7 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
     let mut packs = BTreeSet::new();
     let segment = |part: &Part| match part {
         Part::Zero { length } => Segment::Zero { length: *length },
-        Part::Memory(slice) => Segment::Memory(slice.clone()),
+        Part::Memory(slice) | Part::Cached(slice) => Segment::Memory(slice.clone()),
         Part::Stored(stored) => Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length())),
         // A pack of which many blocks were overwritten has many parts, and is fetched for the first of them only.
         // [`Device::finish_read`] decodes the others from there.
@@ -220,7 +220,10 @@ impl Device for NativeDevice {
             if let Part::Packed(packed) = part {
                 let mut content = Buffer::recycled(packed.length() / BLOCK_SIZE);
                 let sums = packed.decode(&self.name, fetched(index), &mut content)?;
+                self.engine.keep(&planned, part, &content);
                 decoded.push((index, content, sums));
+            } else {
+                self.engine.keep(&planned, part, fetched(index));
             }
         }
         for (index, content, sums) in decoded {

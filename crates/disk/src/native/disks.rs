@@ -196,6 +196,7 @@ impl Native {
         let counts = if count { Some(self.engine.count_blocks(id)?) } else { None };
         let uuid = self.engine.with_catalog(|catalog| catalog.get(id).map(|disk| names::uuid_text(&disk.uuid)))?;
         let (settings, waiting) = (self.settings.of(&uuid), self.settings.waiting(&uuid));
+        let (cache_hits, cache_misses) = self.engine.cache_lookups(id);
         self.engine.with_catalog(|catalog| {
             let disk = catalog.get(id)?;
             Ok(DiskInfo {
@@ -216,6 +217,8 @@ impl Native {
                 stopped: self.engine.failure(),
                 settings,
                 waiting,
+                cache_hits,
+                cache_misses,
                 created: disk.created,
                 image: None,
             })

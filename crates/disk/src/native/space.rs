@@ -1,11 +1,12 @@
 //! The space of native disks and their snapshots, and what deleting them would free.
 
 use super::{Native, is_visible};
+use crate::info::ReadCacheInfo;
 use crate::space::{DatastoreSpace, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::{Object, ObjectState};
-use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace};
+use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace, ReadCacheStatistics};
 use work::{Progress, Throttle};
 
 fn bytes(blocks: u64) -> u64 {
@@ -33,6 +34,13 @@ fn paced(progress: &dyn Progress) -> impl Fn() -> bool {
 }
 
 impl Native {
+    /// The state of the read cache; `None` if it is off.
+    pub fn read_cache(&self) -> Option<ReadCacheInfo> {
+        let limit = self.engine.options().read_cache as u64;
+        let ReadCacheStatistics { resident, hits, misses } = self.engine.read_cache_statistics();
+        (limit > 0).then_some(ReadCacheInfo { resident, limit, hits, misses })
+    }
+
     /// Adds to `free` what deleting these disks and snapshots would free. A disk is deleted with its snapshots, except
     /// those that are handed over to clones. Fails for the reasons for which the deletion would fail. If disks with
     /// images are deleted together with these, `hidden` are the hidden native disks above the images.

@@ -220,4 +220,10 @@ fn a_read_takes_the_memory_of_a_pack_once() {
     assert!((16..48).contains(&(fetched / BLOCK_SIZE)), "{fetched}");
     drop(plan);
     assert!(device.read(0, expected.len()).unwrap() == expected);
+    // The decoded blocks are in the read cache now.
+    let before = datastore.native.read_cache().unwrap();
+    assert_eq!(before.resident, 16 * BLOCK_SIZE as u64);
+    assert!(device.read(0, expected.len()).unwrap() == expected);
+    let after = datastore.native.read_cache().unwrap();
+    assert_eq!((after.hits - before.hits, after.misses), (16, before.misses));
 }

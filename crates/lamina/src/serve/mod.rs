@@ -110,6 +110,7 @@ pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
         queue: arguments.queue.into(),
         metadata_cache: arguments.metadata_cache,
         write_buffer: arguments.write_buffer,
+        read_cache: arguments.read_cache,
     }
 }
 

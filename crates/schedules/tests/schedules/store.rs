@@ -160,6 +160,7 @@ pub fn options(random: &mut Random) -> EngineOptions {
         mode: if random.percent(60) { IoMode::Buffered } else { IoMode::Direct },
         metadata_cache: *random.pick(&[256 << 10, 16 << 20]),
         write_buffer: *random.pick(&[16 * block, 64 * block, 512 * block]),
+        read_cache: 64 * block,
         commit_interval: *random.pick(&[Duration::from_millis(200), Duration::from_secs(1), Duration::from_secs(10)]),
         write_through: true,
         threads: true,

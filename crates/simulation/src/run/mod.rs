@@ -117,6 +117,7 @@ impl SimulationRun {
             mode: if random.percent(50) { IoMode::Buffered } else { IoMode::Direct },
             metadata_cache: *random.pick(&world.metadata_caches),
             write_buffer: *random.pick(&[64 << 10, 256 << 10, 1 << 20]),
+            read_cache: world.read_cache,
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: random.percent(75),

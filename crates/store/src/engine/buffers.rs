@@ -5,6 +5,7 @@
 //! engine takes the metadata lock while it holds the buffer of a disk.
 
 use super::read::gone;
+use super::read_cache::Lookups;
 use crate::Result;
 use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,6 +25,8 @@ pub struct Head {
     buffer: Mutex<Buffer>,
     /// Whether the height of the disk's tree is known.
     measured: AtomicBool,
+    /// Reads of the disk that the read cache could answer.
+    pub(super) lookups: Lookups,
 }
 
 /// The buffer of a disk.
@@ -76,7 +79,8 @@ impl Buffer {
 
 impl Head {
     fn new(id: u64, buffer: Buffer) -> Arc<Self> {
-        Arc::new(Self { id, buffer: Mutex::new(buffer), measured: AtomicBool::new(false) })
+        let measured = AtomicBool::new(false);
+        Arc::new(Self { id, buffer: Mutex::new(buffer), measured, lookups: Lookups::default() })
     }
 
     /// Locks the buffer.

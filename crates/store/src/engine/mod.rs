@@ -42,6 +42,7 @@
 //! | `placement` | whether a block may be overwritten in place: a pure state machine, without I/O, threads or locks |
 //! | `buffers` | the write buffers of all disks |
 //! | `writeback` | the writing of data files: the gate, journalled payload, writes that bypass the buffer |
+//! | `read_cache` | verified content of data blocks, by place |
 //! | `reserve` | free blocks reserved for operations under way, and the space taken from the file system for them |
 //! | `running` | whether the store runs; its threads |
 //!
@@ -54,8 +55,8 @@
 //! `bulk` (no bulk writer has blocks that are not in the map), `counting` (one count of space at a time), `control`
 //! (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the journal, the
 //! flush of the data files, `through` (no write that bypasses the buffer under way), extending (reservations in the
-//! file system), the buffers of disks (ascending by id), the metadata, permits. Data is read and written under no lock
-//! except `bulk`, the gate and `through`. The journal is written under its own lock.
+//! file system), the buffers of disks (ascending by id), the metadata, permits and shards of the read cache. Data is
+//! read and written under no lock except `bulk`, the gate and `through`. The journal is written under its own lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
@@ -86,6 +87,7 @@ mod placement;
 mod punch;
 mod read;
 mod read_again;
+mod read_cache;
 mod rebuild;
 mod recover;
 mod replay;
@@ -109,6 +111,7 @@ pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
 pub use packing::PackStep;
 pub use read::{Packed, Part, Planned, Stored};
+pub use read_cache::ReadCacheStatistics;
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
@@ -139,6 +142,8 @@ pub struct EngineOptions {
     pub metadata_cache: usize,
     /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
+    /// Limit of the read cache in bytes; 0 for none.
+    pub read_cache: usize,
     /// The time after which acknowledged writes are made durable if no flush is requested. With [`IoMode::Buffered`] it
     /// is three times as long.
     pub commit_interval: Duration,
@@ -155,6 +160,7 @@ impl Default for EngineOptions {
             mode: IoMode::Buffered,
             metadata_cache: 128 << 20,
             write_buffer: 64 << 20,
+            read_cache: 64 << 20,
             commit_interval: Duration::from_secs(10),
             write_through: true,
             threads: true,
@@ -269,6 +275,16 @@ impl Engine {
     /// Counters of the cache of metadata pages.
     pub fn page_statistics(&self) -> PageStatistics {
         self.meta.statistics()
+    }
+
+    /// Counters of the cache of data blocks.
+    pub fn read_cache_statistics(&self) -> ReadCacheStatistics {
+        self.meta.read_cache().statistics()
+    }
+
+    /// How many blocks of a disk were read from the read cache, and how many that it may hold from the medium.
+    pub fn cache_lookups(&self, disk: u64) -> (u64, u64) {
+        self.buffers.find(disk).map_or((0, 0), |head| head.lookups.counts())
     }
 
     /// Publishes the headroom: the number of free blocks on which writes may rely. Called when free space has changed,

@@ -2,6 +2,7 @@
 
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
+use super::read_cache::Place;
 use super::{DataFiles, Engine, Head, Meta};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
@@ -18,6 +19,9 @@ use std::sync::Arc;
 
 /// The cost of recording the content of a suspect block.
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
+/// The most bytes of a part whose blocks are kept in the read cache. The requests of a guest are seldom longer, and
+/// copying the blocks of a long sequential read would only slow it down.
+const KEPT_MAX: usize = 256 << 10;
 
 /// A part of a planned read; always whole blocks.
 pub enum Part {
@@ -29,6 +33,8 @@ pub enum Part {
     /// The part is in memory: buffered, or journalled payload that is not written to its block yet. Needs no
     /// verification.
     Memory(SharedSlice),
+    /// One block, which is in the read cache. Needs no verification.
+    Cached(SharedSlice),
     /// The part is in a data file.
     Stored(Stored),
     /// The part is compressed, in a pack in a data file.
@@ -80,6 +86,8 @@ pub struct Planned {
     pub parts: Vec<Part>,
     /// While the guard exists, no block named here is reused.
     pub guard: Arc<()>,
+    /// Number of changes of the read cache until the plan was made.
+    changes: u64,
 }
 
 impl Stored {
@@ -98,7 +106,7 @@ impl Part {
     fn length(&self) -> usize {
         match self {
             Self::Zero { length } => *length,
-            Self::Memory(slice) => slice.len(),
+            Self::Memory(slice) | Self::Cached(slice) => slice.len(),
             Self::Stored(stored) => stored.length(),
             Self::Packed(packed) => packed.length(),
         }
@@ -107,7 +115,7 @@ impl Part {
     /// The blocks of a data file that have to be read.
     fn stored(&self) -> Option<&Stored> {
         match self {
-            Self::Zero { .. } | Self::Memory(_) => None,
+            Self::Zero { .. } | Self::Memory(_) | Self::Cached(_) => None,
             Self::Stored(stored) => Some(stored),
             Self::Packed(packed) => Some(&packed.stored),
         }
@@ -116,6 +124,25 @@ impl Part {
 
 /// Parts of a plan, each with its first logical block.
 type Parts = Vec<(u64, Part)>;
+
+/// The pieces of a range of blocks: those in the read cache one by one, and the ranges between them.
+fn pieces(
+    range: Range<u64>,
+    cached: Vec<(u64, SharedSlice)>,
+) -> impl Iterator<Item = (Range<u64>, Option<SharedSlice>)> {
+    let mut cached = cached.into_iter().peekable();
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let from = at;
+        at = cached.peek().map_or(range.end, |(block, _)| *block);
+        if from < at {
+            return Some((from..at, None));
+        }
+        let (block, content) = cached.next()?;
+        at = block + 1;
+        Some((block..at, Some(content)))
+    })
+}
 
 /// The parts without their logical blocks. Collecting them directly would reuse the memory of `parts` and shrink it,
 /// which costs more than all other allocations of a read.
@@ -153,12 +180,23 @@ impl Meta {
             } else if let Some(packed) = extent.packed {
                 let stored = extent.stored();
                 let run = Run { start: stored.physical, blocks: stored.blocks };
-                let (file, offset) = files.locate(run)?;
-                let mut checksums = Vec::with_capacity(run.blocks as usize);
-                self.data.checksums(&mut self.pages, run, &mut checksums)?;
-                let stored = Stored { file, offset, block: run.start, checksums };
-                let (index, blocks) = (usize::from(packed.index), extent.blocks as usize);
-                out.push((extent.logical, Part::Packed(Packed { stored, index, blocks })));
+                let first = u64::from(packed.index);
+                let indexes = first..first + extent.blocks;
+                let cached = self.read_cache.packed(run.start, indexes.clone());
+                for (piece, content) in pieces(indexes, cached) {
+                    let part = match content {
+                        Some(content) => Part::Cached(content),
+                        None => {
+                            let (file, offset) = files.locate(run)?;
+                            let mut checksums = Vec::with_capacity(run.blocks as usize);
+                            self.data.checksums(&mut self.pages, run, &mut checksums)?;
+                            let stored = Stored { file, offset, block: run.start, checksums };
+                            let (index, blocks) = (piece.start as usize, (piece.end - piece.start) as usize);
+                            Part::Packed(Packed { stored, index, blocks })
+                        }
+                    };
+                    out.push((extent.logical + (piece.start - first), part));
+                }
             } else {
                 self.plan_run(files, extent.logical, Run { start: extent.physical, blocks: extent.blocks }, out)?;
             }
@@ -181,12 +219,17 @@ impl Meta {
                 self.logged.range(block..end).next().map(|(at, slice)| (*at, slice.clone()))
             };
             let until = next.as_ref().map_or(end, |(at, _)| *at);
-            if block < until {
-                let part = Run { start: block, blocks: until - block };
+            let cached = self.read_cache.plain(Run { start: block, blocks: until - block });
+            for (piece, content) in pieces(block..until, cached) {
+                let (block, at) = (piece.start, logical + (piece.start - run.start));
+                if let Some(content) = content {
+                    out.push((at, Part::Cached(content)));
+                    continue;
+                }
+                let part = Run { start: block, blocks: piece.end - block };
                 let (file, offset) = files.locate(part)?;
                 let mut checksums = Vec::with_capacity(part.blocks as usize);
                 self.data.checksums(&mut self.pages, part, &mut checksums)?;
-                let at = logical + (block - run.start);
                 // Two extents that are adjacent on the medium become one read.
                 if let Some((before, Part::Stored(last))) = out.last_mut()
                     && *before + last.checksums.len() as u64 == at
@@ -213,7 +256,7 @@ impl Engine {
         let mut fetch = Fetch::default();
         loop {
             match self.try_plan_head(head, range.clone(), &mut fetch)? {
-                Ok(planned) => return Ok(planned),
+                Ok(planned) => return Ok(self.count_lookups(planned, Some(head))),
                 Err(absent) => self.meta.load_pages(absent, &mut fetch)?,
             }
         }
@@ -223,7 +266,7 @@ impl Engine {
     /// cache, and returns `None`.
     pub fn plan_head_at_once(&self, head: &Head, range: Range<u64>) -> Result<Option<Planned>> {
         match self.try_plan_head(head, range, &mut Fetch::default())? {
-            Ok(planned) => Ok(Some(planned)),
+            Ok(planned) => Ok(Some(self.count_lookups(planned, Some(head)))),
             Err(absent) => {
                 self.meta.read_ahead(&absent);
                 Ok(None)
@@ -271,7 +314,7 @@ impl Engine {
         };
         let from_memory = !parts.is_empty();
         let mut meta = self.meta.lock();
-        let guard = meta.freed.guard();
+        let (guard, changes) = (meta.freed.guard(), meta.read_cache.changes());
         if !gaps.is_empty() {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
@@ -287,19 +330,58 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { parts: without_blocks(parts), guard }))
+        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes }))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
-        self.meta.look(|meta| {
-            let guard = meta.freed.guard();
+        let planned = self.meta.look(|meta| {
+            let (guard, changes) = (meta.freed.guard(), meta.read_cache.changes());
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { parts: without_blocks(parts), guard })
-        })
+            Ok(Planned { parts: without_blocks(parts), guard, changes })
+        })?;
+        Ok(self.count_lookups(planned, None))
+    }
+
+    /// Counts which blocks of a plan were found in the read cache.
+    fn count_lookups(&self, planned: Planned, head: Option<&Head>) -> Planned {
+        let cache = self.meta.read_cache();
+        let (mut hits, mut misses) = (0, 0);
+        for part in &planned.parts {
+            match part {
+                Part::Cached(_) => hits += 1,
+                Part::Packed(packed) => misses += packed.blocks as u64,
+                Part::Stored(stored) if cache.holds_plain() => misses += stored.checksums.len() as u64,
+                _ => {}
+            }
+        }
+        cache.lookups.count(hits, misses);
+        if let Some(head) = head {
+            head.lookups.count(hits, misses);
+        }
+        planned
+    }
+
+    /// Keeps the verified or decoded content of a part of a plan in the read cache.
+    pub fn keep(&self, planned: &Planned, part: &Part, content: &[u8]) {
+        if content.len() > KEPT_MAX {
+            return;
+        }
+        let cache = self.meta.read_cache();
+        let blocks = content.chunks_exact(BLOCK_SIZE);
+        match part {
+            Part::Stored(stored) if cache.holds_plain() => {
+                cache.keep((stored.block..).map(Place::plain).zip(blocks), planned.changes);
+            }
+            Part::Packed(packed) => {
+                let places = (packed.index..).map(|index| Place::packed(packed.stored.block, index));
+                cache.keep(places.zip(blocks), planned.changes);
+            }
+            _ => {}
+        }
     }
 
     /// Verifies the data that was read for a range starting at block `logical`. `fetched` returns the bytes of each
@@ -473,7 +555,7 @@ impl Engine {
                 let into = &mut out[place.clone()];
                 match part {
                     Part::Zero { .. } => into.fill(0),
-                    Part::Memory(slice) => into.copy_from_slice(slice),
+                    Part::Memory(slice) | Part::Cached(slice) => into.copy_from_slice(slice),
                     Part::Stored(stored) => stored
                         .file
                         .read_at(into, stored.offset)
@@ -498,8 +580,9 @@ impl Engine {
                     if let Part::Packed(packed) = part
                         && let Some(pack) = packs.get(&packed.stored.block)
                     {
-                        packed.decode(name, pack, &mut out[place])?;
+                        packed.decode(name, pack, &mut out[place.clone()])?;
                     }
+                    self.keep(&planned, part, &out[place]);
                 }
                 return Ok(out);
             }

@@ -26,6 +26,7 @@ use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
 use super::log::{CommitLog, Images, Superblock};
 use super::metadata::{Meta, Metadata};
+use super::read_cache::ReadCache;
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
 use super::reserve::{Reserves, unless_full};
 use super::running::Running;
@@ -230,8 +231,9 @@ impl Engine {
             superblock.unreported.summaries = superblock.unreported.summaries.saturating_add(1);
         }
         journal.resume(found.end, found.incarnation + 1);
+        let read_cache = ReadCache::new(options.read_cache, options.mode == IoMode::Direct);
         let engine = Self::assemble(Parts {
-            meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog),
+            meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog, read_cache),
             directory,
             options,
             superblock,

@@ -292,6 +292,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
 mod accounting;
 mod between;
 mod bulk;
+mod cached;
 mod checkpoints;
 mod cost;
 mod damage;

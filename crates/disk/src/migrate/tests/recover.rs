@@ -30,6 +30,7 @@ fn open(medium: &SimulatedDisk) -> error::Result<Arc<Datastore>> {
             mode: IoMode::Buffered,
             metadata_cache: 1 << 20,
             write_buffer: 256 << 10,
+            read_cache: 256 << 10,
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: true,

@@ -77,6 +77,13 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     }
 }
 
+/// How many blocks were read from the read cache, of those that it may hold.
+pub fn hit_rate(hits: u64, misses: u64) -> String {
+    let lookups = hits.saturating_add(misses);
+    let percent = u128::from(hits) * 100 / u128::from(lookups.max(1));
+    format!("{percent} % of {} read from it", count(lookups, "block"))
+}
+
 fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     let blocks = |blocks: u64| format!("{blocks} ({})", size(blocks.saturating_mul(BLOCK)));
     let mut facts = vec![
@@ -89,6 +96,9 @@ fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     facts.extend(disk.blocks_allocated.map(|n| ("blocks allocated", blocks(n))));
     facts.extend(disk.blocks_to_be_zeroed.map(|n| ("blocks to be zeroed", blocks(n))));
     facts.extend(disk.exclusive.map(|n| ("exclusive", size(n))));
+    if disk.cache_hits + disk.cache_misses > 0 {
+        facts.push(("read cache", hit_rate(disk.cache_hits, disk.cache_misses)));
+    }
     facts.push(("snapshots", disk.snapshots.to_string()));
     facts.extend(disk.parent_snapshot.clone().map(|s| ("stands on", s)));
     facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));

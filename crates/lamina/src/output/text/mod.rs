@@ -132,6 +132,10 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    facts.extend(status.read_cache.filter(|cache| cache.hits + cache.misses > 0).map(|cache| {
+        let held = format!("{} of at most {}", size(cache.resident), size(cache.limit));
+        ("read cache", format!("{held}, {}", disk::hit_rate(cache.hits, cache.misses)))
+    }));
     if let Some(dirty) = status.dirty {
         let waited = dirty.waited_ms as f64 / 1000.0;
         let text = format!("{} of at most {}, writes waited {waited:.1} s", size(dirty.bytes), size(dirty.bound));

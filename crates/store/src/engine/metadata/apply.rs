@@ -175,6 +175,8 @@ impl Meta {
     ) -> Result<()> {
         self.data.adopt(&mut self.pages, run)?;
         self.note_written(run, checksums)?;
+        // The blocks may have been an earlier pack, of which blocks are still cached.
+        self.read_cache.forget(run);
         let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
         for (object, range) in parts {
             // An object whose record is lost keeps the plain blocks.
@@ -200,7 +202,9 @@ impl Meta {
         Ok(())
     }
 
-    fn note_written(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
+    /// Records the checksums of new content.
+    pub(crate) fn note_written(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
+        self.read_cache.forget_plain(run);
         if checksums.len() as u64 != run.blocks {
             return Err(Error::new(ErrorKind::Corrupt, "a journal record has checksums for another number of blocks"));
         }
@@ -296,10 +300,7 @@ impl Meta {
                 self.note_written(*run, checksums)?;
             }
             Operation::Resolve { block, checksum } => {
-                self.data.annotate(&mut self.pages, Run { start: *block, blocks: 1 }, |_, entry| {
-                    entry.checksum = *checksum;
-                    entry.suspect = false;
-                })?;
+                self.note_written(Run { start: *block, blocks: 1 }, &[*checksum])?;
             }
             Operation::Backed { run, backed } => self.data.set_backed(&mut self.pages, *run, *backed)?,
             Operation::Put { record } => {

@@ -21,6 +21,7 @@ pub(crate) use view::{Sight, View};
 
 use super::inspect::StoreCounts;
 use super::placement::{Holds, InFlight};
+use super::read_cache::ReadCache;
 use crate::Result;
 use crate::catalog::Catalog;
 use crate::journal::Operation;
@@ -39,6 +40,7 @@ pub struct Metadata {
     files: [Arc<dyn File>; PageFile::COUNT],
     /// Copies of pages that views still need and that checkpoints have overwritten.
     kept: Arc<Kept>,
+    read_cache: Arc<ReadCache>,
 }
 
 /// Everything that the metadata lock protects.
@@ -55,6 +57,8 @@ pub struct Meta {
     pub pending: Queue,
     /// Freed blocks that cannot be reused yet.
     pub freed: Freed,
+    /// Content of data blocks. Whatever gives a block other content makes the cache forget the block.
+    pub read_cache: Arc<ReadCache>,
     /// Blocks and nodes that pending operations concern, see [`super::placement`].
     holds: Holds,
     /// By how many data blocks each disk has grown since the store was opened, including replay.
@@ -74,7 +78,9 @@ impl Metadata {
         map: Space,
         data: Space,
         catalog: Catalog,
+        read_cache: ReadCache,
     ) -> Self {
+        let read_cache = Arc::new(read_cache);
         let meta = Meta {
             pages,
             map,
@@ -84,12 +90,18 @@ impl Metadata {
             in_flight: InFlight::default(),
             pending: Queue::default(),
             freed: Freed::default(),
+            read_cache: Arc::clone(&read_cache),
             holds: Holds::default(),
             growth: FxHashMap::default(),
             levels: 1,
             viewed: None,
         };
-        Self { meta: Mutex::new(meta), files, kept: Kept::new(directory) }
+        Self { meta: Mutex::new(meta), files, kept: Kept::new(directory), read_cache }
+    }
+
+    /// The read cache.
+    pub fn read_cache(&self) -> &ReadCache {
+        &self.read_cache
     }
 
     /// The metadata, locked.

@@ -8,7 +8,6 @@ use crate::engine::metadata::Meta;
 use crate::engine::placement::Placement;
 use crate::engine::{Engine, Head};
 use crate::journal::{BatchKind, Operation, Writer};
-use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
@@ -192,7 +191,7 @@ impl Engine {
             Placement::InPlace => {
                 // The announcement ends with the batch. Without the new checksums, recovery would take the content for
                 // damaged.
-                meta.note_overwritten(home.run, &checksums).map_err(|error| self.stop(error))?;
+                meta.note_written(home.run, &checksums).map_err(|error| self.stop(error))?;
                 None
             }
             Placement::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
@@ -204,14 +203,5 @@ impl Engine {
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
         Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
-    }
-}
-
-impl Meta {
-    fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
-        self.data.annotate(&mut self.pages, run, |block, entry| {
-            entry.checksum = checksums[(block - run.start) as usize];
-            entry.suspect = false;
-        })
     }
 }

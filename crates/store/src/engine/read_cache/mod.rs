@@ -1,0 +1,252 @@
+//! The read cache: verified content of blocks, by the place where the block is stored. Disks, snapshots and clones that
+//! share a place share its cached content.
+//!
+//! In buffered mode the page cache of the kernel holds what is stored, so only content that was decompressed is kept
+//! here. In direct mode plain blocks are kept too.
+//!
+//! What must hold:
+//!
+//! 1. The content of a place changes only under the metadata lock, and under the same lock [`ReadCache::forget`] is
+//!    called. Changes are: a pack gets a place; a checksum of a plain block is recorded. A block that is freed keeps
+//!    its content until it is allocated again, which ends with one of these changes.
+//! 2. Content is looked up under the metadata lock, for a place that the map names at that moment, and that has no
+//!    journalled payload. With 1 it is the content that a read of the medium would have returned.
+//! 3. A read plans under the metadata lock and reads without it. Its content is refused if the place was forgotten
+//!    since the plan. [`ReadCache::changes`] numbers the changes for that.
+//! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept.
+//! 5. The locks of the shards are held for a few instructions, and no other lock is acquired under them.
+
+mod queue;
+
+use crate::space::Run;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use backend::{BLOCK_SIZE, SharedSlice};
+use queue::Queue;
+use std::ops::Range;
+
+/// The most shards.
+const SHARDS_MAX: usize = 16;
+/// The fewest entries of a shard, if there are several.
+const SHARD_ENTRIES_MIN: usize = 64;
+/// Blocks with adjacent numbers that are in one shard.
+const GROUP: u64 = 256;
+/// Places that a shard distinguishes when it remembers changes.
+const SLOTS: u64 = 256;
+/// Memory of an entry beside its content: its nodes in the tree and in the queues, also as a ghost.
+const OVERHEAD: usize = 384;
+/// The index of content that is not in a pack.
+const PLAIN: u16 = u16::MAX;
+
+/// Where content is stored.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Place {
+    /// The block, or the first block of the pack.
+    block: u64,
+    /// The index in the pack.
+    index: u16,
+}
+
+impl Place {
+    /// A plain block.
+    pub fn plain(block: u64) -> Self {
+        Self { block, index: PLAIN }
+    }
+
+    /// A block in the pack that begins at `block`.
+    pub fn packed(block: u64, index: usize) -> Self {
+        Self { block, index: index as u16 }
+    }
+}
+
+struct Shard {
+    queue: Queue<Place, SharedSlice>,
+    /// Number of the last change of a place, by block modulo [`SLOTS`].
+    changed: Box<[u64]>,
+}
+
+/// How many blocks were found in the cache, and how many were not, of those that it may hold.
+#[derive(Default)]
+pub struct Lookups {
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+impl Lookups {
+    /// Counts a read.
+    pub fn count(&self, hits: u64, misses: u64) {
+        for (counter, blocks) in [(&self.hits, hits), (&self.misses, misses)] {
+            if blocks > 0 {
+                counter.fetch_add(blocks, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Hits and misses in blocks.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.hits.load(Ordering::Relaxed), self.misses.load(Ordering::Relaxed))
+    }
+}
+
+/// Counters of the read cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReadCacheStatistics {
+    /// Bytes that the cache holds, without what it needs to find them.
+    pub resident: u64,
+    /// Blocks that were read from the cache.
+    pub hits: u64,
+    /// Blocks that the cache may hold, and that were read from the medium.
+    pub misses: u64,
+}
+
+/// The read cache of a store.
+pub struct ReadCache {
+    /// None if the cache is off.
+    shards: Box<[Mutex<Shard>]>,
+    holds_plain: bool,
+    /// Number of changes so far.
+    changes: AtomicU64,
+    /// Number of blocks in the cache.
+    resident: AtomicU64,
+    /// Lookups of all disks and snapshots.
+    pub lookups: Lookups,
+}
+
+/// The parts of a run that are in one group.
+fn groups(run: Run) -> impl Iterator<Item = Range<u64>> {
+    let (mut at, end) = (run.start, run.start + run.blocks);
+    std::iter::from_fn(move || {
+        let from = at;
+        at = end.min((from / GROUP + 1) * GROUP);
+        (from < at).then_some(from..at)
+    })
+}
+
+impl ReadCache {
+    /// An empty cache that takes at most `bytes` of memory. If they do not suffice for one block, the cache is off.
+    pub fn new(bytes: usize, holds_plain: bool) -> Self {
+        let entries = bytes / (BLOCK_SIZE + OVERHEAD);
+        let count = (entries / SHARD_ENTRIES_MIN).clamp(entries.min(1), SHARDS_MAX);
+        let shard = |_| {
+            let changed = vec![0; SLOTS as usize].into_boxed_slice();
+            Mutex::new(Shard { queue: Queue::new(entries / count), changed })
+        };
+        Self {
+            shards: (0..count).map(shard).collect(),
+            holds_plain,
+            changes: AtomicU64::new(0),
+            resident: AtomicU64::new(0),
+            lookups: Lookups::default(),
+        }
+    }
+
+    /// Whether plain blocks are kept.
+    pub fn holds_plain(&self) -> bool {
+        self.holds_plain && !self.shards.is_empty()
+    }
+
+    /// The number of changes so far. Called under the metadata lock, by a read that is being planned.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Counters for `status` and tests.
+    pub fn statistics(&self) -> ReadCacheStatistics {
+        let (hits, misses) = self.lookups.counts();
+        let resident = self.resident.load(Ordering::Relaxed) * BLOCK_SIZE as u64;
+        ReadCacheStatistics { resident, hits, misses }
+    }
+
+    fn shard(&self, block: u64) -> &Mutex<Shard> {
+        // The groups are spread by multiplication with 2^64 divided by the golden ratio.
+        let hash = (block / GROUP).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
+        &self.shards[hash as usize % self.shards.len()]
+    }
+
+    fn is_empty(&self) -> bool {
+        self.resident.load(Ordering::Relaxed) == 0
+    }
+
+    /// The cached blocks of a pack that begins at `block`, by index. Called under the metadata lock.
+    pub fn packed(&self, block: u64, indexes: Range<u64>) -> Vec<(u64, SharedSlice)> {
+        let mut found = Vec::new();
+        if !self.is_empty() {
+            let places = Place::packed(block, indexes.start as usize)..Place::packed(block, indexes.end as usize);
+            self.shard(block).lock().queue.read(places, |place, content| {
+                found.push((u64::from(place.index), content.clone()));
+                true
+            });
+        }
+        found
+    }
+
+    /// The cached plain blocks of a run. Called under the metadata lock.
+    pub fn plain(&self, run: Run) -> Vec<(u64, SharedSlice)> {
+        let mut found = Vec::new();
+        if self.holds_plain && !self.is_empty() {
+            for part in groups(run) {
+                let places = Place::packed(part.start, 0)..Place::packed(part.end, 0);
+                self.shard(part.start).lock().queue.read(places, |place, content| {
+                    let is_plain = place.index == PLAIN;
+                    if is_plain {
+                        found.push((place.block, content.clone()));
+                    }
+                    is_plain
+                });
+            }
+        }
+        found
+    }
+
+    /// Keeps the content of blocks that a read has verified, unless a place was forgotten since the read was planned,
+    /// after `planned` changes.
+    pub fn keep<'a>(&self, blocks: impl Iterator<Item = (Place, &'a [u8])>, planned: u64) {
+        if self.shards.is_empty() {
+            return;
+        }
+        for (place, content) in blocks {
+            // The memory is copied, allocated and freed outside of the lock.
+            let content = SharedSlice::copy_of(content);
+            let mut dropped = Vec::new();
+            let mut shard = self.shard(place.block).lock();
+            if shard.changed[(place.block % SLOTS) as usize] > planned {
+                continue;
+            }
+            let before = shard.queue.len();
+            shard.queue.insert(place, content, &mut dropped);
+            self.count(before, shard.queue.len());
+        }
+    }
+
+    fn count(&self, before: usize, after: usize) {
+        self.resident.fetch_add((after as u64).wrapping_sub(before as u64), Ordering::Relaxed);
+    }
+
+    /// Removes what is stored in a run of blocks. Called under the metadata lock, when the blocks get other content.
+    pub fn forget(&self, run: Run) {
+        if self.shards.is_empty() {
+            return;
+        }
+        let change = self.changes.fetch_add(1, Ordering::Relaxed) + 1;
+        for part in groups(run) {
+            let mut dropped = Vec::new();
+            let mut shard = self.shard(part.start).lock();
+            for block in part.clone() {
+                shard.changed[(block % SLOTS) as usize] = change;
+            }
+            let before = shard.queue.len();
+            shard.queue.remove(Place::packed(part.start, 0)..Place::packed(part.end, 0), &mut dropped);
+            self.count(before, shard.queue.len());
+        }
+    }
+
+    /// Like [`ReadCache::forget`], for blocks that are not in packs.
+    pub fn forget_plain(&self, run: Run) {
+        if self.holds_plain {
+            self.forget(run);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

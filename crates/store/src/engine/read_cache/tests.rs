@@ -1,0 +1,64 @@
+use super::*;
+
+fn content(byte: u8) -> Vec<u8> {
+    vec![byte; BLOCK_SIZE]
+}
+
+fn keep(cache: &ReadCache, place: Place, byte: u8, planned: u64) {
+    cache.keep(std::iter::once((place, &content(byte)[..])), planned);
+}
+
+fn held(cache: &ReadCache, run: Run) -> Vec<u64> {
+    cache.plain(run).into_iter().map(|(block, _)| block).collect()
+}
+
+#[test]
+fn the_cache_takes_at_most_its_memory() {
+    for bytes in [0, 4096, 5000, 100 << 10, 1 << 20, 4 << 20] {
+        let cache = ReadCache::new(bytes, true);
+        (0..10_000).for_each(|block| keep(&cache, Place::plain(block * 7), 1, 0));
+        let resident = cache.statistics().resident as usize;
+        assert_eq!(held(&cache, Run { start: 0, blocks: 70_000 }).len() * BLOCK_SIZE, resident);
+        assert!(resident <= bytes && resident >= bytes / 100 * 80 / BLOCK_SIZE * BLOCK_SIZE, "{resident} of {bytes}");
+    }
+}
+
+#[test]
+fn blocks_and_packs_are_forgotten_by_runs() {
+    let cache = ReadCache::new(64 << 20, true);
+    for block in 0..2000 {
+        keep(&cache, Place::plain(block), 1, 0);
+        keep(&cache, Place::packed(block, 255), 2, 0);
+    }
+    cache.forget(Run { start: 300, blocks: 700 });
+    let left: Vec<u64> = (0..300).chain(1000..2000).collect();
+    assert_eq!(held(&cache, Run { start: 0, blocks: 3000 }), left);
+    let packed: Vec<u64> = (0..2000).filter(|block| !cache.packed(*block, 0..256).is_empty()).collect();
+    assert_eq!(packed, left);
+    assert_eq!(cache.statistics().resident, (2 * left.len() * BLOCK_SIZE) as u64);
+}
+
+#[test]
+fn content_of_a_read_that_was_planned_before_a_change_is_refused() {
+    let cache = ReadCache::new(1 << 20, true);
+    let before = cache.changes();
+    cache.forget(Run { start: 5, blocks: 2 });
+    (4..8).for_each(|block| keep(&cache, Place::plain(block), 1, before));
+    keep(&cache, Place::packed(6, 0), 1, before);
+    assert!(held(&cache, Run { start: 0, blocks: 10 }) == [4, 7] && cache.packed(6, 0..1).is_empty());
+    keep(&cache, Place::plain(6), 1, cache.changes());
+    assert_eq!(held(&cache, Run { start: 0, blocks: 10 }), [4, 6, 7]);
+}
+
+#[test]
+fn without_plain_blocks_only_packs_are_kept_apart_by_index() {
+    let cache = ReadCache::new(1 << 20, false);
+    assert!(!cache.holds_plain());
+    (0..10).for_each(|index| keep(&cache, Place::packed(7, index), index as u8, 0));
+    let found: Vec<(u64, u8)> = cache.packed(7, 3..6).into_iter().map(|(index, block)| (index, block[0])).collect();
+    assert_eq!(found, [(3, 3), (4, 4), (5, 5)]);
+    assert!(cache.packed(8, 0..256).is_empty());
+    // Writes of plain blocks cost nothing.
+    cache.forget_plain(Run { start: 7, blocks: 1 });
+    assert_eq!((cache.changes(), cache.packed(7, 0..256).len()), (0, 10));
+}
