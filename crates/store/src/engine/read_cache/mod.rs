@@ -28,9 +28,10 @@ use std::ops::Range;
 /// The most shards.
 const SHARDS_MAX: usize = 16;
 /// The fewest entries of a shard, if there are several.
-const SHARD_ENTRIES_MIN: usize = 64;
-/// Blocks with adjacent numbers that are in one shard.
-const GROUP: u64 = 256;
+const SHARD_ENTRIES_MIN: usize = 1024;
+/// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of what
+/// was written in order.
+const GROUP: u64 = 32;
 /// Places that a shard distinguishes when it remembers changes.
 const SLOTS: u64 = 256;
 /// Memory of an entry beside its content: its nodes in the tree and in the queues, also as a ghost.
@@ -158,9 +159,7 @@ impl ReadCache {
     }
 
     fn shard(&self, block: u64) -> &Mutex<Shard> {
-        // The groups are spread by multiplication with 2^64 divided by the golden ratio.
-        let hash = (block / GROUP).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
-        &self.shards[hash as usize % self.shards.len()]
+        &self.shards[(block / GROUP) as usize % self.shards.len()]
     }
 
     fn is_empty(&self) -> bool {

@@ -32,7 +32,7 @@ fn a_storm_of_clones_reads_the_golden_image_once() {
         let (disk, engine) = made();
         engine.close().unwrap();
         let mode = if packed { IoMode::Buffered } else { IoMode::Direct };
-        let engine = Engine::open(disk.directory(), with(mode, 4 << 20)).unwrap();
+        let engine = Engine::open(disk.directory(), with(mode, 16 << 20)).unwrap();
         (0..200).for_each(|block| write(&engine, block, block as u8));
         quiet(&engine);
         if packed {
