@@ -74,9 +74,17 @@ pub struct Readable {
     pub flush: bool,
 }
 
+/// The bytes that are fetched for a read. A read of one block of a pack fetches the whole pack.
+fn fetched_bytes(plan: &ReadPlan) -> usize {
+    let fetched = |segment: &Segment| if let Segment::Media(media) = segment { media.length } else { 0 };
+    plan.segments.iter().map(fetched).sum()
+}
+
 struct Pending<T> {
     ask: Ask<T>,
     plan: ReadPlan,
+    /// The bytes for which the read counts until it is finished.
+    held: usize,
     /// Number of plans made so far for the read.
     plans: u32,
     /// Number of segments in flight.
@@ -155,7 +163,7 @@ impl<'a, T> Reads<'a, T> {
         self.pending
     }
 
-    /// Bytes requested by reads that are not finished.
+    /// Bytes requested by reads that are not finished, or fetched for them where these are more.
     pub fn held(&self) -> usize {
         self.held
     }
@@ -287,10 +295,10 @@ impl<'a, T> Reads<'a, T> {
         if pending.missing > 0 {
             return None;
         }
-        let Pending { ask, plan, plans, failure, .. } = self.slots[slot].take()?;
+        let Pending { ask, plan, held, plans, failure, .. } = self.slots[slot].take()?;
         self.free.push(slot);
         self.pending -= 1;
-        self.held -= ask.length;
+        self.held -= held;
         if let Some(error) = failure {
             pool.put_plan(plan);
             let what = format!("reading {} bytes at {} of {}", ask.length, ask.offset, self.device.name());
@@ -329,7 +337,8 @@ impl<'a, T> Reads<'a, T> {
             Err(error) => return Some(Finished { ask, outcome: Err(error) }),
         };
         if misses > 0 {
-            self.fetch(Pending { ask, plan, plans, missing: misses, failure: None }, pool);
+            let held = ask.length.max(fetched_bytes(&plan));
+            self.fetch(Pending { ask, plan, held, plans, missing: misses, failure: None }, pool);
             return None;
         }
         match self.verify(ask, plan, pool) {
@@ -414,7 +423,7 @@ impl<'a, T> Reads<'a, T> {
             tracing::debug!(%error, "submitting a read");
         }
         self.pending += 1;
-        self.held += pending.ask.length;
+        self.held += pending.held;
         self.slots[slot] = Some(pending);
     }
 
@@ -442,5 +451,101 @@ impl<'a, T> Reads<'a, T> {
             }
         };
         Ok(Finished { ask, outcome })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::exports::ExportName;
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+    use backend::{BLOCK_SIZE, Directory, File, IoMode, SharedSlice};
+    use disk::device::{DirtyExtent, FlushTicket, Media, StatusExtent};
+
+    /// A device with one file, of which each read fetches a pack of a megabyte for one block.
+    struct Packs(Arc<dyn File>);
+
+    /// The length of a pack.
+    const PACK: usize = 1 << 20;
+
+    impl Device for Packs {
+        fn name(&self) -> &str {
+            "packs"
+        }
+        fn capacity(&self) -> u64 {
+            PACK as u64
+        }
+        fn read_only(&self) -> bool {
+            true
+        }
+        fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+            let media = Media { delivered: 0..length, ..Media::new(Arc::clone(&self.0), 0, PACK) };
+            Ok(ReadPlan { segments: vec![Segment::Media(media)], skip: 0, length, offset, guard: None })
+        }
+        fn finish_read(&self, _: &mut ReadPlan) -> Result<Verdict> {
+            Ok(Verdict::Good)
+        }
+        fn write(&self, _: u64, _: SharedSlice, _: bool) -> Result<()> {
+            unreachable!()
+        }
+        fn discard(&self, _: u64, _: u64, _: bool) -> Result<()> {
+            unreachable!()
+        }
+        fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
+            unreachable!()
+        }
+        fn finish_flush(&self, _: FlushTicket) -> Result<()> {
+            unreachable!()
+        }
+        fn prefetch(&self, _: u64, _: u64) -> Result<()> {
+            unreachable!()
+        }
+        fn resize(&self, _: u64) -> Result<()> {
+            unreachable!()
+        }
+        fn status(&self, _: u64, _: u64, _: usize) -> Result<Vec<StatusExtent>> {
+            unreachable!()
+        }
+        fn dirty_bases(&self) -> Vec<String> {
+            Vec::new()
+        }
+        fn changed_since(&self, _: &str, _: u64, _: u64, _: usize) -> Result<Vec<DirtyExtent>> {
+            unreachable!()
+        }
+    }
+
+    struct Queues(Arc<dyn Directory>);
+
+    impl Exports for Queues {
+        fn names(&self) -> Vec<ExportName> {
+            Vec::new()
+        }
+        fn open(&self, _: &str, _: bool) -> Result<Arc<dyn Device>> {
+            unreachable!()
+        }
+        fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+            self.0.queue(depth)
+        }
+    }
+
+    #[test]
+    fn the_bytes_that_reads_fetch_count_although_fewer_were_requested() {
+        let directory = SimulatedDisk::new(1, SimulatedOptions::default()).directory();
+        let file = directory.create("file", IoMode::Direct).unwrap();
+        file.set_len(PACK as u64).unwrap();
+        let exports = Queues(directory);
+        let mut reads = Reads::new(Arc::new(Packs(file)), &exports);
+        let (mut pool, mut finished) = (Pool::default(), Vec::new());
+        for tag in 0..4 {
+            let ask = Ask { tag, offset: 0, length: BLOCK_SIZE, arrived: None };
+            assert!(reads.begin(ask, &mut pool).is_none());
+        }
+        assert_eq!((reads.pending(), reads.held()), (4, 4 * PACK));
+        while reads.pending() > 0 {
+            reads.wait(None, &mut pool, &mut finished).unwrap();
+        }
+        assert!(reads.held() == 0 && finished.len() == 4 && finished.iter().all(|read| read.outcome.is_ok()));
     }
 }
