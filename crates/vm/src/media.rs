@@ -2,8 +2,8 @@
 //!
 //! 1. An image is only read, so several machines may use the image at the same time.
 //! 2. The definition names every image in the process's drives: the definition is changed before an image is inserted,
-//!    and after an image is ejected. If the command is killed in between, or QEMU does not answer, repeating the command
-//!    completes the change.
+//!    and after an image is ejected. If the command is killed in between, or QEMU does not answer, repeating the
+//!    command completes the change.
 
 use crate::busy;
 use crate::definition::{Cdrom, Definition};

@@ -25,8 +25,9 @@ struct Prepared {
     definition: Definition,
 }
 
-/// The definition of a machine that is sent. It must not decide what runs on this host: further arguments make QEMU open
-/// any file, or start any program. A sender of this program sends no images, and no machine that starts with the host.
+/// The definition of a machine that is sent. It must not decide what runs on this host: further arguments make QEMU
+/// open any file, or start any program. A sender of this program sends no images, and no machine that starts with the
+/// host.
 fn parse(text: &str) -> Result<Definition> {
     let mut definition = Definition::parse(text, "the machine that is sent")?;
     if !definition.arguments.is_empty() {

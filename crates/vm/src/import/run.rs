@@ -40,8 +40,8 @@ fn of_disk(error: Error, source: &Path, label: &str) -> Error {
     }
 }
 
-/// Fails if this process is root and another user can replace the kernel or the initial RAM disk. QEMU reads these files
-/// at each start, and follows a link to any file of the host, which the guest would read then.
+/// Fails if this process is root and another user can replace the kernel or the initial RAM disk. QEMU reads these
+/// files at each start, and follows a link to any file of the host, which the guest would read then.
 fn check_boot(boot: &Boot) -> Result<()> {
     for file in std::iter::once(&boot.kernel).chain(&boot.initrd) {
         if let Some((found, user)) = of_another_user(file.ancestors())? {
