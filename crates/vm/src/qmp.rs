@@ -433,7 +433,7 @@ mod tests {
             }
             let _ = done.send(Agent::connect(&path, patience).map(|agent| assert!(agent.is_none())));
         });
-        let mut ended = || outcome.recv_timeout(Duration::from_secs(60)).expect("it waits without end");
+        let ended = || outcome.recv_timeout(Duration::from_secs(60)).expect("it waits without end");
         for _ in 0..3 {
             assert_eq!(ended().unwrap_err().kind(), ErrorKind::Io);
         }
