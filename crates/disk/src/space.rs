@@ -138,8 +138,8 @@ pub struct TotalSpace {
     /// The sum of `packed` of all heads and snapshots.
     #[serde(default)]
     pub packed: u64,
-    /// The sum of `packs` of all heads and snapshots, with which `packed` can be compared: compressed blocks that several
-    /// of them share count for each.
+    /// The sum of `packs` of all heads and snapshots, with which `packed` can be compared: compressed blocks that
+    /// several of them share count for each.
     #[serde(default)]
     pub packs: u64,
     /// `packed` / `packs`; `None` if nothing is compressed.

@@ -91,7 +91,8 @@ fn number(of: &Value, member: &str) -> u64 {
 /// A random range of a few blocks.
 fn range(random: &mut Random) -> std::ops::Range<u64> {
     let start = random.below(BLOCKS - 16);
-    start..start + 1 + random.below(if random.once_in(4) { 16 } else { 2 })
+    let limit = if random.once_in(4) { 16 } else { 2 };
+    start..start + 1 + random.below(limit)
 }
 
 /// A disk of which most blocks are written.

@@ -87,8 +87,8 @@ pub fn fits<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, range: Range<u64
     Ok(matches!(rewrite(&mut copy, range, logical, pack, sources), Rewrite::Done { .. }))
 }
 
-/// Maps the blocks of `sources` in a range to a new pack, in the leaves of one tree. Index 0 of the pack is logical block
-/// `logical`. Returns the new root.
+/// Maps the blocks of `sources` in a range to a new pack, in the leaves of one tree. Index 0 of the pack is logical
+/// block `logical`. Returns the new root.
 pub fn pack<S: NodeStore + ?Sized>(
     store: &mut S,
     mut root: NodeId,

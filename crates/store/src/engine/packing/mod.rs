@@ -91,8 +91,8 @@ enum Outcome {
 }
 
 impl Engine {
-    /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`, or packs again those of a pack
-    /// there. The caller repeats the call until `next` has reached the end of the range.
+    /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`, or packs again those of a
+    /// pack there. The caller repeats the call until `next` has reached the end of the range.
     ///
     /// # Errors
     /// `Unsupported` for a thick disk, because its writes must never need new space.
