@@ -88,7 +88,7 @@ fn a_pack_of_blocks_far_apart_counts_the_summaries_of_their_regions() {
     }
     let mut pages_of = |blocks: u8| {
         let far = |index: u8| PhysicalRun { physical: u64::from(index) * SUMMARY_ENTRIES * REGION_BLOCKS, blocks: 1 };
-        let sources = (0..blocks).map(|index| Source { index, run: far(index) }).collect();
+        let sources = (0..blocks).map(|index| Source { index, run: far(index), packed: None }).collect();
         let (run, checksums, objects) = (Run { start: 5, blocks: 1 }, vec![0], vec![1]);
         let operation = Operation::Pack { logical: 0, blocks: u64::from(blocks), run, checksums, sources, objects };
         meta.cost(&operation).unwrap().pages
