@@ -295,6 +295,7 @@ mod bulk;
 mod cached;
 mod checkpoints;
 mod cost;
+mod cut;
 mod damage;
 mod deleted;
 mod media;

@@ -1,0 +1,200 @@
+//! Random histories of packing with power cuts: afterwards each sector of each disk, snapshot and clone has content
+//! that was durable last, or was written later.
+//!
+//! `LAMINA_CUT` sets the number of random histories, `LAMINA_CUT_FROM` the first seed.
+
+use super::packed::mixed;
+use super::*;
+use crate::pack::{Codec, Packer};
+use backend::simulated::SimulatedOptions;
+use std::collections::BTreeMap;
+
+const DISK_BLOCKS: u64 = 300;
+const SECTOR: usize = 512;
+
+/// The contents that each block of an object may have after a power cut. The last one is what reads return.
+type Contents = Vec<Vec<Arc<[u8]>>>;
+
+struct History {
+    random: Random,
+    disk: SimulatedDisk,
+    engine: Arc<Engine>,
+    model: BTreeMap<u64, Contents>,
+    names: u64,
+    packed: u64,
+    repacked: u64,
+}
+
+#[test]
+fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
+    let number = |name: &str, default| std::env::var(name).map_or(default, |value| value.parse().unwrap());
+    let from = number("LAMINA_CUT_FROM", 0);
+    let (mut packed, mut repacked) = (0, 0);
+    for seed in from..from + number("LAMINA_CUT", 3) {
+        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+        Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+        let engine = open(&disk).unwrap();
+        let (random, model) = (Random(seed), BTreeMap::new());
+        let mut history = History { random, disk, engine, model, names: 0, packed: 0, repacked: 0 };
+        for _ in 0..2 {
+            let zeros: Arc<[u8]> = vec![0; BLOCK_SIZE].into();
+            let name = history.name();
+            let id = add_disk(&history.engine, &name, DISK_BLOCKS, Provisioning::Thin);
+            history.model.insert(id, vec![vec![zeros]; DISK_BLOCKS as usize]);
+        }
+        for round in 0..25 {
+            history.control();
+            history.data();
+            history.cut(&format!("seed {seed}, round {round}"));
+        }
+        packed += history.packed;
+        repacked += history.repacked;
+    }
+    assert!(packed > 1000 && repacked > 10, "{packed} {repacked}");
+}
+
+impl History {
+    fn name(&mut self) -> String {
+        self.names += 1;
+        format!("o{}", self.names)
+    }
+
+    fn pick(&mut self, snapshots: Option<bool>) -> Option<u64> {
+        let is_snapshot = |id: u64| self.engine.with_catalog(|catalog| catalog.get(id).unwrap().is_snapshot());
+        let all: Vec<u64> =
+            self.model.keys().copied().filter(|id| snapshots.is_none_or(|wanted| wanted == is_snapshot(*id))).collect();
+        if all.is_empty() { None } else { Some(all[self.random.index(all.len())]) }
+    }
+
+    /// Everything that was written is durable.
+    fn settled(&mut self) {
+        for contents in self.model.values_mut().flatten() {
+            contents.drain(..contents.len() - 1);
+        }
+    }
+
+    /// Snapshots, clones, reverts and deletions, without a cut.
+    fn control(&mut self) {
+        for _ in 0..2 {
+            let name = self.name();
+            let disk = self.pick(Some(false)).unwrap();
+            let snapshot = self.pick(Some(true));
+            match (self.random.below(6), snapshot) {
+                (0 | 1, _) if self.model.len() < 8 => {
+                    let taken = take(&self.engine, disk, &name);
+                    self.engine.flush().unwrap();
+                    self.engine.wait_sealed(taken).unwrap();
+                    self.model.insert(taken, self.model[&disk].clone());
+                }
+                (2, Some(origin)) if self.model.len() < 8 => {
+                    let made = self.engine.clone_snapshot(origin, &[new_disk(&name, DISK_BLOCKS)]).unwrap()[0];
+                    self.engine.detach(made).unwrap();
+                    self.model.insert(made, self.model[&origin].clone());
+                }
+                (3 | 4, Some(gone)) => {
+                    self.engine.delete_snapshot(gone).unwrap();
+                    self.model.remove(&gone);
+                }
+                _ => {}
+            }
+            self.engine.flush().unwrap();
+            self.settled();
+        }
+    }
+
+    /// Packing and writes, until the power is cut or for a number of steps.
+    fn data(&mut self) {
+        let most = if self.random.percent(50) { 60 } else { 600 };
+        self.disk.cut_after(self.disk.operations() + self.random.below(most));
+        for _ in 0..60 {
+            if let Err(error) = self.step() {
+                assert!(self.disk.is_off(), "{error}");
+                return;
+            }
+        }
+    }
+
+    fn step(&mut self) -> Result<()> {
+        let on = self.pick(Some(false)).unwrap();
+        let start = self.random.below(DISK_BLOCKS);
+        let length = 1 + if self.random.percent(40) { self.random.below(40) } else { self.random.below(4) };
+        let range = start..(start + length).min(DISK_BLOCKS);
+        match self.random.below(20) {
+            0..=2 => {
+                self.engine.flush()?;
+                self.settled();
+            }
+            3 => self.engine.checkpoint()?,
+            4 => {
+                self.engine.drop_all_trash()?;
+            }
+            5 => self.engine.settle(&self.engine.head(on))?,
+            6 => {
+                self.engine.pump()?;
+            }
+            7 => {
+                let zeros: Arc<[u8]> = vec![0; BLOCK_SIZE].into();
+                self.write(on, &range, &zeros);
+                self.engine.discard_blocks(&self.engine.head(on), range)?;
+            }
+            8..=11 => {
+                let object = self.pick(None).unwrap();
+                self.engine.settle(&self.engine.head(on))?;
+                let codec = if self.random.percent(50) { Codec::Lz4 } else { Codec::Zstd(3) };
+                let mut packer = Packer::new(codec)?;
+                let mut at = 0;
+                while at < DISK_BLOCKS {
+                    let step = self.engine.pack_step(object, at..DISK_BLOCKS, &mut packer)?;
+                    self.packed += step.packed;
+                    // A step that packs a pack again does not go on to the next blocks.
+                    self.repacked += u64::from(step.packed > 0 && step.next == at);
+                    at = step.next;
+                }
+            }
+            _ => {
+                let value = 1 + self.random.below(255) as u8;
+                let blocks = (range.end - range.start) as usize;
+                let is_mixed = self.random.percent(80);
+                let data = if is_mixed { mixed(std::iter::repeat_n(value, blocks)) } else { slice(value, blocks) };
+                let block = Arc::from(&data[..BLOCK_SIZE]);
+                self.write(on, &range, &block);
+                self.engine.write_blocks(&self.engine.head(on), range.start, data)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, disk: u64, range: &std::ops::Range<u64>, content: &Arc<[u8]>) {
+        let contents = self.model.get_mut(&disk).unwrap();
+        contents[range.start as usize..range.end as usize].iter_mut().for_each(|block| block.push(content.clone()));
+    }
+
+    /// Cuts the power, and compares what is found afterwards.
+    fn cut(&mut self, at: &str) {
+        self.disk = self.disk.crash();
+        if self.random.percent(30) {
+            // The power is cut again while the store is opened.
+            self.disk.cut_after(self.disk.operations() + self.random.below(60));
+            let _ = open(&self.disk);
+            self.disk = self.disk.crash();
+        }
+        self.engine = open(&self.disk).unwrap();
+        let engine = &self.engine;
+        for (id, contents) in &mut self.model {
+            let snapshot = engine.with_catalog(|catalog| catalog.get(*id).unwrap().is_snapshot());
+            let plan = |range| match snapshot {
+                true => engine.plan_snapshot(*id, range),
+                false => engine.plan_head(&engine.head(*id), range),
+            };
+            let found = engine.read_blocks("object", 0..DISK_BLOCKS, &plan).unwrap();
+            for (number, (found, possible)) in found.chunks_exact(BLOCK_SIZE).zip(contents).enumerate() {
+                for sector in (0..BLOCK_SIZE).step_by(SECTOR).map(|at| at..at + SECTOR) {
+                    let is_known = possible.iter().any(|block| block[sector.clone()] == found[sector.clone()]);
+                    assert!(is_known, "{at}, object {id}, block {number}, bytes {sector:?}");
+                }
+                *possible = vec![Arc::from(found)];
+            }
+        }
+        is_whole(&self.engine);
+    }
+}
