@@ -72,10 +72,12 @@ impl<K: Ord + Copy, V> Queue<K, V> {
         }
     }
 
-    /// Adds an entry, if its key has no value yet. Values that leave the cache are moved to `dropped`.
+    /// Adds an entry, if its key has no value yet. Values that leave the cache, or do not enter it, are moved to
+    /// `dropped`.
     pub fn insert(&mut self, key: K, value: V, dropped: &mut Vec<V>) {
         let known = self.entries.get(&key).map(|entry| entry.place);
         if !matches!(known, None | Some(Place::Ghost)) {
+            dropped.push(value);
             return;
         }
         let place = if known.is_some() { Place::Main } else { Place::Small };
