@@ -25,10 +25,15 @@ use backend::{BLOCK_SIZE, SharedSlice};
 use queue::Queue;
 use std::ops::Range;
 
+/// The most shards of a small cache.
+const SHARDS_USUAL: usize = 16;
 /// The most shards.
-const SHARDS_MAX: usize = 16;
+const SHARDS_MAX: usize = 4096;
 /// The fewest entries of a shard, if there are several.
 const SHARD_ENTRIES_MIN: usize = 1024;
+/// The most entries of a shard, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
+/// thread that passes over all entries of the shard, to find one that may leave the cache, or to drop stale items.
+const SHARD_ENTRIES_MAX: usize = 4096;
 /// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of what
 /// was written in order.
 const GROUP: u64 = 32;
@@ -127,7 +132,8 @@ impl ReadCache {
     /// An empty cache that takes at most `bytes` of memory. If they do not suffice for one block, the cache is off.
     pub fn new(bytes: usize, holds_plain: bool) -> Self {
         let entries = bytes / (BLOCK_SIZE + OVERHEAD);
-        let count = (entries / SHARD_ENTRIES_MIN).clamp(entries.min(1), SHARDS_MAX);
+        let count = (entries / SHARD_ENTRIES_MIN).clamp(entries.min(1), SHARDS_USUAL);
+        let count = entries.div_ceil(SHARD_ENTRIES_MAX).clamp(count, SHARDS_MAX);
         let shard = |_| {
             let changed = vec![0; SLOTS as usize].into_boxed_slice();
             Mutex::new(Shard { queue: Queue::new(entries / count), changed })

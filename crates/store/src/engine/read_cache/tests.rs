@@ -62,3 +62,14 @@ fn without_plain_blocks_only_packs_are_kept_apart_by_index() {
     cache.forget_plain(Run { start: 7, blocks: 1 });
     assert_eq!((cache.changes(), cache.packed(7, 0..256).len()), (0, 10));
 }
+
+#[test]
+fn the_shards_of_a_large_cache_stay_small() {
+    for (bytes, shards) in [(64 << 20, 14), (256 << 20, 16), (8 << 30, 468), (64 << 30, 3744), (usize::MAX, SHARDS_MAX)]
+    {
+        let cache = ReadCache::new(bytes, true);
+        let found = cache.shards.len();
+        assert!(found >= shards * 9 / 10 && found <= SHARDS_MAX, "{found} shards for {bytes} bytes");
+        assert!(found == SHARDS_MAX || bytes / (BLOCK_SIZE + OVERHEAD) / found <= SHARD_ENTRIES_MAX);
+    }
+}
