@@ -67,7 +67,7 @@ impl Place {
 
 struct Shard {
     queue: Queue<Place, SharedSlice>,
-    /// Number of the last change of a place, by block modulo [`SLOTS`].
+    /// Number of the last change of a place, by its [`ReadCache::slot`].
     changed: Box<[u64]>,
 }
 
@@ -168,6 +168,13 @@ impl ReadCache {
         &self.shards[(block / GROUP) as usize % self.shards.len()]
     }
 
+    /// The class of a block within its shard. The groups of a shard are numbered one by one, because their distance is
+    /// the number of shards, and a multiple of it would leave most classes unused.
+    fn slot(&self, block: u64) -> usize {
+        let group = block / GROUP / self.shards.len() as u64;
+        ((group * GROUP + block % GROUP) % SLOTS) as usize
+    }
+
     fn is_empty(&self) -> bool {
         self.resident.load(Ordering::Relaxed) == 0
     }
@@ -214,7 +221,7 @@ impl ReadCache {
             let content = SharedSlice::copy_of(content);
             let mut dropped = Vec::new();
             let mut shard = self.shard(place.block).lock();
-            if shard.changed[(place.block % SLOTS) as usize] > planned {
+            if shard.changed[self.slot(place.block)] > planned {
                 continue;
             }
             let before = shard.queue.len();
@@ -237,7 +244,7 @@ impl ReadCache {
             let mut dropped = Vec::new();
             let mut shard = self.shard(part.start).lock();
             for block in part.clone() {
-                shard.changed[(block % SLOTS) as usize] = change;
+                shard.changed[self.slot(block)] = change;
             }
             let before = shard.queue.len();
             shard.queue.remove(Place::packed(part.start, 0)..Place::packed(part.end, 0), &mut dropped);

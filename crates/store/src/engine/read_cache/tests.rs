@@ -73,3 +73,17 @@ fn the_shards_of_a_large_cache_stay_small() {
         assert!(found == SHARDS_MAX || bytes / (BLOCK_SIZE + OVERHEAD) / found <= SHARD_ENTRIES_MAX);
     }
 }
+
+/// Otherwise most reads of a slow medium end too late to be kept while other blocks are written.
+#[test]
+fn a_change_of_another_group_of_the_shard_does_not_refuse_content() {
+    let cache = ReadCache::new(256 << 20, true);
+    let apart = GROUP * cache.shards.len() as u64;
+    let before = cache.changes();
+    cache.forget(Run { start: 5, blocks: 1 });
+    (1..SLOTS / GROUP).for_each(|group| keep(&cache, Place::plain(5 + group * apart), 1, before));
+    (0..GROUP).for_each(|block| keep(&cache, Place::plain(block), 1, before));
+    let kept = held(&cache, Run { start: 0, blocks: SLOTS * cache.shards.len() as u64 });
+    let expected = (0..GROUP).filter(|block| *block != 5).chain((1..SLOTS / GROUP).map(|group| 5 + group * apart));
+    assert_eq!(kept, expected.collect::<Vec<u64>>());
+}
