@@ -2,7 +2,7 @@
 
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
-use super::read_cache::Place;
+use super::read_cache::{Place, worth_using};
 use super::{DataFiles, Engine, Head, Meta};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
@@ -219,7 +219,8 @@ impl Meta {
                 self.logged.range(block..end).next().map(|(at, slice)| (*at, slice.clone()))
             };
             let until = next.as_ref().map_or(end, |(at, _)| *at);
-            let cached = self.read_cache.plain(Run { start: block, blocks: until - block });
+            let part = Run { start: block, blocks: until - block };
+            let cached = worth_using(part, self.read_cache.plain(part));
             for (piece, content) in pieces(block..until, cached) {
                 let (block, at) = (piece.start, logical + (piece.start - run.start));
                 if let Some(content) = content {

@@ -39,6 +39,8 @@ const SHARD_ENTRIES_MAX: usize = 4096;
 const GROUP: u64 = 32;
 /// Places that a shard distinguishes when it remembers changes.
 const SLOTS: u64 = 256;
+/// Fewer cached blocks than this (128 KiB) in the middle of a run are read from the medium with the rest.
+const MIDDLE_MIN: usize = 32;
 /// Memory of an entry beside its content: its nodes in the tree and in the queues, also as a ghost.
 const OVERHEAD: usize = 384;
 /// The index of content that is not in a pack.
@@ -126,6 +128,20 @@ fn groups(run: Run) -> impl Iterator<Item = Range<u64>> {
         at = end.min((from / GROUP + 1) * GROUP);
         (from < at).then_some(from..at)
     })
+}
+
+/// The cached blocks of a run that a read uses. A few in the middle would divide the read of the rest into two
+/// requests, which cost more than reading these blocks too: a sequential read of a range of which every second block is
+/// cached would become one request for each block.
+pub fn worth_using(run: Run, cached: Vec<(u64, SharedSlice)>) -> Vec<(u64, SharedSlice)> {
+    if cached.is_empty() || cached.len() as u64 == run.blocks {
+        return cached;
+    }
+    let is_worth = |part: &&[(u64, SharedSlice)]| {
+        let (first, last) = (part[0].0, part[part.len() - 1].0);
+        first == run.start || last + 1 == run.start + run.blocks || part.len() >= MIDDLE_MIN
+    };
+    cached.chunk_by(|a, b| a.0 + 1 == b.0).filter(is_worth).flatten().cloned().collect()
 }
 
 impl ReadCache {

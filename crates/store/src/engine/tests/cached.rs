@@ -137,6 +137,21 @@ fn content_of_a_freed_pack_is_not_read_from_a_new_pack_in_its_place() {
 }
 
 #[test]
+fn cached_blocks_do_not_divide_a_sequential_read() {
+    let (_disk, engine) = direct(64);
+    let requests = || {
+        let planned = engine.plan_head(&engine.head(1), 0..64).unwrap();
+        planned.parts.iter().filter(|part| matches!(part, Part::Stored(_))).count()
+    };
+    let before = requests();
+    (1..63).step_by(2).for_each(|block| assert_eq!(value(&engine, block).unwrap(), block as u8));
+    assert_eq!((before, requests()), (1, 1));
+    let read = engine.read_blocks("vm", 0..64, &|range| engine.plan_head(&engine.head(1), range)).unwrap();
+    assert!(read.chunks(BLOCK_SIZE).zip(0..).all(|(bytes, block)| bytes == [block; BLOCK_SIZE]));
+    assert_eq!(requests(), 0);
+}
+
+#[test]
 fn random_histories_read_the_same_with_a_cache() {
     for seed in 0..12 {
         let mode = if seed % 3 == 0 { IoMode::Buffered } else { IoMode::Direct };
