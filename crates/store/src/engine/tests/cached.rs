@@ -101,6 +101,24 @@ fn content_that_was_read_before_an_overwrite_is_not_kept() {
     }
 }
 
+/// A read of a snapshot may end after the snapshot was deleted, and its blocks were overwritten in place.
+#[test]
+fn content_that_was_read_from_a_deleted_snapshot_is_not_kept() {
+    let (_disk, engine) = direct(8);
+    let place = own_block(&engine, 1, 3);
+    let snapshot = take(&engine, 1, "s");
+    quiet(&engine);
+    let planned = engine.plan_snapshot(snapshot, 3..4).unwrap();
+    engine.delete_snapshot(snapshot).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    quiet(&engine);
+    write(&engine, 3, 200);
+    quiet(&engine);
+    assert_eq!(own_block(&engine, 1, 3), place);
+    engine.keep(&planned, &planned.parts[0], &[3; BLOCK_SIZE]);
+    assert_eq!(value(&engine, 3).unwrap(), 200);
+}
+
 #[test]
 fn content_of_a_freed_pack_is_not_read_from_a_new_pack_in_its_place() {
     for mode in [IoMode::Buffered, IoMode::Direct] {
