@@ -194,7 +194,7 @@ pub struct DiskInfo {
     /// Writes of clients that wait for space; `None` if no write waits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<WaitingWrites>,
-    /// Blocks of the disk that were read from the read cache since the datastore was opened.
+    /// Blocks of the disk that were read from the read cache since the datastore was opened or the disk was reverted.
     #[serde(default)]
     pub cache_hits: u64,
     /// Blocks of the disk that the read cache may hold, and that were read from the medium.

@@ -13,7 +13,7 @@ pub(super) const CLASSES: usize = 14;
 /// The most bytes kept in each class of single allocations.
 const KEPT_PER_CLASS: usize = 16 << 20;
 /// Buffers of the first classes, up to 16 KiB, are cut from slabs. All slabs are kept: their number is bounded by the
-/// limits on data in flight and in write buffers.
+/// limits on data in flight, in write buffers and in the read cache.
 pub(super) const SLAB_CLASSES: usize = 3;
 /// Memory from this class on (1 MiB) is mapped, so that a request with a long payload takes memory only as bytes
 /// arrive.
