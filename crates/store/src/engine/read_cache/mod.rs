@@ -34,8 +34,8 @@ const SHARD_ENTRIES_MIN: usize = 1024;
 /// The most entries of a shard, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
 /// thread that passes over all entries of the shard, to find one that may leave the cache, or to drop stale items.
 const SHARD_ENTRIES_MAX: usize = 4096;
-/// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of what
-/// was written in order.
+/// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of
+/// what was written in order.
 const GROUP: u64 = 32;
 /// Places that a shard distinguishes when it remembers changes.
 const SLOTS: u64 = 256;
