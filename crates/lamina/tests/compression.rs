@@ -147,7 +147,9 @@ fn a_disk_is_compressed_while_a_client_writes_and_reads_it() {
         writer.join().unwrap()
     });
     content.is(&store, "vm");
-    assert!(number(&space(&store, "vm"), "packed") > SIZE as u64 / 2);
+    store.run("disk optimize vm").ok();
+    let figures = space(&store, "vm");
+    assert!(number(&figures, "packed") > number(&figures, "mapped") / 2, "{figures}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
     let _server = store.serve("");
@@ -186,7 +188,7 @@ fn operations_on_compressed_disks_keep_their_content() {
     optimize("vm");
     let made = store.run(&format!("backup create vm@two {repository} --json")).json();
     assert_eq!((number(&made, "data"), made["based_on"].as_str()), (32 * 20 * BLOCK as u64, Some("one")), "{made}");
-    store.run(&format!("backup restore {repository} restored")).ok();
+    store.run(&format!("backup restore {repository} restored --backup vm@two")).ok();
     two.is(&store, "restored");
 
     // Clones share packs.
@@ -325,7 +327,7 @@ fn on_full(folder: &Path) {
     drop(client);
     // There may be no space for a pack.
     let done = store.run("disk optimize other");
-    assert!(done.code == 0 || done.stderr.contains("space"), "{done:?}");
+    assert!(done.code == 0 || done.stderr.contains("is full"), "{done:?}");
     let compare = |vm: &Content, other: &Content| {
         other.is(&store, "other");
         snapshot.is(&store, "vm@s");

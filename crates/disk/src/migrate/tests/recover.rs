@@ -298,13 +298,15 @@ fn a_disk_that_becomes_images_keeps_its_settings_after_a_kill() {
     datastore.close().unwrap();
 }
 
-/// Moves the folder of the datastore once everything is copied. Images are found by path, the record is not.
-struct MovedAtTheEnd<'a>(&'a Path, &'a Path);
+/// Puts a folder in the place of the mark of an incomplete folder once everything is copied, so that the mark cannot be
+/// removed.
+struct MarkedByAFolder<'a>(&'a Path);
 
-impl Progress for MovedAtTheEnd<'_> {
+impl Progress for MarkedByAFolder<'_> {
     fn update(&self, done: u64, total: u64) {
-        if total > 0 && done == total {
-            let _ = std::fs::rename(self.0, self.1);
+        if total > 0 && done == total && self.0.is_file() {
+            std::fs::remove_file(self.0).unwrap();
+            std::fs::create_dir(self.0).unwrap();
         }
     }
     fn cancelled(&self) -> bool {
@@ -315,14 +317,15 @@ impl Progress for MovedAtTheEnd<'_> {
 #[test]
 fn a_migration_whose_new_copy_does_not_get_its_name_loses_no_copy() {
     let folder = tempfile::tempdir().unwrap();
-    let (before, after) = (folder.path().join("before"), folder.path().join("after"));
-    Datastore::init(&before, InitOptions { journal_size: 8 << 20 }).unwrap();
-    let datastore = Datastore::open(&before, options(QueueChoice::Threads)).unwrap();
+    let path = folder.path().join("store");
+    let mark = path.join("images/a/lamina.incomplete");
+    Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
     datastore.create_disk("a", &NewDisk::native(8 << 20, Provisioning::Thin), &NoProgress).unwrap();
     let client = datastore.device("a", false).unwrap();
     client.write(0, placed(0, &[7; 8192]), false).unwrap();
     let to = MigrateOptions { format: "thin".parse().unwrap(), provisioning: Provisioning::Thin, delta: None };
-    let moved = datastore.migrate("a", &to, &MovedAtTheEnd(&before, &after)).unwrap_err();
+    let moved = datastore.migrate("a", &to, &MarkedByAFolder(&mark)).unwrap_err();
     assert!(moved.kind() == ErrorKind::Stopped && moved.to_string().contains("completes the migration"), "{moved}");
     // Clients that have the disk open use the new copy. Others would get the old one.
     client.write(4096, placed(0, &[8; 4096]), false).unwrap();
@@ -331,7 +334,9 @@ fn a_migration_whose_new_copy_does_not_get_its_name_loses_no_copy() {
     drop(client);
     let _ = datastore.close();
     drop(datastore);
-    let datastore = Datastore::open(&after, options(QueueChoice::Threads)).unwrap();
+    std::fs::remove_dir(&mark).unwrap();
+    std::fs::write(&mark, "").unwrap();
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
     let read = datastore.device("a", true).unwrap().read(0, 8192).unwrap();
     assert!(read[..4096] == [7; 4096] && read[4096..] == [8; 4096]);
     assert_eq!(datastore.disk("a").unwrap().format, "vmdk");
