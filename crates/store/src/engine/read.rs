@@ -481,8 +481,8 @@ impl Engine {
                 Some(_) => Err(Error::new(
                     ErrorKind::Corrupt,
                     format!(
-                        "{name}: the table has no entry for physical block {} at offset {}: it was damaged; run 'lamina \
-                         check --repair', and restore what that cannot repair from a snapshot or backup",
+                        "{name}: the table has no entry for physical block {} at offset {}: it was damaged; run \
+                         'lamina check --repair', and restore what that cannot repair from a snapshot or backup",
                         run.start,
                         logical * BLOCK_SIZE as u64
                     ),
