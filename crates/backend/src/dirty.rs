@@ -1,7 +1,8 @@
 //! A bound on the data that buffered writes of this process have left in the page cache.
 //!
 //! When more is dirty than the kernel permits, the kernel pauses every thread that writes, for up to 200 ms. So this
-//! module starts write-out before, in a thread of its own, and slows down threads that write faster than the medium. All files of a file system share one account ([`DirtyMedium`]). Its steps, as fractions of the bound:
+//! module starts write-out before, in a thread of its own, and slows down threads that write faster than the medium.
+//! All files of a file system share one account ([`DirtyMedium`]). Its steps, as fractions of the bound:
 //!
 //! | dirty and not written | what happens |
 //! |---|---|
