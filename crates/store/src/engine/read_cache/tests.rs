@@ -1,3 +1,5 @@
+//! Places and changes in the shards of the read cache.
+
 use super::*;
 
 fn content(byte: u8) -> Vec<u8> {

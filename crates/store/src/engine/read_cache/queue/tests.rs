@@ -1,3 +1,5 @@
+//! The queues of the read cache: their bound, what a scan evicts, and hits beside those of LRU.
+
 #![allow(clippy::unwrap_used)]
 
 use super::*;
