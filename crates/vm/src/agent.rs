@@ -13,6 +13,7 @@ use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,9 @@ pub enum Execution {
     },
 }
 
+/// Numbers the attempts of this process to synchronise with an agent.
+static ATTEMPTS: AtomicU32 = AtomicU32::new(1);
+
 impl Agent {
     /// The agent behind a socket; `None` if none answers within `patience`.
     pub fn connect(socket: &Path, patience: Duration) -> Result<Option<Self>> {
@@ -81,8 +85,10 @@ impl Agent {
     /// The agent at the other end of a connection; `None` if none answers within `patience`.
     pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        // At least 1, because a stale reply may have the number 0.
-        let number = u64::from(std::process::id()) << 20 | (deadline.elapsed().as_nanos() as u64 & 0xf_ffff) | 1;
+        // Different for each attempt: a reply to an earlier one would be followed by the error for the byte below, which
+        // would count as the reply to the next command. At least 1, because a stale reply may have the number 0.
+        let attempt = ATTEMPTS.fetch_add(1, Ordering::Relaxed);
+        let number = u64::from(std::process::id()) << 20 | u64::from(attempt & 0xf_ffff);
         // 0xff makes the agent discard a partial line that an earlier client sent.
         client.send_bytes(&[0xff])?;
         client.send(&json!({ "execute": "guest-sync-delimited", "arguments": { "id": number } }))?;
@@ -278,6 +284,32 @@ mod tests {
         assert_eq!(late.kind(), ErrorKind::Io);
         let (freeze, thaw) = guest.join().unwrap();
         assert!(freeze.contains("guest-fsfreeze-freeze") && thaw == "guest-fsfreeze-thaw");
+    }
+
+    /// An agent that starts late replies to an attempt that was given up, too.
+    #[test]
+    fn replies_to_an_earlier_attempt_are_skipped() {
+        let (own, peer) = UnixStream::pair().unwrap();
+        let client = || Client::over(own.try_clone().unwrap(), Path::new("agent"), PATIENCE).unwrap();
+        assert!(Agent::over(client(), Duration::from_millis(20)).unwrap().is_none());
+        let guest = thread::spawn(move || {
+            let mut lines = BufReader::new(peer.try_clone().unwrap());
+            let mut line = || {
+                let mut line = Vec::new();
+                lines.read_until(b'\n', &mut line).unwrap();
+                serde_json::from_slice::<Value>(line.strip_prefix(&[0xff]).unwrap_or(&line)).unwrap()
+            };
+            let stray = json!({ "error": { "class": "GenericError", "desc": "JSON parse error, stray" } });
+            for synchronise in [line(), line()] {
+                let back = json!({ "return": synchronise["arguments"]["id"] });
+                (&peer).write_all(format!("{stray}\n{back}\n").as_bytes()).unwrap();
+            }
+            let ping = line();
+            (&peer).write_all(format!("{}\n", json!({ "return": 7, "id": ping["id"] })).as_bytes()).unwrap();
+        });
+        let mut agent = Agent::over(client(), PATIENCE).unwrap().unwrap();
+        assert_eq!(agent.client.execute("guest-ping", json!({})).unwrap(), 7);
+        guest.join().unwrap();
     }
 
     #[test]
