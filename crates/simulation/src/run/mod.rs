@@ -91,6 +91,9 @@ pub struct SimulationRun {
     next_name: u64,
     /// Whether a requested fault of the medium is not triggered yet, or its effects are not repaired yet.
     faulty: bool,
+    /// Whether the datastore was opened on a medium that failed, so that the first check may report pages that could
+    /// not be read and were counted again.
+    recounted: bool,
     /// Whether a flush of the medium may have failed: then the page cache may show data that the medium does not have.
     unsure: bool,
     /// Whether the file system may be full.
@@ -140,6 +143,7 @@ impl SimulationRun {
             random,
             next_name: 0,
             faulty: false,
+            recounted: false,
             unsure: false,
             full: world.room.is_some(),
             cuts_in_recovery: VecDeque::new(),

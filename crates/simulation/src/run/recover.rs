@@ -124,7 +124,7 @@ impl SimulationRun {
                     // datastore is opened on a medium that works.
                     self.note("  opened on a failing medium, and again on one that works");
                     self.disk.mend();
-                    self.faulty = false;
+                    (self.faulty, self.recounted) = (false, true);
                     continue;
                 }
                 Ok(datastore) if !self.disk.is_off() => {
@@ -277,6 +277,11 @@ impl SimulationRun {
         if self.faulty && result.as_ref().is_ok_and(|report| !report.findings.is_empty()) {
             // Content that cannot be read is reported. When the medium works again, nothing may be damaged.
             self.disk.mend();
+            result = check();
+        }
+        let recounted = std::mem::take(&mut self.recounted);
+        if recounted && result.as_ref().is_ok_and(|report| report.findings.iter().all(|found| found.repaired.is_some()))
+        {
             result = check();
         }
         drop(datastore);
