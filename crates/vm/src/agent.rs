@@ -85,9 +85,9 @@ impl Agent {
     /// The agent at the other end of a connection; `None` if none answers within `patience`.
     pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        // Different for each attempt: a reply to an earlier one would be followed by the error for the byte below, which
-        // would count as the reply to the next command. The process's number is at least 1, and a stale reply may have
-        // the number 0.
+        // Different for each attempt: a reply to an earlier one would be followed by the error for the byte below,
+        // which would count as the reply to the next command. The process's number is at least 1, and a stale reply
+        // may have the number 0.
         let attempt = ATTEMPTS.fetch_add(1, Ordering::Relaxed);
         let number = u64::from(std::process::id()) << 20 | u64::from(attempt & 0xf_ffff);
         // 0xff makes the agent discard a partial line that an earlier client sent.
