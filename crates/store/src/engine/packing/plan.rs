@@ -16,7 +16,7 @@ use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
 use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
 use crate::journal::PACK_OBJECTS_MAX;
-use crate::space::{FILE_BLOCKS, Run};
+use crate::space::{BlockEntry, FILE_BLOCKS, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
 use rustc_hash::{FxBuildHasher, FxHashSet};
 use std::hash::BuildHasher;
@@ -206,6 +206,17 @@ impl Meta {
         Ok(Planned::Pack(Plan { logical: window.start, blocks, sources, checksums, objects, old: None }))
     }
 
+    /// The entry of a block with settled content. With `claimed` the caller has marked the block as in flight.
+    pub(super) fn settled(&mut self, block: u64, claimed: bool) -> Result<Option<BlockEntry>> {
+        let entry = self.entry(block)?;
+        let settled = entry.references > 0
+            && !entry.suspect
+            && !entry.held
+            && (claimed || !self.in_flight.contains(block))
+            && !self.logged.contains_key(&block);
+        Ok(settled.then_some(entry))
+    }
+
     /// The plain blocks of an object in a window with settled content.
     fn candidates(&mut self, object: u64, window: &Range<u64>, claimed: bool) -> Result<Vec<Option<Candidate>>> {
         let mut candidates = vec![None; (window.end - window.start) as usize];
@@ -215,13 +226,7 @@ impl Meta {
         for extent in extents.iter().filter(|extent| extent.packed.is_none() && !extent.unwritten) {
             for at in 0..extent.blocks {
                 let physical = extent.physical + at;
-                let entry = self.entry(physical)?;
-                let settled = entry.references > 0
-                    && !entry.suspect
-                    && !entry.held
-                    && (claimed || !self.in_flight.contains(physical))
-                    && !self.logged.contains_key(&physical);
-                if settled {
+                if let Some(entry) = self.settled(physical, claimed)? {
                     let candidate = Candidate { physical, checksum: entry.checksum, left: entry.references };
                     candidates[(extent.logical + at - window.start) as usize] = Some(candidate);
                 }

@@ -132,13 +132,8 @@ impl Meta {
     fn references_of_pack(&mut self, run: Run) -> Result<Option<u32>> {
         let mut references = None;
         for block in run.start..run.start + run.blocks {
-            let entry = self.entry(block)?;
-            let settled = entry.references > 0
-                && !entry.suspect
-                && !entry.held
-                && !self.in_flight.contains(block)
-                && !self.logged.contains_key(&block);
-            if !settled || references.is_some_and(|known| known != entry.references) {
+            let Some(entry) = self.settled(block, false)? else { return Ok(None) };
+            if references.is_some_and(|known| known != entry.references) {
                 return Ok(None);
             }
             references = Some(entry.references);
