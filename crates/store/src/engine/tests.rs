@@ -27,14 +27,22 @@ fn open(disk: &SimulatedDisk) -> Result<Arc<Engine>> {
 
 /// Creates a store without disks.
 fn formatted() -> SimulatedDisk {
-    let disk = plain_disk();
+    format(plain_disk())
+}
+
+fn format(disk: SimulatedDisk) -> SimulatedDisk {
     Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
     disk
 }
 
 /// Creates a store with one thin disk, which has id 1.
 fn made() -> (SimulatedDisk, Arc<Engine>) {
-    let disk = formatted();
+    made_on(plain_disk())
+}
+
+/// As [`made`], on this medium.
+fn made_on(disk: SimulatedDisk) -> (SimulatedDisk, Arc<Engine>) {
+    let disk = format(disk);
     let engine = open(&disk).unwrap();
     assert_eq!(add_disk(&engine, "vm", BLOCKS, Provisioning::Thin), 1);
     (disk, engine)

@@ -31,8 +31,7 @@ fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
     let from = number("LAMINA_CUT_FROM", 0);
     let (mut packed, mut repacked) = (0, 0);
     for seed in from..from + number("LAMINA_CUT", 3) {
-        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
-        Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+        let disk = format(SimulatedDisk::new(seed, SimulatedOptions::default()));
         let engine = open(&disk).unwrap();
         let (random, model) = (Random(seed), BTreeMap::new());
         let mut history = History { random, disk, engine, model, names: 0, packed: 0, repacked: 0 };

@@ -1,7 +1,7 @@
 //! Packs: the content of disks, snapshots and clones stays the same whatever is packed, overwritten, deleted or cut off
 //! in between, and the space of a pack is free when nothing maps it any more.
-//!
-//! `LAMINA_PACKED` sets the number of random histories, `LAMINA_PACKED_FROM` the first seed.
+
+mod histories;
 
 use super::between::before_next;
 use super::*;
@@ -9,11 +9,7 @@ use crate::engine::log::VERSION_PACKS;
 use crate::pack::{Codec, Packer};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use backend::simulated::{Request, SimulatedOptions};
-use std::collections::BTreeMap;
 use std::time::Duration;
-
-/// The content of a block of a disk or snapshot.
-type Content = BTreeMap<u64, u8>;
 
 pub(super) fn packer() -> Packer {
     Packer::new(Codec::Lz4).unwrap()
@@ -122,8 +118,8 @@ fn a_pack_is_found_by_replay_after_a_kill() {
     is_whole(&engine);
 }
 
-#[test]
-fn a_power_cut_at_any_operation_of_packing_loses_nothing() {
+/// Calls `cut_off` with seeds, and for each with the number of operations until the power is cut, until it returns true.
+pub(super) fn cut_at_each_operation(cut_off: fn(u64, u64) -> bool) {
     for seed in 0..3 {
         for cut in 0.. {
             if cut_off(seed, cut) {
@@ -133,12 +129,14 @@ fn a_power_cut_at_any_operation_of_packing_loses_nothing() {
     }
 }
 
+#[test]
+fn a_power_cut_at_any_operation_of_packing_loses_nothing() {
+    cut_at_each_operation(cut_off);
+}
+
 /// Packs blocks, flushes, and cuts the power after `cut` operations of the medium. True if everything was done before.
 fn cut_off(seed: u64, cut: u64) -> bool {
-    let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
-    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
-    let engine = open(&disk).unwrap();
-    assert_eq!(add_disk(&engine, "vm", BLOCKS, Provisioning::Thin), 1);
+    let (disk, engine) = made_on(SimulatedDisk::new(seed, SimulatedOptions::default()));
     (0..40).for_each(|block| write(&engine, block, block as u8));
     quiet(&engine);
     disk.cut_after(disk.operations() + cut);
@@ -563,102 +561,4 @@ fn the_accounts_show_the_stored_blocks() {
     assert_eq!(pack(&engine, 1, 0..64), (2, 1));
     let after = space(&engine);
     assert_eq!((after.mapped, after.packed, after.packs, after.stored, after.exclusive), (64, 64, 3, 3, 3));
-}
-
-/// Random histories of writes, discards, snapshots, clones, deletions, packing and restarts, compared with a model.
-#[test]
-fn random_histories_with_packs_keep_every_content() {
-    let number = |name: &str, default| std::env::var(name).map_or(default, |value| value.parse().unwrap());
-    let from = number("LAMINA_PACKED_FROM", 0);
-    for seed in from..from + number("LAMINA_PACKED", 6) {
-        history(seed);
-    }
-}
-
-fn history(seed: u64) {
-    const DISK_BLOCKS: u64 = 600;
-    let disk = formatted();
-    let mut engine = open(&disk).unwrap();
-    let mut random = Random(seed);
-    let mut model: BTreeMap<u64, Content> = BTreeMap::new();
-    let mut names = 0;
-    let mut name = || {
-        names += 1;
-        format!("o{names}")
-    };
-    for _ in 0..3 {
-        model.insert(add_disk(&engine, &name(), DISK_BLOCKS, Provisioning::Thin), Content::new());
-    }
-    for step in 0..700 {
-        let is_snapshot = |id: u64| engine.with_catalog(|catalog| catalog.get(id).unwrap().is_snapshot());
-        let all: Vec<u64> = model.keys().copied().collect();
-        let disks: Vec<u64> = all.iter().copied().filter(|id| !is_snapshot(*id)).collect();
-        let snapshots: Vec<u64> = all.iter().copied().filter(|id| is_snapshot(*id)).collect();
-        let on = disks[random.index(disks.len())];
-        let start = random.below(DISK_BLOCKS);
-        let length = if random.percent(30) { 1 + random.below(200) } else { 1 + random.below(4) };
-        let range = start..(start + length).min(DISK_BLOCKS);
-        match random.below(100) {
-            0..=3 if all.len() < 12 => {
-                let taken = take(&engine, on, &name());
-                model.insert(taken, model[&on].clone());
-            }
-            4..=5 if all.len() < 12 && !snapshots.is_empty() => {
-                let origin = snapshots[random.index(snapshots.len())];
-                let clone = engine.clone_snapshot(origin, &[new_disk(&name(), DISK_BLOCKS)]).unwrap()[0];
-                engine.detach(clone).unwrap();
-                model.insert(clone, model[&origin].clone());
-            }
-            6 if !snapshots.is_empty() => {
-                let gone = snapshots[random.index(snapshots.len())];
-                engine.delete_snapshot(gone).unwrap();
-                model.remove(&gone);
-            }
-            7..=14 => {
-                engine.discard_blocks(&engine.head(on), range.clone()).unwrap();
-                model.get_mut(&on).unwrap().retain(|block, _| !range.contains(block));
-            }
-            15..=30 => {
-                engine.flush().unwrap();
-                let object = all[random.index(all.len())];
-                if is_snapshot(object) {
-                    engine.wait_sealed(object).unwrap();
-                }
-                let from = random.below(DISK_BLOCKS);
-                pack(&engine, object, from..DISK_BLOCKS);
-            }
-            31..=33 => engine.checkpoint().unwrap(),
-            34..=36 => {
-                engine.drop_all_trash().unwrap();
-            }
-            37..=38 => {
-                engine.flush().unwrap();
-                drop(engine);
-                engine = open(&disk).unwrap();
-            }
-            39..=45 => {
-                engine.pump().unwrap();
-            }
-            46..=50 => engine.settle(&engine.head(on)).unwrap(),
-            _ => {
-                let value = 1 + random.below(255) as u8;
-                let blocks = (range.end - range.start) as usize;
-                // The packs of content of one byte have one block, and those of mixed content have more.
-                let mixed = random.percent(60);
-                let data = if mixed { self::mixed(std::iter::repeat_n(value, blocks)) } else { slice(value, blocks) };
-                engine.write_blocks(&engine.head(on), range.start, data).unwrap();
-                model.get_mut(&on).unwrap().extend(range.map(|block| (block, value)));
-            }
-        }
-        if step % 100 == 99 {
-            for (object, content) in &model {
-                for block in (0..DISK_BLOCKS).filter(|block| block % 7 == step % 7) {
-                    let expected = content.get(&block).copied().unwrap_or(0);
-                    let found = holds(&engine, *object, block).unwrap();
-                    assert_eq!(found, expected, "seed {seed}, step {step}, object {object}, block {block}");
-                }
-            }
-            is_whole(&engine);
-        }
-    }
 }

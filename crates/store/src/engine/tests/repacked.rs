@@ -2,7 +2,7 @@
 //! changes.
 
 use super::between::before_next;
-use super::packed::{holds, mixed, pack, packer, place, quiet, references};
+use super::packed::{cut_at_each_operation, holds, mixed, pack, packer, place, quiet, references};
 use super::*;
 use backend::simulated::{Request, SimulatedOptions};
 use std::ops::Range;
@@ -108,21 +108,12 @@ fn a_pack_is_packed_again_for_all_that_share_it() {
 
 #[test]
 fn a_power_cut_at_any_operation_of_packing_again_loses_nothing() {
-    for seed in 0..3 {
-        for cut in 0.. {
-            if cut_off(seed, cut) {
-                break;
-            }
-        }
-    }
+    cut_at_each_operation(cut_off);
 }
 
 /// Packs a pack again, and cuts the power after `cut` operations of the medium. True if everything was done before.
 fn cut_off(seed: u64, cut: u64) -> bool {
-    let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
-    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
-    let engine = open(&disk).unwrap();
-    assert_eq!(add_disk(&engine, "vm", BLOCKS, Provisioning::Thin), 1);
+    let (disk, engine) = made_on(SimulatedDisk::new(seed, SimulatedOptions::default()));
     fill(&engine, 32);
     overwrite(&engine, 1, 0..20);
     let old = place(&engine, 1, 31).0;
