@@ -208,6 +208,15 @@ fn two_signatures_are_none() {
     assert!(reason.contains("ext2/3/4") && reason.contains("LVM"), "{reason}");
 }
 
+/// The reason for which a volume that is ambiguous has no file system.
+fn ambiguous(bytes: Vec<u8>) -> String {
+    let length = bytes.len() as u64;
+    let Content::Other { name: None, reason } = examine(&Volume::new(&Memory(bytes), 0, length)).unwrap() else {
+        panic!("an ambiguous volume")
+    };
+    reason
+}
+
 #[test]
 fn the_superblock_of_a_former_ext4_beside_the_data_of_another_file_system_is_none() {
     // Neither the pool nor newfs of FreeBSD writes the place of the superblock of ext.
@@ -217,10 +226,7 @@ fn the_superblock_of_a_former_ext4_beside_the_data_of_another_file_system_is_non
         let mut bytes = vec![0; 1 << 20];
         put(&mut bytes, 0x438, &[0x53, 0xEF]);
         put(&mut bytes, at, &signature);
-        let source = Memory(bytes);
-        let Content::Other { name: None, reason } = examine(&Volume::new(&source, 0, 1 << 20)).unwrap() else {
-            panic!("an ambiguous volume")
-        };
+        let reason = ambiguous(bytes);
         assert!(reason.contains("ext2/3/4") && reason.contains(" and of "), "{reason}");
     }
 }
@@ -233,10 +239,7 @@ fn the_first_sector_of_a_former_xfs_before_another_file_system_is_none() {
         let mut bytes = vec![0; 1 << 20];
         put(&mut bytes, 0, b"XFSB");
         put(&mut bytes, at, signature);
-        let source = Memory(bytes);
-        let Content::Other { name: None, reason } = examine(&Volume::new(&source, 0, 1 << 20)).unwrap() else {
-            panic!("an ambiguous volume")
-        };
+        let reason = ambiguous(bytes);
         assert!(reason.contains(" and of ") && reason.contains("xfs"), "{reason}");
     }
 }

@@ -100,15 +100,24 @@ impl File for RefusingFile {
     }
 }
 
+fn created(folder: Folder, kind: ImageKind, delta: Option<DeltaFormat>) -> Arc<Disk> {
+    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
+    Disk::create(folder, &new, &options(1), &NoProgress).unwrap()
+}
+
+/// A disk with a VMFSsparse delta.
+fn with_snapshot(folder: Folder) -> Arc<Disk> {
+    let disk = created(folder, ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
+    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    disk
+}
+
 #[test]
 fn a_snapshot_whose_flush_lacks_space_is_complete() {
     let machine = SimulatedDisk::new(1, SimulatedOptions::default());
     let refuses = Arc::new(AtomicBool::new(false));
     let folder = Folder::plain(Arc::new(Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses)));
-    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
-    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
-    let disk = Disk::create(folder.clone(), &new, &options(1), &NoProgress).unwrap();
-    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    let disk = with_snapshot(folder.clone());
     let chain = disk.chain().unwrap();
     chain.write(0, &[1; 8192]).unwrap();
     refuses.store(true, Ordering::SeqCst);
@@ -145,8 +154,7 @@ fn a_disk_whose_tables_are_refused_stops_and_is_opened_again() {
         let machine = SimulatedDisk::new(1, SimulatedOptions::default());
         let refuses = Arc::new(AtomicBool::new(false));
         let folder = Refusing::new(&machine, name, &refuses);
-        let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
-        let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
+        let disk = created(Folder::plain(Arc::new(folder)), kind, delta);
         if delta.is_some() {
             disk.snapshot(&NewSnapshot::named("one")).unwrap();
         }
@@ -178,10 +186,7 @@ fn a_revert_that_fails_after_it_has_dropped_unflushed_writes_reports_the_loss() 
     let refuses = Arc::new(AtomicBool::new(false));
     let folder = Refusing { renames: true, ..Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses) };
     let refused = Arc::clone(&folder.refused);
-    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
-    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
-    let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
-    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    let disk = with_snapshot(Folder::plain(Arc::new(folder)));
     let chain = disk.chain().unwrap();
     chain.write(0, &[1; 8192]).unwrap();
     chain.flush().unwrap();
@@ -202,10 +207,7 @@ fn after_an_uncertain_record_a_chain_that_lacks_space_takes_no_writes() {
     let machine = SimulatedDisk::new(1, SimulatedOptions::default());
     let refuses = Arc::new(AtomicBool::new(false));
     let folder = Refusing { syncs: true, ..Refusing::new(&machine, "vm-000001-delta.vmdk", &refuses) };
-    let (kind, delta) = (ImageKind::Thin, Some(DeltaFormat::VmfsSparse));
-    let new = NewDisk { name: "vm".into(), capacity: 1 << 20, kind, delta, adapter: Adapter::LsiLogic };
-    let disk = Disk::create(Folder::plain(Arc::new(folder)), &new, &options(1), &NoProgress).unwrap();
-    disk.snapshot(&NewSnapshot::named("one")).unwrap();
+    let disk = with_snapshot(Folder::plain(Arc::new(folder)));
     let chain = disk.chain().unwrap();
     chain.write(0, &[1; 8192]).unwrap();
     refuses.store(true, Ordering::SeqCst);

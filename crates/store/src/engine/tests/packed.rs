@@ -118,7 +118,8 @@ fn a_pack_is_found_by_replay_after_a_kill() {
     is_whole(&engine);
 }
 
-/// Calls `cut_off` with seeds, and for each with the number of operations until the power is cut, until it returns true.
+/// Calls `cut_off` with seeds, and for each with every number of operations before the power cut, until it returns
+/// true.
 pub(super) fn cut_at_each_operation(cut_off: fn(u64, u64) -> bool) {
     for seed in 0..3 {
         for cut in 0.. {
