@@ -147,9 +147,9 @@ fn a_disk_is_compressed_while_a_client_writes_and_reads_it() {
         writer.join().unwrap()
     });
     content.is(&store, "vm");
-    store.run("disk optimize vm").ok();
+    let said = store.run("disk optimize vm").ok();
     let figures = space(&store, "vm");
-    assert!(number(&figures, "packed") > number(&figures, "mapped") / 2, "{figures}");
+    assert!(number(&figures, "packed") > number(&figures, "mapped") / 2, "{said}{figures}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
     let _server = store.serve("");

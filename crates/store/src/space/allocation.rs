@@ -11,6 +11,9 @@ pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only after a search has
 /// found no such run.
 pub(super) const GOOD_RUN: u64 = 16;
+/// Regions surveyed for a search for free blocks, and searched for a run that may exist nowhere. Other searches rarely
+/// need more.
+pub(super) const SEARCH_REGIONS: u64 = if cfg!(test) { 4 } else { 64 };
 /// The most entries of `Space::grown`. Further runs that have grown to [`GOOD_RUN`] blocks are allocated when the
 /// search for any free block reaches them.
 const GROWN_MAX: usize = 256;
@@ -264,13 +267,24 @@ impl Space {
                 }
             }
         } else {
-            if let Some(run) = self.search(pages, good, want, &mut unread)? {
+            if let Some(run) = self.search(pages, u64::MAX, good, want, &mut unread)? {
                 return Ok(Some(run));
             }
             self.fragmented = good > 1;
             self.grown.clear();
         }
-        if good > 1 { self.search(pages, 1, want, &mut unread) } else { Ok(None) }
+        if good > 1 { self.search(pages, u64::MAX, 1, want, &mut unread) } else { Ok(None) }
+    }
+
+    /// Like [`Space::allocate`], but allocates a run of exactly `blocks` blocks, and searches only the next
+    /// [`SEARCH_REGIONS`] regions: if the free space is fragmented, there may be no such run.
+    pub fn allocate_whole(&mut self, pages: &mut Pages, blocks: u64) -> Result<Option<Run>> {
+        self.search(pages, SEARCH_REGIONS, blocks, blocks, &mut UnreadRegion::default())
+    }
+
+    /// The next search for free blocks begins at `block`.
+    pub fn search_from(&mut self, block: u64) {
+        self.cursor = block;
     }
 
     /// The run of `grown` that the next allocation of `want` blocks returns; `None` if that allocation uses none.
@@ -309,14 +323,22 @@ impl Space {
         Ok(Some(run))
     }
 
-    fn search(&mut self, pages: &mut Pages, least: u64, want: u64, unread: &mut UnreadRegion) -> Result<Option<Run>> {
+    /// Allocates a run of `least` to `want` blocks in one of the next `regions` regions, from the cursor on.
+    fn search(
+        &mut self,
+        pages: &mut Pages,
+        regions: u64,
+        least: u64,
+        want: u64,
+        unread: &mut UnreadRegion,
+    ) -> Result<Option<Run>> {
         let count = self.regions();
         if count == 0 || self.counts.free == 0 {
             return Ok(None);
         }
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
         // The first region is searched twice: at the end for the part before the cursor.
-        for step in 0..=count {
+        for step in 0..=count.min(regions) {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];
             if region.estimate() >= least && self.load_whole(pages, number, unread)? {

@@ -1,14 +1,11 @@
 //! Surveys: determine which table pages an operation will need. Pages in memory count as used, missing ones are
 //! recorded. Nothing is changed.
 
-use super::allocation::GOOD_RUN;
+use super::allocation::{GOOD_RUN, SEARCH_REGIONS};
 use super::region::{self, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
 use super::{BlockEntry, Run, SUMMARY_ENTRIES, Space};
 use crate::pages::{PageKey, Pages};
-
-/// Regions surveyed for a search for free blocks. The search rarely needs more.
-const SEARCH_REGIONS: u64 = 64;
 
 impl Space {
     /// The entry of a block, if its page is in memory.
@@ -72,8 +69,17 @@ impl Space {
         if let Some(run) = self.next_grown(want) {
             return self.survey_entries(pages, run);
         }
-        let count = self.regions();
         let least = if self.fragmented { 1 } else { want.min(GOOD_RUN) };
+        self.survey_search(pages, least, want);
+    }
+
+    /// Surveys [`Space::allocate_whole`].
+    pub fn survey_allocation_whole(&self, pages: &mut Pages, blocks: u64) {
+        self.survey_search(pages, blocks, blocks);
+    }
+
+    fn survey_search(&self, pages: &mut Pages, least: u64, want: u64) {
+        let count = self.regions();
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
         for step in 0..count.min(SEARCH_REGIONS) {
             let number = (start + step) % count;

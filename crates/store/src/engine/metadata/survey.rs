@@ -99,6 +99,11 @@ impl Meta {
         self.data.survey_allocation(&mut self.pages, blocks);
     }
 
+    /// Surveys the allocation of one run of `blocks` blocks.
+    pub(crate) fn survey_allocation_whole(&mut self, blocks: u64) {
+        self.data.survey_allocation_whole(&mut self.pages, blocks);
+    }
+
     /// Determines the pages that are needed to add a reference to the root of each of these objects.
     pub(crate) fn survey_roots(&mut self, objects: &[u64]) {
         for object in objects {

@@ -228,13 +228,9 @@ impl Engine {
             return Ok(Outcome::NotAllowed);
         }
         let run = {
-            let _fetch = self.meta.bring_in(|meta| meta.survey_allocation(stored));
+            let _fetch = self.meta.bring_in(|meta| meta.survey_allocation_whole(stored));
             let mut meta = self.meta.lock();
-            let run = self.allocate(&mut meta, stored)?;
-            if run.blocks < stored {
-                self.release_new(&mut meta, Some(run));
-                return Ok(Outcome::Left);
-            }
+            let Some(run) = self.allocate_whole(&mut meta, stored)? else { return Ok(Outcome::Left) };
             self.update_headroom(&meta);
             run
         };

@@ -111,16 +111,16 @@ impl Engine {
     }
 
     /// Like [`Engine::extend`], but under the metadata lock and for `want` blocks: for a batch that finds fewer free
-    /// blocks than it had claimed.
-    pub(crate) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
-        let Some(_extending) = self.reserves.try_extending() else { return Ok(()) };
+    /// blocks than it had claimed. Returns the new free blocks, or `None` if another thread makes a reservation.
+    pub(crate) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<Option<Run>> {
+        let Some(_extending) = self.reserves.try_extending() else { return Ok(None) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
         loop {
             let run = meta.data.plan_extension(&mut meta.pages, want, &mut UnreadRegion::default())?;
             match self.reserve_run(run, &needs(meta, 0, 0)) {
                 Ok(()) => {
                     let noted = self.note_backed(meta, run);
-                    return self.return_unrecorded(run, noted);
+                    return self.return_unrecorded(run, noted).map(|()| Some(run));
                 }
                 Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
                     want = (want / 2).max(EXTENSION_LEAST);
@@ -142,6 +142,26 @@ impl Engine {
             self.extend_locked(meta, want)?;
         }
         Err(Error::new(ErrorKind::NoSpace, "no free blocks although space was reserved for some; run 'lamina check'"))
+    }
+
+    /// Allocates one run of `blocks` free blocks, and reserves more in the file system if the search finds none. `None`
+    /// if the file system is full.
+    pub(in crate::engine) fn allocate_whole(&self, meta: &mut Meta, blocks: u64) -> Result<Option<Run>> {
+        for attempt in 0..2 {
+            if let Some(run) = meta.data.allocate_whole(&mut meta.pages, blocks)? {
+                return Ok(Some(run));
+            }
+            if attempt == 0 && !meta.release_freed() {
+                break;
+            }
+        }
+        match self.extend_locked(meta, blocks) {
+            Ok(Some(new)) => meta.data.search_from(new.start),
+            Ok(None) => return Ok(None),
+            Err(error) if is_full(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        meta.data.allocate_whole(&mut meta.pages, blocks)
     }
 
     fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {

@@ -1,6 +1,7 @@
 //! Packs: the content of disks, snapshots and clones stays the same whatever is packed, overwritten, deleted or cut off
 //! in between, and the space of a pack is free when nothing maps it any more.
 
+mod fragmented;
 mod histories;
 
 use super::between::before_next;
