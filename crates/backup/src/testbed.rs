@@ -67,7 +67,7 @@ impl Fixture {
             queue: QueueChoice::Auto,
             metadata_cache: 16 << 20,
             write_buffer: 8 << 20,
-            read_cache: 1 << 20,
+            read_cache: Some(1 << 20),
         };
         let datastore = Datastore::open(&path, options).unwrap();
         Self { _folder: folder, datastore, content: vec![0; capacity as usize] }

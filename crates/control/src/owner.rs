@@ -24,7 +24,7 @@ pub const OPEN_OPTIONS: OpenOptions = OpenOptions {
     queue: QueueChoice::Auto,
     metadata_cache: 128 << 20,
     write_buffer: 64 << 20,
-    read_cache: 64 << 20,
+    read_cache: None,
 };
 
 /// Carries out one request on the datastore, through its server or in this process.

@@ -68,9 +68,13 @@ pub struct OpenOptions {
     pub metadata_cache: usize,
     /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
-    /// Limit of the read cache in bytes; 0 for none.
-    pub read_cache: usize,
+    /// Limit of the read cache in bytes; 0 for none. `None` for [`READ_CACHE_USUAL`] without blocks that are not
+    /// compressed: reads that find nothing in a small cache are slower than reads without one.
+    pub read_cache: Option<usize>,
 }
+
+/// Limit of the read cache if no other is set (64 MiB).
+const READ_CACHE_USUAL: usize = 64 << 20;
 
 /// A function of the engine that opens a store: with or without repair.
 type OpenEngine = fn(Arc<dyn Directory>, EngineOptions, Option<&Arc<Owner>>) -> Result<Arc<Engine>>;
@@ -207,7 +211,8 @@ impl Datastore {
             mode: options.mode,
             metadata_cache: options.metadata_cache,
             write_buffer: options.write_buffer,
-            read_cache: options.read_cache,
+            read_cache: options.read_cache.unwrap_or(READ_CACHE_USUAL),
+            cache_plain: options.read_cache.is_some(),
             ..EngineOptions::default()
         };
         let opened = Self::open_at(Some(&location), directory, engine_options, open);

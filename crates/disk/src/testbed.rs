@@ -9,6 +9,6 @@ pub fn options(queue: QueueChoice) -> OpenOptions {
         queue,
         metadata_cache: 16 << 20,
         write_buffer: 8 << 20,
-        read_cache: 1 << 20,
+        read_cache: Some(1 << 20),
     }
 }

@@ -181,7 +181,7 @@ impl<'a> Case<'a> {
     }
 
     fn start(&mut self) {
-        let options = ["", "", "--io direct", "--queue threads"][self.random.below(4) as usize];
+        let options = ["", "", "--io direct --read-cache 8M", "--queue threads"][self.random.below(4) as usize];
         self.note(format!("serve {options}"));
         self.server = Some(self.store.serve(&format!("--log warn {options}")));
         self.connect();

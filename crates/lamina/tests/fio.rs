@@ -34,7 +34,7 @@ fn fio_verifies_its_writes() {
     // This job trims each block before writing it.
     let trims = ["--rw=randtrimwrite", "--size=64M", "--iodepth=16", "--bs=8k", "--fsync=128", "--randseed=3"];
     let jobs: [(&str, &[&str]); 3] = [("vm1", &random), ("vm2", &mixed), ("vm3", &trims)];
-    for options in ["", "--io direct"] {
+    for options in ["", "--io direct --read-cache 8M"] {
         let mut server = store.serve(options);
         for (disk, arguments) in jobs {
             fio(&store, disk, arguments);

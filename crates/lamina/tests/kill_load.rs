@@ -23,7 +23,7 @@ const CAPACITIES: [u64; 3] = [4 << 20, (3 << 20) + 512, 1 << 40];
 /// Options of the server, used in turn.
 const OPTIONS: [&str; 5] = [
     "",
-    "--io direct",
+    "--io direct --read-cache 8M",
     "--queue threads --metadata-cache 256K",
     "--io direct --queue threads",
     "--metadata-cache 1M --write-buffer 1M",

@@ -110,7 +110,7 @@ fn nbdcopy_copies_data_exactly_and_keeps_holes() {
         image(&original, seed, size);
         store.run(&format!("disk create vm1 {size}")).ok();
         store.run(&format!("disk create vm2 {size}")).ok();
-        let mut server = store.serve(if seed % 2 == 0 { "--io direct" } else { "" });
+        let mut server = store.serve(if seed % 2 == 0 { "--io direct --read-cache 8M" } else { "" });
         let [original_text, back_text] = [original.to_str().unwrap(), back.to_str().unwrap()];
         // The copy uses several connections at once, because the server advertises CAN_MULTI_CONN.
         tool("nbdcopy", &["--connections=4", "--flush", original_text, &store.uri("vm1")]);

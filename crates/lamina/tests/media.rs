@@ -182,7 +182,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
 
 impl Case<'_> {
     fn start(&mut self) {
-        let options = ["", "", "--io direct", "--queue threads"][self.random.below(4) as usize];
+        let options = ["", "", "--io direct --read-cache 8M", "--queue threads"][self.random.below(4) as usize];
         self.trace.push(format!("serve {options}"));
         self.server = Some(self.store.serve(&format!("--log warn {options}")));
         let connect = |disk: &Doubted| Client::connect(&self.store.socket(), &disk.name).unwrap();

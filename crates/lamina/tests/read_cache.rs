@@ -46,3 +46,24 @@ fn compressed_blocks_are_read_from_the_cache_of_the_size_that_is_set() {
     drop(server);
     store.is_clean();
 }
+
+#[test]
+fn plain_blocks_are_cached_in_direct_mode_with_a_size_that_is_set() {
+    let store = Store::new();
+    store.run("disk create vm1 1M").ok();
+    let server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    client.write(0, &[1; BLOCK]).unwrap();
+    drop((client, server));
+    for (options, misses, hits) in
+        [("--io direct", 0, 0), ("--io direct --read-cache 8M", 1, 1), ("--read-cache 8M", 0, 0)]
+    {
+        let _server = store.serve(options);
+        let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+        for _ in 0..2 {
+            assert!(client.read(0, BLOCK as u32).unwrap() == [1; BLOCK]);
+        }
+        let cache = store.run("status --json").json()["read_cache"].clone();
+        assert_eq!((&cache["misses"], &cache["hits"]), (&misses.into(), &hits.into()), "{options}: {cache}");
+    }
+}

@@ -110,6 +110,7 @@ fn run(seed: u64, medium: Medium) {
         metadata_cache: 512 << 10,
         write_buffer: 1 << 20,
         read_cache: 1 << 20,
+        cache_plain: true,
         commit_interval: Duration::from_millis(300),
         threads: true,
         write_through: true,

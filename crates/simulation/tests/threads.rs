@@ -134,7 +134,7 @@ fn run(mode: IoMode) {
         queue: QueueChoice::Auto,
         metadata_cache: 2 << 20,
         write_buffer: 4 << 20,
-        read_cache: 1 << 20,
+        read_cache: Some(1 << 20),
     };
     let datastore = Datastore::open(&path, options).unwrap();
     for number in 0..WRITERS {

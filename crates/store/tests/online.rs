@@ -25,6 +25,7 @@ const SMALL: EngineOptions = EngineOptions {
     metadata_cache: 0,
     write_buffer: 1 << 20,
     read_cache: 1 << 20,
+    cache_plain: true,
     commit_interval: Duration::from_millis(50),
     write_through: true,
     threads: true,

@@ -47,7 +47,7 @@ impl Datastore {
                     queue: QueueChoice::Auto,
                     metadata_cache: METADATA_CACHE,
                     write_buffer: WRITE_BUFFER,
-                    read_cache: READ_CACHE,
+                    read_cache: Some(READ_CACHE),
                 },
             )?,
         };

@@ -317,7 +317,7 @@ impl SalvageRequest {
             queue: QueueChoice::Auto,
             metadata_cache: 64 << 20,
             write_buffer: 64 << 20,
-            read_cache: 0,
+            read_cache: Some(0),
         };
         let datastore = Datastore::open(&extract.to, options)?;
         let format = extract.format.unwrap_or(TargetFormat::Native);

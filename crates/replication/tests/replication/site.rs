@@ -81,7 +81,7 @@ const OPTIONS: OpenOptions = OpenOptions {
     queue: QueueChoice::Threads,
     metadata_cache: 16 << 20,
     write_buffer: 8 << 20,
-    read_cache: 1 << 20,
+    read_cache: Some(1 << 20),
 };
 
 pub fn open(path: &Path) -> Arc<Datastore> {

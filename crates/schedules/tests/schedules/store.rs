@@ -161,6 +161,7 @@ pub fn options(random: &mut Random) -> EngineOptions {
         metadata_cache: *random.pick(&[256 << 10, 16 << 20]),
         write_buffer: *random.pick(&[16 * block, 64 * block, 512 * block]),
         read_cache: 64 * block,
+        cache_plain: true,
         commit_interval: *random.pick(&[Duration::from_millis(200), Duration::from_secs(1), Duration::from_secs(10)]),
         write_through: true,
         threads: true,

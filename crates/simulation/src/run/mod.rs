@@ -121,6 +121,7 @@ impl SimulationRun {
             metadata_cache: *random.pick(&world.metadata_caches),
             write_buffer: *random.pick(&[64 << 10, 256 << 10, 1 << 20]),
             read_cache: world.read_cache,
+            cache_plain: true,
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: random.percent(75),

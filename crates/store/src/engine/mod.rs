@@ -144,6 +144,8 @@ pub struct EngineOptions {
     pub write_buffer: usize,
     /// Limit of the read cache in bytes; 0 for none.
     pub read_cache: usize,
+    /// Whether the read cache holds blocks that are not compressed too (with [`IoMode::Direct`] only).
+    pub cache_plain: bool,
     /// The time after which acknowledged writes are made durable if no flush is requested. With [`IoMode::Buffered`] it
     /// is three times as long.
     pub commit_interval: Duration,
@@ -161,6 +163,7 @@ impl Default for EngineOptions {
             metadata_cache: 128 << 20,
             write_buffer: 64 << 20,
             read_cache: 64 << 20,
+            cache_plain: true,
             commit_interval: Duration::from_secs(10),
             write_through: true,
             threads: true,

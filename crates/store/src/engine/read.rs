@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// The cost of recording the content of a suspect block.
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
-/// The most bytes of a part whose blocks are kept in the read cache. The requests of a guest are seldom longer, and
+/// The most bytes of a read whose blocks are kept in the read cache. The requests of a guest are seldom longer, and
 /// copying the blocks of a long sequential read would only slow it down.
 const KEPT_MAX: usize = 256 << 10;
 
@@ -88,6 +88,8 @@ pub struct Planned {
     pub guard: Arc<()>,
     /// Number of changes of the read cache until the plan was made.
     changes: u64,
+    /// Whether the read cache keeps the blocks.
+    kept: bool,
 }
 
 impl Stored {
@@ -150,6 +152,11 @@ fn without_blocks(parts: Parts) -> Vec<Part> {
     let mut out = Vec::with_capacity(parts.len());
     out.extend(parts.into_iter().map(|(_, part)| part));
     out
+}
+
+/// Whether the read cache keeps the blocks of a read of this range.
+fn is_kept(range: &Range<u64>) -> bool {
+    range.end - range.start <= (KEPT_MAX / BLOCK_SIZE) as u64
 }
 
 impl Meta {
@@ -331,7 +338,7 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes }))
+        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range) }))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
@@ -342,7 +349,7 @@ impl Engine {
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { parts: without_blocks(parts), guard, changes })
+            Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range) })
         })?;
         Ok(self.count_lookups(planned, None))
     }
@@ -368,7 +375,7 @@ impl Engine {
 
     /// Keeps the verified or decoded content of a part of a plan in the read cache.
     pub fn keep(&self, planned: &Planned, part: &Part, content: &[u8]) {
-        if content.len() > KEPT_MAX {
+        if !planned.kept {
             return;
         }
         let cache = self.meta.read_cache();

@@ -231,7 +231,7 @@ impl Engine {
             superblock.unreported.summaries = superblock.unreported.summaries.saturating_add(1);
         }
         journal.resume(found.end, found.incarnation + 1);
-        let read_cache = ReadCache::new(options.read_cache, options.mode == IoMode::Direct);
+        let read_cache = ReadCache::new(options.read_cache, options.cache_plain && options.mode == IoMode::Direct);
         let engine = Self::assemble(Parts {
             meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog, read_cache),
             directory,

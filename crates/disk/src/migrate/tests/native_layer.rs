@@ -23,6 +23,7 @@ fn options(seed: u64) -> EngineOptions {
         metadata_cache: 1 << 20,
         write_buffer: 256 << 10,
         read_cache: 256 << 10,
+        cache_plain: true,
         commit_interval: Duration::from_secs(10),
         threads: false,
         write_through: !seed.is_multiple_of(3),

@@ -31,6 +31,7 @@ fn open(medium: &SimulatedDisk) -> error::Result<Arc<Datastore>> {
             metadata_cache: 1 << 20,
             write_buffer: 256 << 10,
             read_cache: 256 << 10,
+            cache_plain: true,
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: true,

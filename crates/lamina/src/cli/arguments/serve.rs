@@ -142,10 +142,10 @@ pub struct ServeArguments {
     /// Memory limit of the write buffer, 1M at the least.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = memory(WRITE_BUFFER_MIN))]
     pub write_buffer: usize,
-    /// Memory limit of the read cache, which holds decompressed blocks, and all blocks that were read with --io direct.
-    /// 0 for no cache.
-    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = memory(0))]
-    pub read_cache: usize,
+    /// Memory limit of the read cache, which holds decompressed blocks, and with --io direct all blocks that were read.
+    /// 0 for no cache. By default 64M, for decompressed blocks only.
+    #[arg(long, value_name = "SIZE", value_parser = memory(0))]
+    pub read_cache: Option<usize>,
     /// How long a disk counts as in use after a client's connection ended without a disconnect request. During this
     /// time the client may reconnect, for example after a restart of the server.
     #[arg(long, value_name = "SECONDS", default_value_t = 120, allow_hyphen_values = true,

@@ -66,6 +66,22 @@ fn plain_blocks_are_cached_in_direct_mode_only() {
 }
 
 #[test]
+fn a_long_read_is_not_kept_although_it_has_short_parts() {
+    let (_disk, engine) = direct(0);
+    for block in (0..128).rev() {
+        write(&engine, block, 1);
+        quiet(&engine);
+    }
+    let head = engine.head(1);
+    let resident = |blocks| {
+        engine.read_blocks("vm", 0..blocks, &|range| engine.plan_head(&head, range)).unwrap();
+        engine.read_cache_statistics().resident
+    };
+    assert_eq!(resident(128), 0);
+    assert_eq!(resident(64), 64 * BLOCK_SIZE as u64);
+}
+
+#[test]
 fn content_from_before_an_overwrite_in_place_is_not_read() {
     let (_disk, engine) = direct(8);
     let place = own_block(&engine, 1, 3);
