@@ -50,7 +50,7 @@ fuzz: setup ## Run every fuzz target for FUZZ_SECONDS (60)
 	@scripts/setup fuzz
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## Explore the model, and simulate power cuts and schedules, until stopped; prints a failing seed
+soak: ## Simulate power cuts, schedules and damaged images, and explore the model, until stopped; prints a failing seed
 	@scripts/soak $(SOAK)
 
 KILLS ?= 1000

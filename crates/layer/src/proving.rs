@@ -109,6 +109,34 @@ impl Folder {
     }
 }
 
+/// The numbers of the damaged images that a test makes; each number determines one image. A failing test prints the
+/// last one.
+pub(crate) struct Damages(Range<u64>);
+
+/// `LAMINA_DAMAGES` is how many damaged images are made (20,000 by default; 0: without end), `LAMINA_DAMAGES_FROM` the
+/// first number, which is 0 by default.
+pub(crate) fn damages() -> Damages {
+    let number = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
+    let (first, count) = (number("LAMINA_DAMAGES_FROM", 0), number("LAMINA_DAMAGES", 20_000u64));
+    Damages(first..if count == 0 { u64::MAX } else { first.saturating_add(count) })
+}
+
+impl Iterator for Damages {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        self.0.next()
+    }
+}
+
+impl Drop for Damages {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("LAMINA_DAMAGES_FROM={}: the image with this number", self.0.start.saturating_sub(1));
+        }
+    }
+}
+
 /// A file in memory.
 pub(crate) fn memory_file(bytes: &[u8]) -> Arc<dyn File> {
     let disk = backend::simulated::SimulatedDisk::new(1, Default::default());

@@ -1,7 +1,7 @@
 //! Reads avoid damaged copies and report them; invalid images are refused or fail, in bounded time and memory.
 
 use super::*;
-use crate::proving::{failing_at_a_flush, memory_file, mutate, pattern, peak_memory};
+use crate::proving::{damages, failing_at_a_flush, memory_file, mutate, pattern, peak_memory};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A closed image of the small geometry with data, and its content.
@@ -144,7 +144,7 @@ fn mutated_images_cause_errors_and_no_panic() {
     let weak = [0..80, 0..80, metadata.clone(), metadata];
     let start = std::time::Instant::now();
     let memory = peak_memory();
-    for seed in 0..100_000 {
+    for seed in damages() {
         let mut random = Random::new(seed);
         let mut bytes = images[(seed % 2) as usize].clone();
         mutate(&mut random, &mut bytes, &weak);

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::model::Random;
+use crate::proving::damages;
 use crate::vmfssparse::header::GRAIN_SECTORS_MAX;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use work::NoProgress;
@@ -80,9 +81,9 @@ fn try_everything(file: Arc<dyn File>, random: &mut Random) {
 #[test]
 fn damaged_images_never_panic() {
     let whole = image();
-    let mut random = Random::new(2);
     let disk = SimulatedDisk::new(0, SimulatedOptions { unflushed_max: 0, ..SimulatedOptions::default() });
-    for round in 0..100_000u64 {
+    for round in damages() {
+        let mut random = Random::new(round);
         let name = format!("{round}");
         let file = disk.directory().create(&name, IoMode::Buffered).unwrap();
         let mut bytes = whole.clone();

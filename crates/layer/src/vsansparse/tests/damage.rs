@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::model::Random;
+use crate::proving::damages;
 use crate::vsansparse::header::seal;
 
 const CAPACITY: u64 = 9 << 20;
@@ -54,7 +55,6 @@ fn try_everything(file: &Arc<dyn File>, random: &mut Random, writable: bool) {
 #[test]
 fn damaged_objects_never_panic() {
     let whole = image();
-    let mut random = Random::new(2);
     let disk = SimulatedDisk::new(0, SimulatedOptions { unflushed_max: 0, ..SimulatedOptions::default() });
     let name = "image";
     let file = disk.directory().create(name, IoMode::Buffered).unwrap();
@@ -72,7 +72,8 @@ fn damaged_objects_never_panic() {
     // The metadata blocks with the offsets of their checksums; the last batch of the log is one block.
     let blocks: Vec<(usize, usize)> =
         vec![(0, 12), (1, 12), (3, 4), (258, 4), (259, 4), (260, 4), (261, 4), (262, 4), (264, 4)];
-    for round in 0..100_000u64 {
+    for round in damages() {
+        let mut random = Random::new(round);
         let mut touched = Vec::new();
         for _ in 0..1 + random.below(2) {
             let &(block, checksum) = &blocks[random.below(blocks.len() as u64) as usize];
