@@ -24,6 +24,10 @@ const RESTARTS: usize = 3;
 /// Time limit for any step of a guest on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
+/// The shortest and the longest time between two evaluations of a condition.
+const POLL_MIN: Duration = Duration::from_millis(50);
+const POLL_MAX: Duration = Duration::from_secs(1);
+
 /// Starts libvirtd in the folder `$1`. The names of libvirt's default user and group exist in the namespace only.
 const START: &str = r#"
 set -e
@@ -100,12 +104,14 @@ impl Libvirt {
         format!("{}\n{}\n{}", read("libvirtd.log"), read("log/qemu/web.log"), read("log/console"))
     }
 
+    /// Waits until a condition, which then stays true, holds. Many conditions run programs in the guest, which delay
+    /// what it does, so the condition is evaluated less often in a long wait.
     #[track_caller]
     fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let begin = Instant::now();
         while !condition() {
             assert!(begin.elapsed() < PATIENCE, "waited too long until {what}: {}", self.log());
-            std::thread::sleep(Duration::from_millis(100));
+            std::thread::sleep((begin.elapsed() / 10).clamp(POLL_MIN, POLL_MAX));
         }
     }
 
