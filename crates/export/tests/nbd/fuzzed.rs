@@ -4,6 +4,8 @@
 //! reply to the same request on a connection of its own, on a disk with the same history. Each stream ends with probe
 //! requests: a write, two requests that are refused, and two reads of the written data. After a point where the
 //! boundaries of requests are unknown, no request is answered and nothing is changed.
+//!
+//! `LAMINA_STREAMS` sets the number of streams (20,000 by default), `LAMINA_STREAMS_FROM` the first seed.
 
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -16,7 +18,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use testkit::protocol::*;
 
-const STREAMS: u64 = 100_000;
 const CAPACITY: u64 = (80 << 10) + 512;
 /// Most bytes by which the test completes the last request of a stream.
 const FILL_MAX: u64 = 1 << 20;
@@ -243,8 +244,10 @@ fn check(seed: u64) -> Met {
 
 #[test]
 fn damaged_streams_get_the_reference_replies_or_close_the_connection() {
+    let number = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
+    let (first, streams) = (number("LAMINA_STREAMS_FROM", 0), number("LAMINA_STREAMS", 20_000u64));
     let all = parking_lot::Mutex::new(Met::default());
-    every_seed("fuzzed streams", 0..STREAMS, |seed| {
+    every_seed("fuzzed streams", first..first + streams, |seed| {
         let met = check(seed);
         let mut all = all.lock();
         all.probed += met.probed;
@@ -253,6 +256,6 @@ fn damaged_streams_get_the_reference_replies_or_close_the_connection() {
         all.refused += met.refused;
     });
     let all = all.into_inner();
-    let enough = |count| count > STREAMS / 20;
+    let enough = |count| count > streams / 20;
     assert!([all.probed, all.parts, all.lost, all.refused].into_iter().all(enough), "{all:?}");
 }
