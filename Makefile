@@ -20,11 +20,12 @@ build: ## Build lamina as users run it
 	cargo build --release -p lamina
 
 test: ## Run every test
+	@scripts/setup guest debian clients
 	@scripts/test $(TEST_ARGUMENTS)
 
 lint: deny fuzz-check ## Check the format, clippy, fuzz targets and dependencies
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --profile test -- -D warnings
+	cargo clippy --workspace --all-targets -- -D warnings
 
 # Known vulnerabilities are not checked: their database is fetched from GitHub, and a build must not depend on a
 # download. `cargo deny check` without arguments checks vulnerabilities too, and needs a network.
@@ -33,9 +34,8 @@ deny: ## Check licences, sources and versions of the dependencies
 	@$(TARGET)/tools/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
 # The fuzz targets are not in the workspace: without this target, no check finds that a changed interface breaks them.
-# With folder and profile of the tests, and of clippy above, a dependency is compiled and checked once for all three.
 fuzz-check: ## Check that the fuzz targets build
-	cargo check --quiet --locked --profile test --manifest-path fuzz/Cargo.toml --target-dir $(TARGET)
+	cargo check --quiet --locked --manifest-path fuzz/Cargo.toml --target-dir $(TARGET)/fuzz-check
 
 demo: setup build ## Show a file system, snapshots and 100 clones on real files; a guest and 10 instant clones
 	@scripts/demo $(PROGRAM)
