@@ -51,10 +51,12 @@ fn compressed_blocks_are_read_from_the_cache_of_the_size_that_is_set() {
 fn plain_blocks_are_cached_in_direct_mode_with_a_size_that_is_set() {
     let store = Store::new();
     store.run("disk create vm1 1M").ok();
-    let server = store.serve("");
+    let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), "vm1").unwrap();
     client.write(0, &[1; BLOCK]).unwrap();
-    drop((client, server));
+    client.flush().unwrap();
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
     for (options, misses, hits) in
         [("--io direct", 0, 0), ("--io direct --read-cache 8M", 1, 1), ("--read-cache 8M", 0, 0)]
     {
