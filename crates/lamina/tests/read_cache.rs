@@ -57,8 +57,7 @@ fn plain_blocks_are_cached_in_direct_mode_with_a_size_that_is_set() {
     client.flush().unwrap();
     drop(client);
     assert_eq!(server.stop("TERM"), Some(0));
-    for (options, misses, hits) in
-        [("--io direct", 0, 0), ("--io direct --read-cache 8M", 1, 1), ("--read-cache 8M", 0, 0)]
+    for (options, cached) in [("--io direct", false), ("--io direct --read-cache 8M", true), ("--read-cache 8M", false)]
     {
         let _server = store.serve(options);
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
@@ -66,6 +65,6 @@ fn plain_blocks_are_cached_in_direct_mode_with_a_size_that_is_set() {
             assert!(client.read(0, BLOCK as u32).unwrap() == [1; BLOCK]);
         }
         let cache = store.run("status --json").json()["read_cache"].clone();
-        assert_eq!((&cache["misses"], &cache["hits"]), (&misses.into(), &hits.into()), "{options}: {cache}");
+        assert_eq!(cache["hits"].as_u64().unwrap() > 0, cached, "{options}: {cache}");
     }
 }
