@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use testkit::Random;
 use testkit::authority::{authority, certify};
+use testkit::environment::number;
 use testkit::process::{Serving, Store, send, until};
 use testkit::protocol::*;
 
@@ -375,7 +376,6 @@ fn attempt(tenants: &Tenants, client: &mut Client, from: &Store, random: &mut Ra
 
 #[test]
 fn no_attempt_reaches_the_disk_of_another_tenant() {
-    let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (seed, attempts) = (number("LAMINA_SEED", 1), number("LAMINA_ATTEMPTS", 1000));
     let tenants = Tenants::new();
     let from = Store::new();

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 pub(crate) use testkit::Random;
+use testkit::environment::number;
 
 /// Bytes determined by `seed`, different in every word.
 pub(crate) fn pattern(seed: u64, length: usize) -> Vec<u8> {
@@ -116,8 +117,7 @@ pub(crate) struct Damages(Range<u64>);
 /// `LAMINA_DAMAGES` is how many damaged images are made (20,000 by default; 0: without end), `LAMINA_DAMAGES_FROM` the
 /// first number, which is 0 by default.
 pub(crate) fn damages() -> Damages {
-    let number = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
-    let (first, count) = (number("LAMINA_DAMAGES_FROM", 0), number("LAMINA_DAMAGES", 20_000u64));
+    let (first, count) = (number("LAMINA_DAMAGES_FROM", 0), number("LAMINA_DAMAGES", 20_000));
     Damages(first..if count == 0 { u64::MAX } else { first.saturating_add(count) })
 }
 

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::new_without_default, reason = "a test fails by a panic")]
 
 pub mod authority;
+pub mod environment;
 pub mod fleet;
 pub mod guest;
 pub mod history;

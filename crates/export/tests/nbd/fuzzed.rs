@@ -16,6 +16,7 @@ use export::nbd::Terms;
 use export::nbd::limits::INBOX_BYTES;
 use std::collections::HashMap;
 use std::sync::Arc;
+use testkit::environment::number;
 use testkit::protocol::*;
 
 const CAPACITY: u64 = (80 << 10) + 512;
@@ -244,8 +245,7 @@ fn check(seed: u64) -> Met {
 
 #[test]
 fn damaged_streams_get_the_reference_replies_or_close_the_connection() {
-    let number = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
-    let (first, streams) = (number("LAMINA_STREAMS_FROM", 0), number("LAMINA_STREAMS", 20_000u64));
+    let (first, streams) = (number("LAMINA_STREAMS_FROM", 0), number("LAMINA_STREAMS", 20_000));
     let all = parking_lot::Mutex::new(Met::default());
     every_seed("fuzzed streams", first..first + streams, |seed| {
         let met = check(seed);

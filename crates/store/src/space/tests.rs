@@ -96,18 +96,15 @@ impl World {
     fn allocate(&mut self) {
         let want = 1 + self.random.scaled(2000);
         let whole = self.random.percent(30);
-        let run = if whole {
-            let Some(run) = self.space.allocate_whole(&mut self.pages, want).unwrap() else { return };
-            assert_eq!(run.blocks, want);
-            run
-        } else {
-            let Some(run) = self.space.allocate(&mut self.pages, want).unwrap() else {
-                assert_eq!(self.counts().free, 0, "free blocks that allocate does not find");
-                return;
-            };
-            assert!(run.blocks >= 1 && run.blocks <= want);
-            run
+        let found = match whole {
+            true => self.space.allocate_whole(&mut self.pages, want),
+            false => self.space.allocate(&mut self.pages, want),
         };
+        let Some(run) = found.unwrap() else {
+            assert!(whole || self.counts().free == 0, "free blocks that allocate does not find");
+            return;
+        };
+        assert!(run.blocks >= if whole { want } else { 1 } && run.blocks <= want);
         for block in &mut self.blocks[blocks_of(run)] {
             assert!(block.backed && !block.held && block.references == 0, "{run:?} was not free");
             block.held = true;

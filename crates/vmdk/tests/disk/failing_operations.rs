@@ -11,6 +11,7 @@ use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use testkit::environment::number;
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, snapshot_group};
 use work::NoProgress;
 
@@ -279,8 +280,7 @@ fn case(seed: u64) -> (u32, u32) {
 
 #[test]
 fn after_failed_flushes_reads_return_data_of_the_medium_on_every_branch() {
-    let cases: u64 = std::env::var("LAMINA_CASES").map_or(150, |count| count.parse().unwrap());
-    let first: u64 = std::env::var("LAMINA_CASES_FROM").map_or(0, |first| first.parse().unwrap());
+    let (cases, first) = (number("LAMINA_CASES", 150), number("LAMINA_CASES_FROM", 0));
     let (mut stopped, mut failed) = (0, 0);
     for seed in SEEDS.into_iter().chain(first..first + cases) {
         let (stop, fail) = case(seed);

@@ -10,6 +10,7 @@ use layer::image::{Folder, ImageKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use testkit::environment::number;
 use vmdk::{DeltaFormat, Disk, NewDisk, NewSnapshot, Options};
 use work::NoProgress;
 
@@ -558,7 +559,7 @@ fn a_closed_disk_opens_no_chain() {
 #[test]
 fn no_sector_reads_as_stale_data() {
     let kinds = [&[ImageKind::Thin, ImageKind::MonolithicSparse][..], &OTHER_BASES].concat();
-    let cases: u64 = std::env::var("LAMINA_CASES").map_or(200, |count| count.parse().unwrap());
+    let cases = number("LAMINA_CASES", 200);
     let (mut unread, mut stopped) = (0, 0);
     for seed in 0..cases {
         let kind = kinds[seed as usize / 3 % kinds.len()];

@@ -147,13 +147,12 @@ impl Engine {
     /// Allocates one run of `blocks` free blocks, and reserves more in the file system if the search finds none. `None`
     /// if the file system is full.
     pub(in crate::engine) fn allocate_whole(&self, meta: &mut Meta, blocks: u64) -> Result<Option<Run>> {
-        for attempt in 0..2 {
-            if let Some(run) = meta.data.allocate_whole(&mut meta.pages, blocks)? {
-                return Ok(Some(run));
-            }
-            if attempt == 0 && !meta.release_freed() {
-                break;
-            }
+        let mut found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
+        if found.is_none() && meta.release_freed() {
+            found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
+        }
+        if found.is_some() {
+            return Ok(found);
         }
         match self.extend_locked(meta, blocks) {
             Ok(Some(new)) => meta.data.search_from(new.start),

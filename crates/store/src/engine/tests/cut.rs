@@ -8,6 +8,7 @@ use super::*;
 use crate::pack::{Codec, Packer};
 use backend::simulated::SimulatedOptions;
 use std::collections::BTreeMap;
+use testkit::environment::number;
 
 const DISK_BLOCKS: u64 = 300;
 const SECTOR: usize = 512;
@@ -27,7 +28,6 @@ struct History {
 
 #[test]
 fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
-    let number = |name: &str, default| std::env::var(name).map_or(default, |value| value.parse().unwrap());
     let from = number("LAMINA_CUT_FROM", 0);
     let (mut packed, mut repacked) = (0, 0);
     for seed in from..from + number("LAMINA_CUT", 3) {

@@ -4,13 +4,13 @@
 
 use super::*;
 use std::collections::BTreeMap;
+use testkit::environment::number;
 
 /// The content of a block of a disk or snapshot.
 type Content = BTreeMap<u64, u8>;
 
 #[test]
 fn random_histories_with_packs_keep_every_content() {
-    let number = |name: &str, default| std::env::var(name).map_or(default, |value| value.parse().unwrap());
     let from = number("LAMINA_PACKED_FROM", 0);
     for seed in from..from + number("LAMINA_PACKED", 6) {
         history(seed);
