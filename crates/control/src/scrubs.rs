@@ -21,7 +21,7 @@ pub const RETRY_INTERVAL: u64 = 600;
 #[derive(Default)]
 struct SchedulerState {
     stopped: bool,
-    /// Whether a change of the schedule or of the clock was reported.
+    /// Whether a change of the schedule or of the clock, or the end of a scrub, was reported.
     woken: bool,
     /// When the last scrub was due, and when it was started.
     last: Option<(u64, u64)>,

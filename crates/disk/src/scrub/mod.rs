@@ -85,7 +85,7 @@ pub(crate) struct Scrubs {
     refused: OnceLock<String>,
     /// Whether the server is stopping: then scrubs end, and the next server continues them.
     suspended: AtomicBool,
-    /// Called after the schedule was changed.
+    /// Called after the schedule was changed, and after a scrub has ended: then the next one may be due.
     rescheduled: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// The clock, in seconds since 1970; that of the system if it is not set.
     clock: OnceLock<Box<dyn Fn() -> u64 + Send + Sync>>,
@@ -98,6 +98,7 @@ impl Drop for Ending<'_> {
     fn drop(&mut self) {
         self.0.state.lock().running = None;
         self.0.ended.notify_all();
+        self.0.report_schedule();
     }
 }
 
@@ -146,6 +147,12 @@ impl Scrubs {
         let running = Arc::<Running>::default();
         state.running = Some(Arc::clone(&running));
         Ok((running, Ending(self)))
+    }
+
+    fn report_schedule(&self) {
+        if let Some(rescheduled) = self.rescheduled.get() {
+            rescheduled();
+        }
     }
 
     /// Changes the record in memory.
@@ -487,13 +494,12 @@ impl Datastore {
         let since = self.scrubs.now();
         self.scrubs.change(|record| record.schedule = every.map(|every| ScrubSchedule { every, rate, since }));
         self.scrubs.save(&**self.directory())?;
-        if let Some(rescheduled) = self.scrubs.rescheduled.get() {
-            rescheduled();
-        }
+        self.scrubs.report_schedule();
         Ok(self.summary())
     }
 
-    /// Sets a function that is called after each change of the schedule. Only the first call has an effect.
+    /// Sets a function that is called after each change of the schedule, and after each scrub. Only the first call has
+    /// an effect.
     pub fn on_scrub_schedule(&self, rescheduled: impl Fn() + Send + Sync + 'static) {
         let _ = self.scrubs.rescheduled.set(Box::new(rescheduled));
     }
