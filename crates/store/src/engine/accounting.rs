@@ -13,15 +13,16 @@
 //!    the set. The deleted trees are walked once: the walks for the sets begin with the references that are left.
 //! 3. A deleted tree that cannot be read is not dropped. The tree counts as used, and the counts of other trees do not
 //!    fail.
-//! 4. A tree maps a plain data block at most once. The blocks that a tree maps and those in which they are stored
-//!    differ by compressed blocks: a pack counts once for each tree that maps a part of it (`tree/mapped.rs`).
+//! 4. The blocks that a tree maps and those in which they are stored differ by compressed blocks: a pack counts once
+//!    for each tree that maps a part of it (`tree/mapped.rs`). A plain block that is shared because its content is the
+//!    same counts for each place of the tree where it is mapped. What a deletion frees is exact in both cases.
 
 use super::Engine;
 use super::inspect::StoreCounts;
 use super::metadata::{Effects, View};
 use crate::catalog::{Catalog, Object, ObjectState};
 use crate::sync::MutexGuard;
-use crate::tree::{self, Freed, Left, MappedCounter, NodeId};
+use crate::tree::{self, Freed, Left, MappedCounter, NodeId, Repeats};
 use crate::{Error, ErrorKind, Result, is_lost};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
@@ -52,7 +53,7 @@ pub struct ObjectSpace {
     pub unwritten: u64,
     /// The part of `mapped` that is compressed.
     pub packed: u64,
-    /// Data blocks in which the logical blocks are stored.
+    /// Data blocks in which the logical blocks are stored. A block at several places of the disk counts several times.
     pub stored: u64,
     /// The part of `stored` in which the compressed blocks are stored, with parts of packs that are not in use.
     pub packs: u64,
@@ -65,7 +66,7 @@ pub struct ObjectSpace {
 }
 
 impl ObjectSpace {
-    /// Data blocks that other disks or snapshots use too.
+    /// Data blocks that other disks or snapshots, or other places of the same disk, use too.
     pub fn shared(&self) -> u64 {
         self.stored.saturating_sub(self.exclusive)
     }
@@ -87,6 +88,7 @@ pub struct Accounts<'a> {
     view: View,
     go_on: &'a dyn Fn() -> bool,
     mapped: MappedCounter,
+    repeats: Repeats,
     /// The deleted trees, once they are counted.
     deleted: Option<Arc<Deleted>>,
     /// What dropping single trees would free, for the trees that were counted.
@@ -113,7 +115,9 @@ impl Engine {
         }
         let view = self.view_sealed()?;
         let (mapped, single) = Default::default();
-        Ok(Accounts { view, go_on, mapped, deleted: None, single, _counting: counting })
+        // Queried after the view was made, because the view may contain the first shares.
+        let repeats = if self.log.has_shares() { Repeats::Possible } else { Repeats::Never };
+        Ok(Accounts { view, go_on, mapped, repeats, deleted: None, single, _counting: counting })
     }
 
     /// Makes a view in which all snapshots are sealed, because an unsealed snapshot has content but no tree yet. If
@@ -257,7 +261,7 @@ impl Accounts<'_> {
         let mut effects = Effects::default();
         let counted = {
             let mut sight = self.view.sight();
-            tree::freed_and_left(&mut sight.nodes(&mut effects), roots, &mut questions(self.go_on))
+            tree::freed_and_left(&mut sight.nodes(&mut effects), roots, self.repeats, &mut questions(self.go_on))
         };
         let (freed, left) = self.whole(counted)?;
         Ok(Deleted { roots: roots.to_vec(), freed, left })
@@ -268,7 +272,7 @@ impl Accounts<'_> {
         let mut effects = Effects::default();
         let freed = {
             let mut sight = self.view.sight();
-            tree::freed_after(&mut sight.nodes(&mut effects), left, roots, &mut questions(self.go_on))
+            tree::freed_after(&mut sight.nodes(&mut effects), left, roots, self.repeats, &mut questions(self.go_on))
         };
         self.whole(freed)
     }
@@ -278,7 +282,7 @@ impl Accounts<'_> {
         let mut effects = Effects::default();
         let freed = {
             let mut sight = self.view.sight();
-            tree::freed(&mut sight.nodes(&mut effects), roots, &mut questions(self.go_on))
+            tree::freed(&mut sight.nodes(&mut effects), roots, self.repeats, &mut questions(self.go_on))
         };
         self.whole(freed)
     }

@@ -52,7 +52,8 @@ pub struct BlockCounts {
     pub allocated: u64,
     /// The part of `allocated` that was never written and reads as zeros.
     pub unwritten: u64,
-    /// Of the allocated blocks, those that no other tree maps.
+    /// Of the allocated blocks, those that are mapped at no other place. A block that the same tree maps at several
+    /// places does not count.
     pub exclusive: u64,
     /// Extents: runs that are contiguous logically and physically.
     pub extents: u64,

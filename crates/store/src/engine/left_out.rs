@@ -59,6 +59,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
         | Operation::Synced { .. }
         | Operation::Resolve { .. }
         | Operation::Pack { .. }
+        | Operation::Share { .. }
         | Operation::Backed { .. } => return None,
     })
 }
@@ -126,12 +127,11 @@ impl LeftOut {
         Ok(false)
     }
 
-    /// For a salvage, if a tree that a pack names cannot be read: the packing of the blocks in all trees that can be
+    /// For a salvage, if a tree that a pack or a share names cannot be read: the same change in all trees that can be
     /// read there, because a tree that is not named may share a leaf. In the other trees the range is lost, because the
-    /// plain blocks may belong to other disks afterwards.
-    pub fn pack_where_readable(&mut self, meta: &mut Meta, operation: &Operation) -> Option<Operation> {
-        let Operation::Pack { logical, blocks, objects: named, .. } = operation else { return None };
-        let range = *logical..logical.saturating_add(*blocks);
+    /// blocks that they map may belong to other disks afterwards.
+    pub fn redirect_where_readable(&mut self, meta: &mut Meta, operation: &Operation) -> Option<Operation> {
+        let (range, named) = operation.redirects()?;
         let is_whole =
             |meta: &mut Meta, id: u64| meta.catalog.find(id).is_some() && is_readable(meta, id, range.clone());
         if self.tolerance != Tolerance::Everything || named.iter().all(|id| is_whole(&mut *meta, *id)) {
@@ -141,7 +141,7 @@ impl LeftOut {
         let (readable, lost): (Vec<u64>, Vec<u64>) = all.into_iter().partition(|id| is_whole(&mut *meta, *id));
         lost.into_iter().for_each(|id| self.lose(id, range.clone()));
         let mut rest = operation.clone();
-        if let Operation::Pack { objects, .. } = &mut rest {
+        if let Operation::Pack { objects, .. } | Operation::Share { objects, .. } = &mut rest {
             *objects = readable;
         }
         Some(rest)
@@ -156,10 +156,9 @@ impl LeftOut {
         if let Some((id, _)) = target(operation) {
             self.lose(id, 0..LOGICAL_LIMIT);
         }
-        if let Operation::Pack { logical, blocks, objects, .. } = operation {
-            // The plain blocks, which a leaf may still map, were free for other disks afterwards. Trees that are not
+        if let Some((range, objects)) = operation.redirects() {
+            // The old blocks, which a leaf may still map, were free for other disks afterwards. Trees that are not
             // named may share the leaf.
-            let range = *logical..logical.saturating_add(*blocks);
             meta.catalog.objects().for_each(|object| self.lose(object.id, range.clone()));
             objects.iter().for_each(|object| self.lose(*object, 0..LOGICAL_LIMIT));
         }

@@ -51,7 +51,8 @@
 //!
 //! # Locks
 //!
-//! The locks are acquired in this order: `checking` (one check at a time), `packing` (one step of packing at a time),
+//! The locks are acquired in this order: `checking` (one check at a time), `packing` (one step of packing or of
+//! sharing at a time),
 //! `bulk` (no bulk writer has blocks that are not in the map), `counting` (one count of space at a time), `control`
 //! (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the journal, the
 //! flush of the data files, `through` (no write that bypasses the buffer under way), extending (reservations in the
@@ -95,6 +96,7 @@ mod reserve;
 mod running;
 mod salvage;
 mod scrub;
+mod sharing;
 mod verify;
 mod write;
 mod writeback;
@@ -116,6 +118,7 @@ pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, m
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
 };
+pub use sharing::{PRINTS_MAX, SharePass, ShareStep};
 
 use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;
@@ -209,7 +212,8 @@ pub struct Engine {
     checking: Mutex<()>,
     /// Held by a count of space: one runs at a time.
     counting: Mutex<()>,
-    /// Held by a step of packing: one runs at a time. What passes have examined and left as it is.
+    /// Held by a step of packing or of sharing: one runs at a time. What passes of packing have examined and left as it
+    /// is.
     packing: Mutex<packing::Examined>,
     /// Held by a change of the catalog: one runs at a time.
     control: Mutex<()>,

@@ -75,14 +75,18 @@ impl Engine {
         }
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
-            Operation::Pack { .. } if left_out.leaves_out_parts() => self.pack_parts(meta, doubts, drops, operation),
-            Operation::Pack { .. } => match left_out.pack_where_readable(meta, operation) {
-                Some(rest) => {
-                    drops.note_left_out();
-                    self.carry_out_again(meta, doubts, &rest, position)
+            Operation::Pack { .. } | Operation::Share { .. } if left_out.leaves_out_parts() => {
+                self.redirect_parts(meta, doubts, drops, operation)
+            }
+            Operation::Pack { .. } | Operation::Share { .. } => {
+                match left_out.redirect_where_readable(meta, operation) {
+                    Some(rest) => {
+                        drops.note_left_out();
+                        self.carry_out_again(meta, doubts, &rest, position)
+                    }
+                    None => self.carry_out_again(meta, doubts, operation, position),
                 }
-                None => self.carry_out_again(meta, doubts, operation, position),
-            },
+            }
             _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
             _ => self.carry_out_again(meta, doubts, operation, position),
         });
@@ -130,6 +134,8 @@ impl Engine {
                 blocks(run).for_each(|block| doubts.told(block));
                 meta.doubt(doubts, *run)
             }
+            // Blocks that the map of another disk refers to from now on stay in doubt.
+            Operation::Share { run, .. } => meta.doubt(doubts, *run),
             // The read that resolved the block may have overlapped an overwrite, so a later announcement still leaves
             // the block in doubt.
             Operation::Resolve { block, .. } => {

@@ -315,6 +315,7 @@ mod repacked;
 mod replayed;
 mod room;
 mod served;
+mod shared;
 mod unreadable;
 
 #[test]

@@ -7,13 +7,14 @@ use crate::space::Run;
 use crate::tree::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, Packed, PhysicalRun, Source};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
+use std::ops::Range;
 
 /// The longest run of one operation, in blocks (64 MiB).
 pub const RUN_MAX: u64 = 16_384;
 
 /// The bytes of a source in [`Operation::Pack`].
 const SOURCE_BYTES: usize = 13;
-/// The most trees that one [`Operation::Pack`] changes.
+/// The most trees that one [`Operation::Pack`] or [`Operation::Share`] changes.
 pub const PACK_OBJECTS_MAX: usize = 512;
 
 /// A change of the datastore. Replay applies operations in the order of the journal.
@@ -61,6 +62,9 @@ pub enum Operation {
     /// that contains them. The content of the pack is durable. Index 0 of the pack is logical block `logical`; it has
     /// `blocks` indexes.
     Pack { logical: u64, blocks: u64, run: Run, checksums: Vec<u32>, sources: Vec<Source>, objects: Vec<u64> },
+    /// The trees of `objects` map logical blocks to the run, where they mapped them to the blocks from `from` on. Both
+    /// have the same content, and that of the run is durable.
+    Share { logical: u64, run: Run, from: u64, objects: Vec<u64> },
 }
 
 impl Operation {
@@ -76,6 +80,7 @@ impl Operation {
             Self::Pack { run, sources, objects, .. } => {
                 32 + 4 * run.blocks as usize + SOURCE_BYTES * sources.len() + 8 * objects.len()
             }
+            Self::Share { objects, .. } => 32 + 8 * objects.len(),
             _ => 32,
         }
     }
@@ -97,6 +102,16 @@ impl Operation {
         }
     }
 
+    /// For an operation that maps logical blocks of several objects to other physical blocks with the same content:
+    /// these blocks and objects.
+    pub fn redirects(&self) -> Option<(Range<u64>, &[u64])> {
+        match self {
+            Self::Pack { logical, blocks, objects, .. } => Some((*logical..logical.saturating_add(*blocks), objects)),
+            Self::Share { logical, run, objects, .. } => Some((*logical..logical.saturating_add(run.blocks), objects)),
+            _ => None,
+        }
+    }
+
     /// True if the operation may allocate nodes for a tree.
     pub fn changes_map(&self) -> bool {
         matches!(
@@ -107,6 +122,7 @@ impl Operation {
                 | Self::Unwritten { .. }
                 | Self::Written { .. }
                 | Self::Pack { .. }
+                | Self::Share { .. }
         )
     }
 }
@@ -316,6 +332,14 @@ impl Writer {
                 self.u16(objects.len() as u16);
                 objects.iter().for_each(|object| self.u64(*object));
             }
+            Operation::Share { logical, run, from, objects } => {
+                self.u8(21);
+                self.u64(*logical);
+                self.run(*run);
+                self.u64(*from);
+                self.u16(objects.len() as u16);
+                objects.iter().for_each(|object| self.u64(*object));
+            }
         }
     }
 }
@@ -428,6 +452,17 @@ impl<'a> Reader<'a> {
         Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
     }
 
+    fn share(&mut self) -> Result<Operation> {
+        let (logical, run, from) = (self.u64()?, self.run()?, self.u64()?);
+        let logical = self.logical(logical, run.blocks)?;
+        let overlap = from < run.start + run.blocks && run.start < from.saturating_add(run.blocks);
+        if run.blocks > EXTENT_BLOCKS_MAX || from > PHYSICAL_LIMIT - run.blocks || overlap {
+            return Err(damaged());
+        }
+        let objects = (0..self.u16()?).map(|_| self.u64()).collect::<Result<_>>()?;
+        Ok(Operation::Share { logical, run, from, objects })
+    }
+
     /// The next operation; `None` at the end.
     pub fn next_operation(&mut self) -> Result<Option<Operation>> {
         if self.left.is_empty() {
@@ -478,6 +513,7 @@ impl<'a> Reader<'a> {
             }
             19 => self.pack(false)?,
             20 => self.pack(true)?,
+            21 => self.share()?,
             _ => return Err(damaged()),
         }))
     }

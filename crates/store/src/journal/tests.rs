@@ -321,6 +321,11 @@ fn operation(random: &mut Random, code: u64) -> Operation {
         16 => Operation::Drop { object: random.next(), steps: random.next() as u32 },
         17 => Operation::Announce { run },
         18 => Operation::Checksums { run, checksums },
+        21 => {
+            // The two runs do not overlap.
+            let from = if run.start > 8 { run.start - 5 } else { run.start + 1000 };
+            Operation::Share { logical, run, from, objects: vec![disk, random.next()] }
+        }
         _ => {
             let physical = run.start.min((1 << 48) - 6);
             let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
@@ -336,7 +341,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 20;
+const CODES: u64 = 21;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -372,6 +377,9 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
             let (sources, objects) = (vec![source], vec![disk, snapshot]);
             let name = if repacks { "repack" } else { "pack" };
             (name, Operation::Pack { logical, blocks: 32, run, checksums: checksums(), sources, objects })
+        }
+        Operation::Share { .. } => {
+            ("share", Operation::Share { logical, run, from: 0x77, objects: vec![disk, snapshot] })
         }
     }
 }

@@ -45,14 +45,24 @@ pub struct Freed {
     pub nodes: u64,
 }
 
+/// How often one tree may map a data block that is not part of a pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repeats {
+    /// At most once: no blocks were ever shared because they have the same content.
+    Never,
+    /// Any number of times.
+    Possible,
+}
+
 /// Counts what dropping one reference on each of these roots would free. `go_on` is called for each visited node; its
 /// error ends the count.
 pub fn freed<S: DataReferences + ?Sized>(
     store: &mut S,
     roots: &[NodeId],
+    repeats: Repeats,
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Freed> {
-    Dropping::new(store, roots, go_on)?.count()
+    Dropping::new(store, roots, repeats, go_on)?.count()
 }
 
 /// As [`freed`], and returns the references that would be left, for [`freed_after`]. `None` if they need too much
@@ -60,9 +70,10 @@ pub fn freed<S: DataReferences + ?Sized>(
 pub fn freed_and_left<S: DataReferences + ?Sized>(
     store: &mut S,
     roots: &[NodeId],
+    repeats: Repeats,
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<(Freed, Option<Left>)> {
-    let mut dropping = Dropping::new(store, roots, go_on)?;
+    let mut dropping = Dropping::new(store, roots, repeats, go_on)?;
     dropping.left = Some(Left::default());
     Ok((dropping.count()?, dropping.left))
 }
@@ -73,9 +84,10 @@ pub fn freed_after<S: DataReferences + ?Sized>(
     store: &mut S,
     before: &Left,
     roots: &[NodeId],
+    repeats: Repeats,
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Freed> {
-    let mut dropping = Dropping::new(store, roots, go_on)?;
+    let mut dropping = Dropping::new(store, roots, repeats, go_on)?;
     dropping.before = Some(before);
     dropping.count()
 }
@@ -210,6 +222,7 @@ struct Dropping<'a, S: ?Sized> {
     store: &'a mut S,
     /// Roots with their levels.
     tops: Vec<(NodeId, u8)>,
+    repeats: Repeats,
     /// The references that are left after an earlier walk, which has counted other trees as dropped.
     before: Option<&'a Left>,
     /// What is left after this walk, if the caller requested it and it fits into memory so far.
@@ -231,13 +244,18 @@ enum Pass {
 }
 
 impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
-    fn new(store: &'a mut S, roots: &[NodeId], go_on: &'a mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    fn new(
+        store: &'a mut S,
+        roots: &[NodeId],
+        repeats: Repeats,
+        go_on: &'a mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let mut tops = Vec::with_capacity(roots.len());
         for root in roots {
             tops.push((*root, root_level(store, *root)?));
         }
         let (dying, entered) = Default::default();
-        Ok(Self { store, tops, before: None, left: None, dying, entered, go_on })
+        Ok(Self { store, tops, repeats, before: None, left: None, dying, entered, go_on })
     }
 
     fn count(&mut self) -> Result<Freed> {
@@ -248,8 +266,9 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
         self.sum()
     }
 
-    /// The most references that a node or block can have and still be freed by these trees, because one tree refers to
-    /// it at most once. If the caller wants the references that are left, all references are counted.
+    /// The most references that a node can have and still be freed by these trees, because one tree refers to it at
+    /// most once. The same applies to a block without [`Repeats`]. If the caller wants the references that are left,
+    /// all references are counted.
     fn most(&self) -> u32 {
         let trees = u32::try_from(self.tops.len()).unwrap_or(u32::MAX);
         if self.left.is_some() { u32::MAX } else { trees }
@@ -348,7 +367,7 @@ impl<'a, S: DataReferences + ?Sized> Dropping<'a, S> {
             return children.into_iter().try_for_each(|child| self.reach(child, level - 1, pass, counts, freed));
         }
         // One tree may map a pack by several entries.
-        let several_each = page::has_packs(node);
+        let several_each = self.repeats == Repeats::Possible || page::has_packs(node);
         for run in page::data_runs(node) {
             let (mut start, mut end) = (run.physical, run.physical + run.blocks);
             if !first {

@@ -14,8 +14,8 @@
 //!    shared leaf counts once, so an in-place overwrite needs an unshared *path* as well as an unshared block
 //!    ([`lookup_exclusive`]).
 //! 3. **Only exclusive nodes change.** A node is modified only when its own count is 1, and the count of every node
-//!    above it, up to the root of the changed tree, is 1. The exception is [`pack()`], which changes no content: it
-//!    changes leaves in place, for all trees that share them.
+//!    above it, up to the root of the changed tree, is 1. The exceptions are [`pack()`] and [`share()`], which change
+//!    no content: they change leaves in place, for all trees that share them.
 //! 4. **Order.** Extents of a leaf ascend and do not overlap. Keys of an internal node ascend. All blocks below a child
 //!    lie in `[key of the child, key of the next)`, so no extent crosses the bound of its leaf. The first child has no
 //!    key (0 is stored); its lower bound is that of its node.
@@ -40,6 +40,7 @@
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `pack` | mapping blocks to a pack with the same content, in every leaf that maps them |
+//! | `share` | mapping blocks to other blocks with the same content |
 //! | `reach` | how many pages a `replace` would change |
 //! | `freed` | counting what dropping trees would free |
 //! | `mapped` | counting the blocks that trees map |
@@ -59,6 +60,7 @@ mod path;
 mod reach;
 mod remove;
 mod replace;
+mod share;
 mod survey;
 mod unreadable;
 mod walk;
@@ -67,7 +69,7 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
-pub use freed::{DataReferences, Freed, Left, freed, freed_after, freed_and_left};
+pub use freed::{DataReferences, Freed, Left, Repeats, freed, freed_after, freed_and_left};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use mapped::{MappedBlocks, MappedCounter};
@@ -76,6 +78,7 @@ pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, va
 pub use reach::{Reach, Seen, reach};
 pub use remove::{check_drop, drop_step};
 pub use replace::replace;
+pub use share::{Share, share, share_fits};
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use unreadable::find_unreadable;
 pub use walk::{Lost, Visit, walk, walk_damaged};

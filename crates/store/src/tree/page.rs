@@ -465,6 +465,54 @@ pub(super) fn pack_in_leaf(
     Rewrite::Done { entries: packed_entries, divided, removed }
 }
 
+/// The result of [`share_in_leaf`].
+pub(super) enum Redirect {
+    /// The change is made: the leaf maps `added` instead of `removed`, which are empty if it maps none of the blocks.
+    Done { added: Vec<PhysicalRun>, removed: Vec<PhysicalRun> },
+    /// The entries do not fit, and nothing was changed.
+    Full,
+}
+
+/// Maps the blocks of `range` for which `to_of` returns another physical block to that block. The function gets the
+/// first logical and physical block of a part of an entry within the range, and the result applies to the whole part.
+pub(super) fn share_in_leaf(page: &mut Block, range: Range<u64>, to_of: &dyn Fn(u64, u64) -> Option<u64>) -> Redirect {
+    let entries = entries(page);
+    let first = first_ending_after(page, range.start);
+    let overlapping = entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
+    // The entries beside the range may continue the new ones.
+    let (first, last) = (first.saturating_sub(1), (first + overlapping + 1).min(entries.len()));
+    let (mut new, mut added, mut removed) = (Vec::<Mapping>::new(), Vec::new(), Vec::new());
+    for mapping in entries[first..last].iter().map(decode) {
+        let (start, end) = (mapping.logical.max(range.start), mapping.end().min(range.end));
+        let mut pieces = [Some(mapping), None, None];
+        if start < end && mapping.packed.is_none() && !mapping.unwritten {
+            let part = mapping.clipped(start, end);
+            if let Some(physical) = to_of(part.logical, part.physical) {
+                push_run(&mut removed, part.physical, part.blocks);
+                push_run(&mut added, physical, part.blocks);
+                let left = (mapping.logical < start).then(|| mapping.clipped(mapping.logical, start));
+                let right = (end < mapping.end()).then(|| mapping.clipped(end, mapping.end()));
+                pieces = [left, Some(Mapping { physical, ..part }), right];
+            }
+        }
+        for piece in pieces.into_iter().flatten() {
+            match new.last_mut().and_then(|before| Some((joined(before, &piece)?, before))) {
+                Some((whole, before)) => *before = whole,
+                None => new.push(piece),
+            }
+        }
+    }
+    if added.is_empty() {
+        return Redirect::Done { added, removed };
+    }
+    if entries.len() - (last - first) + new.len() > ENTRIES_MAX {
+        return Redirect::Full;
+    }
+    let new: Vec<RawEntry> = new.iter().map(encode).collect();
+    splice(page, first..last, &new);
+    Redirect::Done { added, removed }
+}
+
 /// Whether a single block continues an entry.
 fn continues(before: &Mapping, one: &Mapping) -> bool {
     let next = match (before.packed, one.packed) {

@@ -6,6 +6,7 @@
 //! | `model` | random operations on many trees equal ordinary maps; reference counts are exact, no page leaks |
 //! | `freed` | the count of what dropping trees would free equals what dropping them frees |
 //! | `packed` | blocks are mapped to packs in every tree that maps them, and overwritten, without a change of content |
+//! | `shared` | blocks are replaced by others with the same content in every tree that maps them, and overwritten |
 //! | `shape` | fill, depth and the cost of operations |
 //! | `damage` | invalid pages are refused; inconsistent trees cause errors, not panics or endless loops |
 
@@ -18,5 +19,6 @@ mod memory;
 mod model;
 mod packed;
 mod shape;
+mod shared;
 
 use testkit::Random;

@@ -14,7 +14,7 @@ pub use admission::{Cost, Grant, PAGES_FLOOR};
 pub use clocks::Clocks;
 pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
-pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS};
+pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARES};
 
 use crate::journal::{BatchKind, Journal, Place};
 use crate::pages::ImageIndex;
@@ -217,14 +217,18 @@ impl CommitLog {
         self.lock().superblock.has_packs()
     }
 
-    /// Says durably in both copies of the superblock that the datastore may have packs. Must not be called during a
-    /// checkpoint.
-    pub fn allow_packs(&self) -> Result<()> {
+    /// Whether the superblock says that several logical blocks may map one block.
+    pub fn has_shares(&self) -> bool {
+        self.lock().superblock.has_shares()
+    }
+
+    /// Gives both copies of the superblock durably at least this version. Must not be called during a checkpoint.
+    pub fn raise_version(&self, version: u32) -> Result<()> {
         let mut commit = self.lock();
-        if !commit.superblock.has_packs() {
-            commit.superblock.version = VERSION_PACKS;
-            // Each write replaces one of the two copies. If one is lost, a program that does not know packs must not
-            // open the datastore with the other.
+        if commit.superblock.version < version {
+            commit.superblock.version = version;
+            // Each write replaces one of the two copies. If one is lost, a program that does not know the version must
+            // not open the datastore with the other.
             for _copy in 0..2 {
                 commit.superblock.write(&*self.superblock_file)?;
             }

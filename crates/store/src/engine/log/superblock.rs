@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version: 2, or 3 with packs; copies of version 1 are read, without the fields from 144 on |
+//! | 8 | 4 | format version: 2, 3 with packs, 4 with shares; version 1 is read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |
@@ -32,10 +32,13 @@ use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
 const CHECKSUM_AT: usize = 12;
-/// The version that is written, unless the datastore needs [`VERSION_PACKS`].
+/// The version that is written, unless the datastore needs [`VERSION_PACKS`] or [`VERSION_SHARES`].
 pub const FORMAT_VERSION: u32 = 2;
-/// The version of a datastore that may have packs. Every version up to this one can be read.
+/// The version of a datastore that may have packs.
 pub const VERSION_PACKS: u32 = 3;
+/// The version of a datastore in which several logical blocks may map one block, and which may have packs too. Every
+/// version up to this one can be read.
+pub const VERSION_SHARES: u32 = 4;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -60,7 +63,7 @@ pub struct Unreported {
 /// The superblock: what opening reads first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// The version of the copy that was read. Copies are written with [`FORMAT_VERSION`] or [`VERSION_PACKS`].
+    /// The version of the copy that was read. Copies are written with [`FORMAT_VERSION`] or a later one.
     pub version: u32,
     pub uuid: [u8; 16],
     pub sequence: u64,
@@ -95,9 +98,14 @@ impl Superblock {
         self.version >= VERSION_PACKS
     }
 
-    /// A datastore that has used packs stays at their version, because snapshots may keep them.
+    /// Whether several logical blocks may map one block of the datastore.
+    pub fn has_shares(&self) -> bool {
+        self.version >= VERSION_SHARES
+    }
+
+    /// A datastore that has used packs or shares stays at their version, because snapshots may keep them.
     fn version_written(&self) -> u32 {
-        if self.has_packs() { VERSION_PACKS } else { FORMAT_VERSION }
+        self.version.max(FORMAT_VERSION)
     }
 
     fn encode(&self) -> Buffer {
@@ -147,12 +155,12 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if !(VERSION_RING_IMAGES..=VERSION_PACKS).contains(&version) {
+        if !(VERSION_RING_IMAGES..=VERSION_SHARES).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
                     "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
-                     {VERSION_PACKS}"
+                     {VERSION_SHARES}"
                 ),
             ));
         }

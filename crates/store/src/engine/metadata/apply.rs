@@ -192,6 +192,49 @@ impl Meta {
         self.nodes(effects).drop_data_references(run.start, run.blocks)
     }
 
+    /// Maps blocks to other blocks with the same content, in these ranges of objects. `from` is the first of the blocks
+    /// that the leaves map before.
+    pub(crate) fn share(
+        &mut self,
+        parts: impl Iterator<Item = (u64, Range<u64>)>,
+        logical: u64,
+        run: Run,
+        from: u64,
+        effects: &mut Effects,
+    ) -> Result<()> {
+        let adopted = self.adopt_left_out(run, from)?;
+        let share = tree::Share { logical, blocks: run.blocks, from, to: run.start };
+        for (object, range) in parts {
+            // An object whose record is lost keeps the old blocks.
+            let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { continue };
+            let mut nodes = self.nodes(effects);
+            let root = tree::share(&mut nodes, old, range, &share)?;
+            if root != old {
+                nodes.note_change(root);
+                self.catalog.set_root(object, Some(root));
+            }
+        }
+        self.levels = self.levels.max(effects.levels);
+        adopted.into_iter().try_for_each(|run| self.nodes(effects).drop_data_references(run.start, run.blocks))
+    }
+
+    /// Called before blocks are shared: gives those blocks of the run that have no reference a first one, and the
+    /// checksums of the blocks from `from` on, which have the same content. There are such blocks only in a repair, if
+    /// the operation that mapped them was left out. The reference keeps them until leaves refer to them.
+    fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
+        let mut adopted = Vec::new();
+        for at in 0..run.blocks {
+            let one = Run { start: run.start + at, blocks: 1 };
+            if self.entry(one.start)?.references == 0 {
+                let checksum = self.entry(from + at)?.checksum;
+                self.data.adopt(&mut self.pages, one)?;
+                self.note_written(one, &[checksum])?;
+                adopted.push(one);
+            }
+        }
+        Ok(adopted)
+    }
+
     /// Subtracts the new blocks of a thick disk from its reservation. Blocks that the change freed were not shared, so
     /// the same number of new blocks does not reduce the reservation.
     fn consume_reserve(&mut self, disk: u64, blocks: u64, freed: &[Run]) -> Result<()> {
@@ -372,6 +415,10 @@ impl Meta {
             Operation::Pack { logical, blocks, run, checksums, sources, objects } => {
                 let all = objects.iter().map(|object| (*object, *logical..*logical + *blocks));
                 self.pack(all, *logical, *run, checksums, sources, effects)?;
+            }
+            Operation::Share { logical, run, from, objects } => {
+                let all = objects.iter().map(|object| (*object, *logical..*logical + run.blocks));
+                self.share(all, *logical, *run, *from, effects)?;
             }
         }
         self.note_growth(operation, &effects.freed[first..]);

@@ -15,7 +15,7 @@ const PAGES_BESIDE: u64 = 3;
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
-/// The most leaves that one pack may split.
+/// The most leaves that one pack or one share may split.
 pub const PACK_SPLITS_MAX: u64 = 2;
 /// Pages, other than nodes and table pages, that a small datastore changes between two checkpoints.
 const FEW_PAGES: u64 = 64;
@@ -92,6 +92,15 @@ impl Meta {
         touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
     }
 
+    /// The most pages that mapping blocks of this many objects elsewhere dirties. `touched` has the blocks before and
+    /// after.
+    fn pages_of_redirect(&self, objects: usize, mut touched: Touched) -> u64 {
+        // Two leaves of each tree, and for those that are split: on each level the node, a new one and the table page
+        // of the new one.
+        touched.nodes = 2 * objects as u64 + PACK_SPLITS_MAX * 3 * (self.levels() + 2);
+        self.pages_of(&touched)
+    }
+
     /// An upper limit of the cost of an operation, including its bytes in a batch.
     pub fn cost(&mut self, operation: &Operation) -> Result<Cost> {
         let pages = match operation {
@@ -120,10 +129,13 @@ impl Meta {
                 for stored in sources.iter().map(tree::Source::stored) {
                     touched.touch_run(Run { start: stored.physical, blocks: stored.blocks });
                 }
-                // A leaf of each tree, and for those that are split: on each level the node, a new one and the table
-                // page of the new one.
-                touched.nodes = 2 * objects.len() as u64 + PACK_SPLITS_MAX * 3 * (self.levels() + 2);
-                self.pages_of(&touched)
+                self.pages_of_redirect(objects.len(), touched)
+            }
+            Operation::Share { run, from, objects, .. } => {
+                let mut touched = Touched::default();
+                touched.touch_run(*run);
+                touched.touch_run(Run { start: *from, blocks: run.blocks });
+                self.pages_of_redirect(objects.len(), touched)
             }
             Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
             Operation::Put { .. }
@@ -151,7 +163,7 @@ impl Meta {
                 self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
                 self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;
             }
-            Operation::Pack { .. } => return Ok(super::NODES_PER_OPERATION),
+            Operation::Pack { .. } | Operation::Share { .. } => return Ok(super::NODES_PER_OPERATION),
             _ => return Ok(0),
         }
         Ok(touched.nodes + tree::NODES_PER_TREE)

@@ -162,6 +162,13 @@ impl Meta {
                     self.survey_disk(*object, *logical..*logical + *blocks, Aim::Map);
                 }
             }
+            Operation::Share { logical, run, from, objects } => {
+                self.data.survey_entries(&mut self.pages, *run);
+                self.data.survey_drop(&mut self.pages, Run { start: *from, blocks: run.blocks });
+                for object in objects {
+                    self.survey_disk(*object, *logical..*logical + run.blocks, Aim::Map);
+                }
+            }
             Operation::Synced { .. } | Operation::Put { .. } | Operation::Trash { .. } => {}
         }
     }

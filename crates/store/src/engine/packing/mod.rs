@@ -30,7 +30,7 @@ mod repack;
 pub(crate) use examined::Examined;
 
 use super::Engine;
-use super::log::Cost;
+use super::log::{Cost, VERSION_PACKS};
 use super::reserve::KEPT;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::journal::Operation;
@@ -40,6 +40,7 @@ use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
 use plan::{Plan, Planned};
+pub(super) use plan::{Tree, Unsettled};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -307,6 +308,6 @@ impl Engine {
     fn allow_packs(&self) -> Result<()> {
         let _checkpoints = self.log.lock_checkpoints();
         self.check_owner()?;
-        self.log.allow_packs().map_err(|error| self.stop(error))
+        self.log.raise_version(VERSION_PACKS).map_err(|error| self.stop(error))
     }
 }

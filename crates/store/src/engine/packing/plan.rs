@@ -95,16 +95,27 @@ struct Candidate {
     left: u32,
 }
 
+/// Why the content of a block is not settled.
+pub(in crate::engine) enum Unsettled {
+    /// The block is free or suspect, a write of it is under way, or journalled payload is not written to it.
+    Changing,
+    /// Only a pending operation concerns the block: the content is settled once the operation is durable.
+    Held,
+}
+
+/// The table entry of a block with settled content.
+pub(in crate::engine) type Settled = std::result::Result<BlockEntry, Unsettled>;
+
 /// A tree that may map the blocks.
-pub(super) struct Tree {
+pub(in crate::engine) struct Tree {
     pub object: u64,
     pub root: NodeId,
-    thick: bool,
+    pub thick: bool,
 }
 
 impl Meta {
     /// The trees of all disks and snapshots, beginning with that of `object`.
-    pub(super) fn trees(&self, object: u64) -> Vec<Tree> {
+    pub(in crate::engine) fn trees(&self, object: u64) -> Vec<Tree> {
         let readable = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
         let trees = self.catalog.objects().filter(|object| readable(object.state)).filter_map(|object| {
             let thick = object.provisioning != Provisioning::Thin;
@@ -207,14 +218,13 @@ impl Meta {
     }
 
     /// The entry of a block with settled content. With `claimed` the caller has marked the block as in flight.
-    pub(super) fn settled(&mut self, block: u64, claimed: bool) -> Result<Option<BlockEntry>> {
+    pub(in crate::engine) fn settled(&mut self, block: u64, claimed: bool) -> Result<Settled> {
         let entry = self.entry(block)?;
-        let settled = entry.references > 0
-            && !entry.suspect
-            && !entry.held
-            && (claimed || !self.in_flight.contains(block))
-            && !self.logged.contains_key(&block);
-        Ok(settled.then_some(entry))
+        let under_way = self.in_flight.contains(block) && !claimed;
+        if entry.references == 0 || entry.suspect || under_way || self.logged.contains_key(&block) {
+            return Ok(Err(Unsettled::Changing));
+        }
+        Ok(if entry.held { Err(Unsettled::Held) } else { Ok(entry) })
     }
 
     /// The plain blocks of an object in a window with settled content.
@@ -226,7 +236,7 @@ impl Meta {
         for extent in extents.iter().filter(|extent| extent.packed.is_none() && !extent.unwritten) {
             for at in 0..extent.blocks {
                 let physical = extent.physical + at;
-                if let Some(entry) = self.settled(physical, claimed)? {
+                if let Ok(entry) = self.settled(physical, claimed)? {
                     let candidate = Candidate { physical, checksum: entry.checksum, left: entry.references };
                     candidates[(extent.logical + at - window.start) as usize] = Some(candidate);
                 }

@@ -132,7 +132,7 @@ impl Meta {
     fn references_of_pack(&mut self, run: Run) -> Result<Option<u32>> {
         let mut references = None;
         for block in run.start..run.start + run.blocks {
-            let Some(entry) = self.settled(block, false)? else { return Ok(None) };
+            let Ok(entry) = self.settled(block, false)? else { return Ok(None) };
             if references.is_some_and(|known| known != entry.references) {
                 return Ok(None);
             }

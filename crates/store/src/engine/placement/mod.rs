@@ -23,20 +23,18 @@
 //! [`BlockState::shared_path`] is true for it, and it is never overwritten in place. While plain blocks are packed,
 //! they are in flight ([`InFlight`]), so that no other write of them begins.
 //!
-//! # Room for deduplication
+//! # Deduplication
 //!
-//! Deduplication, which does not exist yet, would add states of blocks but no decisions:
+//! Blocks that are shared because they have the same content add no decision either:
 //!
-//! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
-//! * A block that is being compared as the target of deduplication would be held ([`BlockState::held`]):
-//!   [`Holds::hold_block`] is called for the operation before it becomes pending.
-//! * A block with a write in flight is no target: [`InFlight::contains`] is queried under the lock under which the
-//!   target is chosen.
-//! * Deduplication is one operation under the metadata lock. Suspect blocks are refused there, by their table entry.
-//! * The operation waits until the data of the target is durable, as an operation on a new block does.
-//! * The operation names the run of the target. The run is therefore held until the operation is durable, even if its
-//!   first owner unmaps it meanwhile. Holds are numbers of operations, so a second operation on the run prolongs the
-//!   hold.
+//! * The kept block has a reference for each leaf entry that maps it: [`BlockState::references`].
+//! * While two blocks are compared, both are in flight, so that no other write of them begins. Suspect blocks, and
+//!   blocks that a pending operation holds, are not compared.
+//! * The share is one operation under the metadata lock. It waits until the data of the kept block is durable, as an
+//!   operation on a new block does: the last overwrite in place may have left no pending operation.
+//! * The share does not hold the kept block. If other owners unmap the block while the share is pending, so that one
+//!   owner is left, their operations hold it. They follow the share in the journal, so the block is held until the
+//!   share is durable too.
 
 mod doubt;
 

@@ -49,41 +49,50 @@ impl Engine {
         Ok(())
     }
 
-    /// Replays the packing of blocks, except below lost nodes.
-    pub(super) fn pack_parts(
+    /// Replays a pack or a share, except below lost nodes.
+    pub(super) fn redirect_parts(
         &self,
         meta: &mut Meta,
         doubts: &mut Doubts,
         drops: &mut Drops,
         operation: &Operation,
     ) -> Result<()> {
-        let Operation::Pack { logical, blocks, run, checksums, sources, objects } = operation else { return Ok(()) };
+        let Some((whole, objects)) = operation.redirects() else { return Ok(()) };
         self.ensure_nodes(meta, NODES_PER_OPERATION)?;
-        let whole = *logical..*logical + *blocks;
         let (mut parts, mut left_out) = (Vec::new(), false);
         for object in objects {
             left_out |= self.parts_beside_lost(meta, drops, *object, &whole, &mut parts)?;
         }
         if left_out {
-            // Plain blocks keep references, although they became free when the operation was carried out.
+            // The old blocks keep references, although they may have become free when the operation was carried out.
             drops.note_left_out();
             // The operation names one tree for each leaf. If the path from that tree to the leaf is lost, other trees
-            // may share the leaf. They must not map the plain blocks any more, which may belong to other disks by now.
+            // may share the leaf. They must not map the old blocks any more, which may belong to other disks by now.
             let others: Vec<u64> =
                 meta.catalog.objects().map(|object| object.id).filter(|id| !objects.contains(id)).collect();
             for object in others {
                 self.parts_beside_lost(meta, drops, object, &whole, &mut parts)?;
             }
         }
-        meta.forget_logged(*run);
         let mut effects = Effects::default();
-        meta.pack(parts.into_iter(), *logical, *run, checksums, sources, &mut effects)?;
+        let new = match operation {
+            Operation::Pack { logical, run, checksums, sources, .. } => {
+                meta.forget_logged(*run);
+                meta.pack(parts.into_iter(), *logical, *run, checksums, sources, &mut effects)?;
+                (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
+                *run
+            }
+            Operation::Share { logical, run, from, .. } => {
+                meta.share(parts.into_iter(), *logical, *run, *from, &mut effects)?;
+                *run
+            }
+            _ => return Ok(()),
+        };
         for run in &effects.freed {
             meta.forget_logged(*run);
         }
         meta.release_again(doubts, effects.freed);
-        (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
-        meta.doubt(doubts, *run)
+        meta.doubt(doubts, new)
     }
 
     /// Adds the parts of a range of an object that do not lie below lost nodes. True if a part or the object is lost.

@@ -23,7 +23,8 @@ pub struct Reference {
     pub object: u64,
     /// The byte offset in the disk or snapshot.
     pub offset: u64,
-    /// The length in bytes. If a damaged page describes several ranges, they all lie within this one.
+    /// The length in bytes. If a damaged page describes several ranges, or the disk has a block at several places, they
+    /// all lie within this one.
     pub length: u64,
 }
 

@@ -1,7 +1,8 @@
-//! The read cache: reads return what they would return without it, whatever is overwritten, freed, packed or reverted
-//! in between, and places that several disks share are read from the medium once.
+//! The read cache: reads return what they would return without it, whatever is overwritten, freed, packed, shared or
+//! reverted in between, and places that several disks share are read from the medium once.
 
 use super::packed::{pack, place, quiet};
+use super::shared::share;
 use super::*;
 use std::collections::BTreeMap;
 
@@ -170,6 +171,53 @@ fn content_of_a_freed_pack_is_not_read_from_a_new_pack_in_its_place() {
     }
 }
 
+/// A share changes the content of no place.
+#[test]
+fn shared_blocks_are_read_from_the_cache_until_a_place_gets_other_content() {
+    let (_disk, engine) = direct(0);
+    (0..8).for_each(|block| write(&engine, block, 1 + block as u8 % 4));
+    quiet(&engine);
+    let mut expected: Vec<u8> = (0..8).map(|block| 1 + block % 4).collect();
+    let reads_as = |expected: &[u8]| {
+        (0..2).for_each(|_| {
+            (0..).zip(expected).for_each(|(block, byte)| assert_eq!(value(&engine, block).unwrap(), *byte, "{block}"));
+        });
+    };
+    reads_as(&expected);
+    let mut freed: Vec<Run> = (4..8).map(|block| place(&engine, 1, block).0).collect();
+    assert_eq!(share(&engine, &[1]), 4);
+    quiet(&engine);
+    let before = lookups(&engine);
+    reads_as(&expected);
+    assert_eq!(lookups(&engine), (before.0 + 16, before.1));
+    // Other owners keep what they had, and the last one overwrites in place.
+    for (block, byte) in [(4, 200), (0, 201), (5, 202), (1, 203)] {
+        write(&engine, block, byte);
+        expected[block as usize] = byte;
+        reads_as(&expected);
+        quiet(&engine);
+        reads_as(&expected);
+    }
+    is_whole(&engine);
+    {
+        // The places that became free are the only free ones.
+        let mut guard = engine.meta.lock();
+        let meta = &mut *guard;
+        meta.release_freed();
+        while meta.data.allocate(&mut meta.pages, 256).unwrap().is_some() {}
+        freed.retain(|run| meta.entry(run.start).unwrap().references == 0);
+        freed.iter().for_each(|run| meta.data.release(*run));
+    }
+    assert!(!freed.is_empty());
+    for block in (8..).take(freed.len()) {
+        write(&engine, block, 210 + block as u8);
+        expected.push(210 + block as u8);
+        quiet(&engine);
+        assert!(freed.contains(&place(&engine, 1, block).0));
+    }
+    reads_as(&expected);
+}
+
 #[test]
 fn cached_blocks_do_not_divide_a_sequential_read() {
     let (_disk, engine) = direct(64);
@@ -196,6 +244,8 @@ fn random_histories_read_the_same_with_a_cache() {
 
 fn history(seed: u64, options: EngineOptions) {
     let disk = formatted();
+    // In buffered mode only packs are cached, and shared blocks are not packed.
+    let shares = options.mode == IoMode::Direct;
     let engine = Engine::open(disk.directory(), options).unwrap();
     let mut random = Random(seed);
     let mut names = 0;
@@ -236,7 +286,11 @@ fn history(seed: u64, options: EngineOptions) {
             }
             10..14 => {
                 quiet(&engine);
-                pack(&engine, on, 0..DISK_BLOCKS);
+                if shares && random.percent(50) {
+                    share(&engine, &disks);
+                } else {
+                    pack(&engine, on, 0..DISK_BLOCKS);
+                }
             }
             14..17 => drop(engine.drop_all_trash().unwrap()),
             17..25 => engine.flush().unwrap(),

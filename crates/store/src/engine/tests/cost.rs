@@ -76,9 +76,10 @@ fn announcing_the_same_blocks_repeatedly_requests_no_checkpoint() {
     is_whole(&engine);
 }
 
-/// Each plain block that a pack frees changes a page of the table, and a page of summaries if the blocks lie far apart.
+/// Each block that a pack or a share frees changes a page of the table, and a page of summaries if the blocks lie far
+/// apart.
 #[test]
-fn a_pack_of_blocks_far_apart_counts_the_summaries_of_their_regions() {
+fn a_pack_or_share_of_blocks_far_apart_counts_the_summaries_of_their_regions() {
     let (_disk, engine) = made();
     let mut guard = engine.meta.lock();
     let meta = &mut *guard;
@@ -94,4 +95,9 @@ fn a_pack_of_blocks_far_apart_counts_the_summaries_of_their_regions() {
         meta.cost(&operation).unwrap().pages
     };
     assert!(pages_of(3) >= pages_of(1) + 4);
+    let mut pages_of_share = |from: u64| {
+        let operation = Operation::Share { logical: 0, run: Run { start: 5, blocks: 1 }, from, objects: vec![1] };
+        meta.cost(&operation).unwrap().pages
+    };
+    assert!(pages_of_share(2 * SUMMARY_ENTRIES * REGION_BLOCKS) >= pages_of_share(0) + 2);
 }

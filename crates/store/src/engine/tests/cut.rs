@@ -1,5 +1,5 @@
-//! Random histories of packing with power cuts: afterwards each sector of each disk, snapshot and clone has content
-//! that was durable last, or was written later.
+//! Random histories of packing and sharing with power cuts: afterwards each sector of each disk, snapshot and clone has
+//! content that was durable last, or was written later.
 //!
 //! `LAMINA_CUT` sets the number of random histories, `LAMINA_CUT_FROM` the first seed.
 
@@ -22,19 +22,34 @@ struct History {
     engine: Arc<Engine>,
     model: BTreeMap<u64, Contents>,
     names: u64,
-    packed: u64,
-    repacked: u64,
+    /// Whether equal blocks are shared.
+    shares: bool,
+    pass: Option<SharePass>,
+    done: Histories,
+}
+
+/// What was done in histories.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Histories {
+    pub packed: u64,
+    pub repacked: u64,
+    pub shared: u64,
 }
 
 #[test]
 fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
     let from = number("LAMINA_CUT_FROM", 0);
-    let (mut packed, mut repacked) = (0, 0);
-    for seed in from..from + number("LAMINA_CUT", 3) {
+    let Histories { packed, repacked, .. } = cut_histories(from..from + number("LAMINA_CUT", 3), false);
+    assert!(packed > 1000 && repacked > 10, "{packed} {repacked}");
+}
+
+pub(super) fn cut_histories(seeds: std::ops::Range<u64>, shares: bool) -> Histories {
+    let mut done = Histories::default();
+    for seed in seeds {
         let disk = format(SimulatedDisk::new(seed, SimulatedOptions::default()));
         let engine = open(&disk).unwrap();
         let (random, model) = (Random(seed), BTreeMap::new());
-        let mut history = History { random, disk, engine, model, names: 0, packed: 0, repacked: 0 };
+        let mut history = History { random, disk, engine, model, names: 0, shares, pass: None, done };
         for _ in 0..2 {
             let zeros: Arc<[u8]> = vec![0; BLOCK_SIZE].into();
             let name = history.name();
@@ -46,10 +61,9 @@ fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
             history.data();
             history.cut(&format!("seed {seed}, round {round}"));
         }
-        packed += history.packed;
-        repacked += history.repacked;
+        done = history.done;
     }
-    assert!(packed > 1000 && repacked > 10, "{packed} {repacked}");
+    done
 }
 
 impl History {
@@ -136,6 +150,20 @@ impl History {
                 self.write(on, &range, &zeros);
                 self.engine.discard_blocks(&self.engine.head(on), range)?;
             }
+            8..=11 if self.shares && self.random.percent(80) => {
+                if self.random.percent(50) {
+                    self.engine.settle(&self.engine.head(on))?;
+                }
+                for _ in 0..1 + self.random.below(100) {
+                    let objects = || self.model.keys().map(|object| (*object, DISK_BLOCKS)).collect();
+                    let pass = self.pass.get_or_insert_with(|| SharePass::new(objects(), PRINTS_MAX));
+                    let step = self.engine.share_step(pass)?;
+                    self.done.shared += step.shared;
+                    if step.ended {
+                        self.pass = None;
+                    }
+                }
+            }
             8..=11 => {
                 let object = self.pick(None).unwrap();
                 self.engine.settle(&self.engine.head(on))?;
@@ -144,9 +172,9 @@ impl History {
                 let mut at = 0;
                 while at < DISK_BLOCKS {
                     let step = self.engine.pack_step(object, at..DISK_BLOCKS, &mut packer)?;
-                    self.packed += step.packed;
+                    self.done.packed += step.packed;
                     // A step that packs a pack again does not go on to the next blocks.
-                    self.repacked += u64::from(step.packed > 0 && step.next == at);
+                    self.done.repacked += u64::from(step.packed > 0 && step.next == at);
                     at = step.next;
                 }
             }
@@ -170,6 +198,7 @@ impl History {
 
     /// Cuts the power, and compares what is found afterwards.
     fn cut(&mut self, at: &str) {
+        self.pass = None;
         self.disk = self.disk.crash();
         if self.random.percent(30) {
             // The power is cut again while the store is opened.

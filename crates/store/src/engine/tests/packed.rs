@@ -2,7 +2,7 @@
 //! in between, and the space of a pack is free when nothing maps it any more.
 
 mod fragmented;
-mod histories;
+pub(super) mod histories;
 
 use super::between::before_next;
 use super::*;

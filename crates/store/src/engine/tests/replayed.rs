@@ -6,14 +6,14 @@ use super::*;
 use crate::pack::{Codec, Packer};
 use crate::sync::atomic::Ordering;
 
-fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
+pub(super) fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
     let head = engine.head(disk);
     let block = engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
     Ok(block[0])
 }
 
 /// Makes a page of a file unreadable, or gives it a wrong checksum. The returned function undoes that.
-fn spoil(disk: &SimulatedDisk, name: &'static str, page: u64, corrupt: bool) -> Box<dyn Fn()> {
+pub(super) fn spoil(disk: &SimulatedDisk, name: &'static str, page: u64, corrupt: bool) -> Box<dyn Fn()> {
     if !corrupt {
         return Box::new(lose_page(disk, name, page));
     }
@@ -56,12 +56,12 @@ fn an_unreadable_block_that_was_being_overwritten_gets_its_journalled_content() 
     is_whole(&engine);
 }
 
-fn checkpoints(engine: &Engine) -> u64 {
+pub(super) fn checkpoints(engine: &Engine) -> u64 {
     engine.counters.checkpoints.load(Ordering::Relaxed)
 }
 
 /// Writes a new disk until the disk has got blocks that were freed. Returns the new disk and the number of its blocks.
-fn reuse(engine: &Engine, freed: &[u64]) -> (u64, u64) {
+pub(super) fn reuse(engine: &Engine, freed: &[u64]) -> (u64, u64) {
     {
         let mut meta = engine.meta.lock();
         meta.release_freed();
@@ -95,13 +95,13 @@ fn delete_and_reuse(engine: Arc<Engine>) -> (u64, u64) {
     reused
 }
 
-fn is_salvaged(disk: &SimulatedDisk, new: u64, blocks: u64) {
+pub(super) fn is_salvaged(disk: &SimulatedDisk, new: u64, blocks: u64) {
     let salvage = Salvage::open(disk.directory()).unwrap();
     let content = salvage.contents(new, 0..blocks).unwrap();
     assert!(content.into_iter().all(|block| block.is_some_and(|bytes| bytes[0] == 3)));
 }
 
-fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
+pub(super) fn is_reused(engine: &Engine, disk: u64, blocks: u64) {
     for block in 0..blocks {
         assert_eq!(get(engine, disk, block).unwrap(), 3);
         let place = own_block(engine, disk, block).start;

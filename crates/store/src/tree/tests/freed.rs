@@ -5,8 +5,8 @@ use super::Random;
 use super::memory::{Memory, content};
 use crate::Result;
 use crate::tree::{
-    DataReferences, Freed, MappedCounter, NodeId, NodeStore, create, drop_step, freed, freed_after, freed_and_left,
-    levels, replace,
+    DataReferences, Freed, MappedCounter, NodeId, NodeStore, Repeats, create, drop_step, freed, freed_after,
+    freed_and_left, levels, replace,
 };
 
 impl DataReferences for Memory {
@@ -76,11 +76,11 @@ fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) -> u32 {
         let set: Vec<NodeId> =
             (0..count).map(|_| trees.swap_remove(random.below(trees.len() as u64) as usize)).collect();
         let before = (used(&store), store.fingerprint());
-        let expected = freed(&mut store, &set, &mut ask()).unwrap();
+        let expected = freed(&mut store, &set, Repeats::Never, &mut ask()).unwrap();
         let (first, second) = set.split_at(random.below(set.len() as u64 + 1) as usize);
-        let (of_first, left) = freed_and_left(&mut store, first, &mut ask()).unwrap();
+        let (of_first, left) = freed_and_left(&mut store, first, Repeats::Never, &mut ask()).unwrap();
         if let Some(left) = left {
-            let of_second = freed_after(&mut store, &left, second, &mut ask()).unwrap();
+            let of_second = freed_after(&mut store, &left, second, Repeats::Never, &mut ask()).unwrap();
             let of_both = Freed { data: of_first.data + of_second.data, nodes: of_first.nodes + of_second.nodes };
             assert_eq!(of_both, expected, "seed {seed}: {first:?}, then {second:?}");
             parts += 1;
@@ -131,9 +131,9 @@ fn trees_are_counted_after_others_without_walking_those_again() {
         visits.set(visits.get() + 1);
         Ok(())
     };
-    let (of_first, left) = freed_and_left(&mut store, &[shared, large], &mut visit).unwrap();
+    let (of_first, left) = freed_and_left(&mut store, &[shared, large], Repeats::Never, &mut visit).unwrap();
     let (before, left) = (visits.take(), left.unwrap());
-    let of_copy = freed_after(&mut store, &left, &[copy], &mut visit).unwrap();
+    let of_copy = freed_after(&mut store, &left, &[copy], Repeats::Never, &mut visit).unwrap();
     assert!(before > 40 && visits.get() < 20, "{before} and {} visits", visits.get());
     assert_eq!(of_first.data, 3 + 10_000);
     let all = Freed { data: of_first.data + of_copy.data, nodes: of_first.nodes + of_copy.nodes };
@@ -151,17 +151,17 @@ fn scattered(seed: u64) -> (Memory, NodeId) {
 fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothing() {
     let (mut store, root) = scattered(3);
     let copies = [root, share(&mut store, root), share(&mut store, root)];
-    assert_eq!(freed(&mut store, &copies[..2], &mut ask()).unwrap(), Freed::default());
+    assert_eq!(freed(&mut store, &copies[..2], Repeats::Never, &mut ask()).unwrap(), Freed::default());
     let all = used(&store);
-    assert_eq!(freed(&mut store, &copies, &mut ask()).unwrap(), all);
-    assert_eq!(freed(&mut store, &[], &mut ask()).unwrap(), Freed::default());
+    assert_eq!(freed(&mut store, &copies, Repeats::Never, &mut ask()).unwrap(), all);
+    assert_eq!(freed(&mut store, &[], Repeats::Never, &mut ask()).unwrap(), Freed::default());
 }
 
 #[test]
 fn a_count_ends_when_it_is_asked_to() {
     let (mut store, root) = scattered(4);
     let mut visited = 0;
-    let stopped = freed(&mut store, &[root], &mut || {
+    let stopped = freed(&mut store, &[root], Repeats::Never, &mut || {
         visited += 1;
         if visited < 5 { Ok(()) } else { Err(crate::Error::new(crate::ErrorKind::Interrupted, "stopped")) }
     });

@@ -21,6 +21,7 @@ mod metadata;
 mod objects;
 mod packing;
 mod reclaim;
+mod sharing;
 mod state;
 mod step;
 mod thick;
@@ -61,6 +62,8 @@ fn everything(action: Action) -> bool {
             | Reserve(_)
             | PackBegin(..)
             | PackEnd
+            | ShareBegin(..)
+            | ShareEnd
     )
 }
 
@@ -174,7 +177,7 @@ fn thick_disk(action: Action) -> bool {
         || matches!(action, Write(0, _) | Discard(0, _) | Snapshot | Delete(2) | Drop)
 }
 
-const SCENARIOS: [Scenario; 16] = [
+const SCENARIOS: [Scenario; 19] = [
     Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
     Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
     Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
@@ -190,6 +193,9 @@ const SCENARIOS: [Scenario; 16] = [
     Scenario { name: "detach and revert", begin: ModelState::linked, allowed: origin },
     Scenario { name: "packing, one disk", begin: ModelState::plain, allowed: packing::packing },
     Scenario { name: "packing, blocks shared", begin: ModelState::divided, allowed: packing::packing },
+    Scenario { name: "equal blocks of one disk", begin: sharing::equal_written, allowed: sharing::sharing },
+    Scenario { name: "equal blocks, nodes apart", begin: sharing::equal_divided, allowed: sharing::sharing },
+    Scenario { name: "equal blocks with permits", begin: sharing::equal, allowed: sharing::permitted },
     Scenario { name: "a thick disk", begin: ModelState::thick, allowed: thick_disk },
 ];
 

@@ -1,7 +1,9 @@
-//! Random histories of writes, discards, snapshots, clones, deletions, packing and restarts, compared with a model.
+//! Random histories of writes, discards, snapshots, clones, deletions, packing, sharing and restarts, compared with a
+//! model.
 //!
 //! `LAMINA_PACKED` sets the number of random histories, `LAMINA_PACKED_FROM` the first seed.
 
+use super::super::shared::share_with;
 use super::*;
 use std::collections::BTreeMap;
 use testkit::environment::number;
@@ -13,13 +15,16 @@ type Content = BTreeMap<u64, u8>;
 fn random_histories_with_packs_keep_every_content() {
     let from = number("LAMINA_PACKED_FROM", 0);
     for seed in from..from + number("LAMINA_PACKED", 6) {
-        history(seed);
+        history(seed, false);
     }
 }
 
-fn history(seed: u64) {
+/// A random history. With `shares`, equal blocks are shared, the contents are few, and restarts may be power cuts.
+/// Returns how many blocks were shared.
+pub(in crate::engine::tests) fn history(seed: u64, shares: bool) -> u64 {
     const DISK_BLOCKS: u64 = 600;
-    let disk = formatted();
+    let mut disk = if shares { format(SimulatedDisk::new(seed, SimulatedOptions::default())) } else { formatted() };
+    let mut shared = 0;
     let mut engine = open(&disk).unwrap();
     let mut random = Random(seed);
     let mut model: BTreeMap<u64, Content> = BTreeMap::new();
@@ -60,6 +65,14 @@ fn history(seed: u64) {
                 engine.discard_blocks(&engine.head(on), range.clone()).unwrap();
                 model.get_mut(&on).unwrap().retain(|block, _| !range.contains(block));
             }
+            15..=26 if shares => {
+                if random.percent(70) {
+                    quiet(&engine);
+                }
+                let some: Vec<u64> = all.iter().copied().filter(|_| random.percent(60)).collect();
+                let prints = if random.percent(10) { 400 } else { PRINTS_MAX };
+                shared += share_with(&engine, &some, prints);
+            }
             15..=30 => {
                 engine.flush().unwrap();
                 let object = all[random.index(all.len())];
@@ -76,12 +89,24 @@ fn history(seed: u64) {
             37..=38 => {
                 engine.flush().unwrap();
                 drop(engine);
+                if shares && random.percent(70) {
+                    disk = disk.crash();
+                }
                 engine = open(&disk).unwrap();
             }
             39..=45 => {
                 engine.pump().unwrap();
             }
             46..=50 => engine.settle(&engine.head(on)).unwrap(),
+            _ if shares => {
+                let value = 1 + random.below(3) as u8;
+                let content = |block: u64| value + (block % 7) as u8 * 8;
+                let bytes: Vec<u8> = range.clone().flat_map(|block| vec![content(block); BLOCK_SIZE]).collect();
+                let length = bytes.len();
+                let data = SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length);
+                engine.write_blocks(&engine.head(on), range.start, data).unwrap();
+                model.get_mut(&on).unwrap().extend(range.map(|block| (block, content(block))));
+            }
             _ => {
                 let value = 1 + random.below(255) as u8;
                 let blocks = (range.end - range.start) as usize;
@@ -103,4 +128,5 @@ fn history(seed: u64) {
             is_whole(&engine);
         }
     }
+    shared
 }

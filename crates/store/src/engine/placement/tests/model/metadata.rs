@@ -60,6 +60,7 @@ pub enum Op {
     Written { disk: usize, logical: usize, block: usize, value: Value },
     Unwritten { disk: usize, logical: usize, block: usize },
     Pack { from: usize, to: usize, content: Content },
+    Share { logical: usize, from: usize, to: usize },
 }
 
 impl Op {
@@ -315,6 +316,18 @@ impl Metadata {
                 self.entries[to] = ModelEntry { references, sum: content, packed: true, ..ModelEntry::default() };
                 self.entries[from].references = 0;
                 effects.freed.push(from);
+            }
+            Op::Share { logical, from, to } => {
+                let mut moved = 0;
+                for node in self.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
+                    if node.slots[logical] == Some(from as u8) {
+                        node.slots[logical] = Some(to as u8);
+                        moved += 1;
+                    }
+                }
+                self.given_twice |= self.entries[to].references == 0;
+                self.entries[to].references += moved;
+                (0..moved).for_each(|_| self.drop_data(from as u8, effects));
             }
             Op::Trash { object } => self.objects[TRASH] = std::mem::take(&mut self.objects[object]),
             Op::Drop => {

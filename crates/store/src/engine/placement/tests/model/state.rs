@@ -147,6 +147,7 @@ pub struct ModelState {
     pub batch: Option<Batch>,
     pub through: Option<Through>,
     pub packing: Option<packing::Packing>,
+    pub sharing: Option<sharing::Sharing>,
     pub payload_home: Option<(usize, Value)>,
     pub permits: [bool; BLOCKS],
     pub written: u8,
@@ -338,6 +339,10 @@ impl ModelState {
             key.bytes.extend([8, packing.from as u8, packing.to as u8, packing.references]);
             key.content(packing.content);
         }
+        if let Some(sharing) = self.sharing {
+            key.bytes.extend([9, sharing.logical as u8, sharing.from as u8, sharing.to as u8]);
+            key.content(sharing.content);
+        }
         if let Some((block, value)) = self.payload_home {
             key.bytes.extend([3, block as u8]);
             key.value(value);
@@ -447,6 +452,7 @@ impl Key {
                 self.value(content.1);
                 (19, from, to, 0, content.0)
             }
+            Op::Share { logical, from, to } => (20, logical, from, to, 0),
         };
         self.bytes.extend([code, a as u8, b as u8, c as u8]);
         self.value(value);

@@ -57,6 +57,10 @@ pub enum Action {
     PackBegin(usize, usize),
     /// The new block is mapped instead.
     PackEnd,
+    /// The block that a disk maps is compared with this block.
+    ShareBegin(usize, usize, usize),
+    /// The other block is mapped instead.
+    ShareEnd,
     /// A power cut and recovery; the number selects which writes the medium has kept.
     Crash(u16),
 }
@@ -90,6 +94,8 @@ pub enum Fault {
     PackedBeforePayload,
     PackedUnclaimed,
     PackedBeforeDurable,
+    SharedUnclaimed,
+    SharedBeforeDurable,
 }
 
 /// A description of the error.
@@ -254,6 +260,7 @@ impl Rules {
         self.more_appends(state, &mut out);
         self.reclaims(state, &mut out);
         self.packs(state, &mut out);
+        self.shares(state, &mut out);
         if state.payload_home.is_none() {
             out.extend((0..BLOCKS).filter(|block| state.now.logged[*block].is_some()).map(PayloadBegin));
         }
@@ -424,6 +431,7 @@ impl Rules {
             AppendBegin | AppendEnd | GoBegin => return Ok(self.append_in_steps(next, action)),
             Look(..) | LookEnd | PunchBegin(_) | Punch | Reserve(_) => return self.reclaim(next, action),
             PackBegin(..) | PackEnd => return self.pack(next, action),
+            ShareBegin(..) | ShareEnd => return Ok(self.share(next, action)),
             Crash(_) => return Ok(None),
         }
         Ok(Some(next))

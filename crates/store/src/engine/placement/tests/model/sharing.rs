@@ -1,0 +1,158 @@
+//! Sharing in the model: a block is mapped in every leaf that mapped another block with the same content at one logical
+//! block. The other block becomes free if it is mapped nowhere else.
+
+use super::metadata::*;
+use super::step::{Action, Fault, Rules};
+use super::*;
+
+/// Two blocks that are being compared.
+#[derive(Clone, Copy)]
+pub struct Sharing {
+    pub logical: usize,
+    /// The duplicate.
+    pub from: usize,
+    /// The block that is kept.
+    pub to: usize,
+    pub content: Content,
+}
+
+/// Makes the second block of each object equal to the first one.
+fn with_equal_blocks(mut state: ModelState) -> ModelState {
+    state.now.entries[1].sum = Content::of(1);
+    state.cells[1].durable = Content::of(1);
+    state.expected.iter_mut().for_each(|blocks| blocks[1].iter_mut().for_each(|value| *value = 1));
+    state.base = state.now.clone();
+    state
+}
+
+/// A disk with two blocks of the same content.
+pub fn equal() -> ModelState {
+    with_equal_blocks(ModelState::plain())
+}
+
+/// As [`equal`], with a clone that shares only the blocks.
+pub fn equal_divided() -> ModelState {
+    with_equal_blocks(ModelState::divided())
+}
+
+/// The actions of a scenario with sharing.
+pub fn sharing(action: Action) -> bool {
+    use Action::*;
+    matches!(
+        action,
+        Write(..)
+            | Discard(0, 0)
+            | Plan(_)
+            | Go
+            | Finish
+            | FlushLog
+            | FlushEnd
+            | SyncBegin
+            | SyncEnd
+            | Append
+            | PayloadBegin(_)
+            | PayloadEnd(_)
+            | Delete(1)
+            | Drop
+            | Crash(_)
+            | ShareBegin(..)
+            | ShareEnd
+    )
+}
+
+/// The actions of a scenario with sharing, and with writes that bypass the buffer.
+pub fn permitted(action: Action) -> bool {
+    use Action::*;
+    sharing(action) && !matches!(action, FlushLog | FlushEnd | Discard(..))
+        || matches!(action, Permit(..) | Through(..) | ThroughEnd | Capture | CheckpointEnd)
+}
+
+impl Rules {
+    pub fn shares(&self, state: &ModelState, out: &mut Vec<Action>) {
+        if state.sharing.is_some() {
+            out.push(Action::ShareEnd);
+            return;
+        }
+        for disk in (0..DISKS).filter(|disk| state.is_writable(*disk)) {
+            for logical in 0..LOGICAL {
+                let used = (0..BLOCKS).filter(|block| state.now.entries[*block].references > 0);
+                out.extend(used.map(|kept| Action::ShareBegin(disk, logical, kept)));
+            }
+        }
+    }
+
+    fn is_settled(&self, state: &ModelState, block: usize, claimed: bool) -> bool {
+        let entry = &state.now.entries[block];
+        let in_flight = state.in_flight.contains(block as u64) && !claimed;
+        entry.references > 0
+            && !entry.packed
+            && !entry.suspect
+            && !state.held[block]
+            && !in_flight
+            && state.now.logged[block].is_none()
+    }
+
+    pub fn share(&self, mut next: ModelState, action: Action) -> Option<ModelState> {
+        let state = &mut next;
+        if let Action::ShareBegin(disk, logical, to) = action {
+            let from = state.now.lookup(disk, logical).0?;
+            let content = state.cells[from].visible();
+            let equal = content == state.cells[to].visible()
+                && [from, to].into_iter().all(|block| state.now.entries[block].sum == content);
+            let settled = [from, to].into_iter().all(|block| self.is_settled(state, block, false));
+            if from == to || !equal || !settled {
+                return None;
+            }
+            if !self.has(Fault::SharedUnclaimed) {
+                [from, to].into_iter().for_each(|block| state.in_flight.claim(Run { start: block as u64, blocks: 1 }));
+            }
+            state.sharing = Some(Sharing { logical, from, to, content });
+            return Some(next);
+        }
+        let Sharing { logical, from, to, content } = state.sharing.take()?;
+        let still = [from, to]
+            .into_iter()
+            .all(|block| self.is_settled(state, block, true) && state.now.entries[block].sum == content);
+        if still {
+            let gate = if self.has(Fault::SharedBeforeDurable) { 0 } else { state.written };
+            self.enqueue(state, Op::Share { logical, from, to }, gate);
+        }
+        if !self.has(Fault::SharedUnclaimed) {
+            [from, to].into_iter().for_each(|block| state.in_flight.release(Run { start: block as u64, blocks: 1 }));
+        }
+        Some(next)
+    }
+}
+
+/// A disk of which the first block was just overwritten in place with the content of the second one. The write is not
+/// durable, and no operation is pending.
+pub fn equal_written() -> ModelState {
+    let mut state = ModelState::plain();
+    state.journal.push(Record { urgent: true, op: Op::Overwrite { block: 0, value: 2 } });
+    state.cells[0].unflushed.push(Content::of(2));
+    state.now.entries[0].sum = Content::of(2);
+    state.expected[0][0].push(2);
+    state.written = 1;
+    state
+}
+
+/// The actions that write to a disk and share its blocks.
+fn writing(action: Action) -> bool {
+    writing_back(action) || matches!(action, Action::Write(0, _) | Action::ShareBegin(0, ..) | Action::ShareEnd)
+}
+
+#[test]
+fn finds_shares_of_blocks_that_are_overwritten_meanwhile() {
+    finds(Fault::SharedUnclaimed, equal, writing);
+}
+
+#[test]
+fn finds_shares_that_are_journalled_before_the_data_of_the_kept_block() {
+    finds(Fault::SharedBeforeDurable, equal_written, |action| writing(action) || action == Action::Append);
+}
+
+/// The kept block loses its first owner while the share is pending. Recovery may find this owner.
+#[test]
+fn finds_overwrites_of_a_block_that_became_exclusive_while_its_share_is_pending() {
+    finds(Fault::BlockHoldsIgnored, equal, writing);
+}

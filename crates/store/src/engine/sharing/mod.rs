@@ -1,0 +1,481 @@
+//! Sharing: deduplicates cold blocks of disks and snapshots in the background.
+//!
+//! A pass collects the checksums of plain blocks ([`prints`]), and pairs blocks with equal checksums. For a run of
+//! pairs both sides are read and compared. Then one operation ([`Operation::Share`]) maps the kept blocks in every leaf
+//! that mapped the duplicates, which are then free. The content of no disk or snapshot changes, so an interrupted or
+//! repeated pass loses nothing. A pass needs no index that remains: what it remembers is only a hint, and may be out of
+//! date.
+//!
+//! What must hold:
+//!
+//! 1. A block replaces another one only if both have been read, match their checksums, and are equal byte for byte.
+//! 2. From the plan to the end of the operation, the blocks of both sides are marked as in flight. So no other write of
+//!    these blocks begins, and journalled payload waits. The operation is carried out only if the leaves still map the
+//!    blocks, and no payload was journalled for them meanwhile.
+//! 3. The operation waits until all writes to the data files that have ended are durable: the kept blocks may have been
+//!    overwritten in place, and no pending operation tells of such a write. Writes of journalled payload count too: a
+//!    repair may leave the payload out, because the map of the disk that wrote it is lost.
+//! 4. From the operation on, the kept block has several references, so it is not overwritten in place. If it loses all
+//!    but one of them again, an operation that is pending takes them, and holds the block until it is durable. The
+//!    share precedes it in the journal. So the last owner overwrites the block only when recovery would find one owner
+//!    too.
+//! 5. While blocks are marked, the thread waits for nothing that may wait for a checkpoint, as in [`super::packing`].
+//! 6. No block of either side is one that a buffered write may overwrite: such a write may have been acknowledged
+//!    without a claim on a free block, because it would overwrite the block in place. So the buffers are locked during
+//!    the operation. The kept block of several owners needs no such check, because writes of shared blocks have claims.
+//! 7. The superblock says that the datastore may have shared blocks before the first operation.
+
+mod plan;
+mod prints;
+
+use super::log::{Cost, VERSION_SHARES};
+use super::metadata::Effects;
+use super::reserve::KEPT;
+use super::{Engine, Meta};
+use crate::journal::Operation;
+use crate::space::{BlockEntry, Run};
+use crate::tree::{self, NodeId};
+use crate::{Result, checksum};
+use backend::{BLOCK_SIZE, Buffer};
+use plan::{Plan, Planned};
+use prints::{KEPT_REFERENCES_MAX, Print, Prints, SUMS};
+use rustc_hash::FxHashSet;
+use std::sync::Arc;
+
+/// Logical blocks of which the prints are collected in one step.
+const SCAN_BLOCKS: u64 = if cfg!(test) { 16 } else { 1024 };
+/// The most blocks that are shared in one step (1 MiB).
+const PAIR_BLOCKS: u64 = tree::EXTENT_BLOCKS_MAX;
+/// How often the blocks that the kept ones cannot replace are grouped again before a pass leaves them. The limit bounds
+/// the time of a pass, however many blocks with different contents a guest has given the same checksum.
+const REGROUPED_MAX: u32 = 16;
+/// The prints that a pass keeps in memory: 36 bytes each, for 16 GiB of data in a round.
+pub const PRINTS_MAX: usize = 4 << 20;
+
+/// What a step of a pass has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShareStep {
+    /// Blocks that were read.
+    pub read: u64,
+    /// Blocks that are no longer mapped where they were, because others with the same content are mapped there.
+    pub shared: u64,
+    /// Whether the pass has ended.
+    pub ended: bool,
+}
+
+/// Consecutive blocks with the same checksums as other ones.
+#[derive(Clone, Copy)]
+pub(super) struct Pair {
+    /// The object that maps the duplicates.
+    pub object: u64,
+    /// First logical block of the duplicates.
+    pub logical: u64,
+    /// The object that maps the kept blocks, and the first logical block of them.
+    pub kept: (u64, u64),
+    /// The checksum of the first block.
+    pub sum: u32,
+    pub blocks: u64,
+}
+
+/// What a pass does next.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Collects prints.
+    Scan,
+    /// Shares the blocks of the pairs. If the scan was interrupted, because there was no room, it goes on afterwards.
+    Share {
+        interrupted: bool,
+    },
+    Ended,
+}
+
+/// A pass over disks and snapshots that finds blocks with the same content.
+pub struct SharePass {
+    /// The ids of the objects, and the ends of their logical blocks.
+    objects: Vec<(u64, u64)>,
+    prints: Prints,
+    phase: Phase,
+    /// The object and the logical block at which the scan continues.
+    at: (usize, u64),
+    /// Parts of leaves that several trees share, and that were scanned: the leaf, and the number of the step within it.
+    seen: FxHashSet<(NodeId, u64)>,
+    /// For each print the one that is kept instead.
+    kept: Vec<Option<u32>>,
+    /// The prints of duplicates that are to be replaced.
+    queue: Vec<u32>,
+    /// The place in the queue.
+    next: usize,
+    /// Duplicates that the kept block cannot replace, and how often such duplicates were grouped again.
+    not_kept: Vec<u32>,
+    regrouped: u32,
+    /// Duplicates that wait for pending operations, and whether a block was shared since the last of these waits.
+    held: Vec<u32>,
+    progress: bool,
+    /// The highest position so far: a queue that is filled again begins at its beginning.
+    reached: u64,
+}
+
+impl SharePass {
+    /// A pass over these objects, with the ends of their logical blocks. It keeps at most `prints` prints in memory,
+    /// see [`PRINTS_MAX`].
+    pub fn new(objects: Vec<(u64, u64)>, prints: usize) -> Self {
+        let prints = Prints::new(prints.max(4 * SCAN_BLOCKS as usize));
+        let (seen, kept, queue, not_kept, held) = Default::default();
+        let phase = Phase::Scan;
+        Self {
+            objects,
+            prints,
+            phase,
+            at: (0, 0),
+            seen,
+            kept,
+            queue,
+            next: 0,
+            not_kept,
+            regrouped: 0,
+            held,
+            progress: false,
+            reached: 0,
+        }
+    }
+
+    /// How much of the pass is done, in parts of [`SharePass::PARTS`]. Never decreases.
+    pub fn position(&self) -> u64 {
+        self.reached
+    }
+
+    fn note_position(&mut self) {
+        let range = self.prints.range();
+        let part = |done: usize, of: usize| done as u64 * 1000 / of.max(1) as u64;
+        let within = match self.phase {
+            Phase::Scan => part(self.at.0, self.objects.len()) / 2,
+            Phase::Share { .. } => 500 + part(self.next, self.queue.len()) / 2,
+            Phase::Ended => 1000,
+        };
+        let now = (range.start + (range.end - range.start) / 1000 * within) >> 12;
+        self.reached = self.reached.max(if self.phase == Phase::Ended { Self::PARTS } else { now });
+    }
+
+    /// See [`SharePass::position`].
+    pub const PARTS: u64 = SUMS >> 12;
+
+    fn begin_sharing(&mut self, interrupted: bool) {
+        self.kept = self.prints.kept();
+        self.enqueue_pairs(&(0..self.kept.len() as u32).collect::<Vec<u32>>());
+        self.progress = false;
+        self.regrouped = 0;
+        self.phase = Phase::Share { interrupted };
+    }
+
+    /// Begins with those of the prints, in this order, instead of which others are kept.
+    fn enqueue_pairs(&mut self, indexes: &[u32]) {
+        self.queue.clear();
+        self.queue.extend(indexes.iter().filter(|index| self.kept[**index as usize].is_some()));
+        self.next = 0;
+    }
+
+    /// The next pair: as many adjacent blocks as possible. `None` at the end of the queue.
+    fn pair(&self) -> Option<Pair> {
+        let kept_of = |index: u32| Some(self.prints.get(self.kept[index as usize]?));
+        let queue = self.queue.get(self.next..)?;
+        let (print, kept) = (self.prints.get(*queue.first()?), kept_of(*queue.first()?)?);
+        let joins = |two: &&[u32]| {
+            let (Some(kept), Some(next)) = (kept_of(two[0]), kept_of(two[1])) else { return false };
+            kept.precedes(&next) && self.prints.get(two[0]).precedes(&self.prints.get(two[1]))
+        };
+        let blocks = 1 + queue.windows(2).take(PAIR_BLOCKS as usize - 1).take_while(joins).count() as u64;
+        let id = |print: Print| self.objects[print.object as usize].0;
+        Some(Pair {
+            object: id(print),
+            logical: print.logical(),
+            kept: (id(kept), kept.logical()),
+            sum: print.sum,
+            blocks,
+        })
+    }
+
+    /// Called at the end of the queue. Returns whether pending operations have to be made durable first.
+    fn refill(&mut self) -> bool {
+        let mut indexes = std::mem::take(&mut self.not_kept);
+        if !indexes.is_empty() && self.regrouped < REGROUPED_MAX {
+            self.regrouped += 1;
+            // Among these blocks, another one is kept.
+            self.prints.assign(&mut indexes, &mut self.kept);
+            indexes.sort_unstable();
+            self.enqueue_pairs(&indexes);
+            return false;
+        }
+        if !self.held.is_empty() && std::mem::take(&mut self.progress) {
+            let indexes = std::mem::take(&mut self.held);
+            self.enqueue_pairs(&indexes);
+            return true;
+        }
+        self.held.clear();
+        let interrupted = self.phase == Phase::Share { interrupted: true };
+        self.phase = Phase::Scan;
+        if interrupted {
+            self.prints.retain_kept(&self.kept);
+        } else {
+            self.seen.clear();
+            self.at = (0, 0);
+            if !self.prints.next_round() {
+                self.phase = Phase::Ended;
+            }
+        }
+        false
+    }
+}
+
+/// What a step of a scan has found.
+struct Scanned {
+    /// The logical block at which the scan of the object continues.
+    next: u64,
+    /// The leaf, if several trees share it.
+    leaf: Option<(NodeId, u64)>,
+    /// Plain blocks.
+    blocks: Vec<(u64, BlockEntry)>,
+}
+
+/// The outcome of an attempt to share the first blocks of a pair. The numbers are those of the blocks.
+enum Outcome {
+    Shared(u64),
+    /// The duplicates stay.
+    Left(u64),
+    /// The first kept block cannot replace the duplicate.
+    NotKept,
+    /// A pending operation concerns the first block.
+    Held,
+    /// Only so many blocks can be shared at once.
+    Shorter(u64),
+    /// There was no room for an operation of this cost.
+    Refused(Cost),
+    /// There were not this many free nodes.
+    Nodes(u64),
+}
+
+impl Engine {
+    /// Makes the next step of a pass. The caller repeats the call until the pass has ended.
+    ///
+    /// # Errors
+    /// Every error ends the pass; what was shared stays shared.
+    pub fn share_step(&self, pass: &mut SharePass) -> Result<ShareStep> {
+        let _one = self.packing.lock();
+        self.check_running()?;
+        self.pace()?;
+        let step = match pass.phase {
+            Phase::Scan => self.scan_next(pass),
+            Phase::Share { .. } => self.share_next(pass),
+            Phase::Ended => Ok(ShareStep { ended: true, ..ShareStep::default() }),
+        };
+        pass.note_position();
+        step
+    }
+
+    /// Collects the prints of the next blocks.
+    fn scan_next(&self, pass: &mut SharePass) -> Result<ShareStep> {
+        let (number, at) = pass.at;
+        let Some((object, end)) = pass.objects.get(number).copied() else {
+            pass.begin_sharing(false);
+            return Ok(ShareStep::default());
+        };
+        let seen = &pass.seen;
+        let Some(scanned) = self.meta.look(|meta| meta.scan(object, at, end, seen))? else {
+            pass.at = (number + 1, 0);
+            return Ok(ShareStep::default());
+        };
+        for (logical, entry) in scanned.blocks {
+            if !pass.prints.add(Print::new(entry.checksum, number as u32, logical, entry.references)) {
+                // The blocks of this step are scanned again after those before.
+                pass.begin_sharing(true);
+                return Ok(ShareStep::default());
+            }
+        }
+        pass.seen.extend(scanned.leaf);
+        pass.at = (number, scanned.next);
+        Ok(ShareStep::default())
+    }
+
+    /// Shares the blocks of the next pair.
+    fn share_next(&self, pass: &mut SharePass) -> Result<ShareStep> {
+        let Some(mut pair) = pass.pair() else {
+            if pass.refill() {
+                self.commit_changes()?;
+            }
+            return Ok(ShareStep { ended: pass.phase == Phase::Ended, ..ShareStep::default() });
+        };
+        let mut step = ShareStep::default();
+        let done = loop {
+            match self.share_pair(&pair, &mut step.read)? {
+                Outcome::Shorter(blocks) => pair.blocks = blocks,
+                Outcome::Shared(blocks) => {
+                    pass.progress = true;
+                    step.shared = blocks;
+                    self.bound_pending()?;
+                    break blocks;
+                }
+                Outcome::Left(blocks) => break blocks,
+                Outcome::NotKept => {
+                    pass.not_kept.push(pass.queue[pass.next]);
+                    break 1;
+                }
+                Outcome::Held => {
+                    pass.held.push(pass.queue[pass.next]);
+                    break 1;
+                }
+                Outcome::Refused(cost) => {
+                    self.make_room(cost)?;
+                    break 0;
+                }
+                Outcome::Nodes(nodes) => {
+                    self.make_spare(nodes, KEPT)?;
+                    break 0;
+                }
+            }
+        };
+        pass.next += done as usize;
+        Ok(step)
+    }
+
+    /// Marks the blocks of both sides as in flight, and shares them.
+    fn share_pair(&self, pair: &Pair, read: &mut u64) -> Result<Outcome> {
+        let plan = match self.meta.look(|meta| meta.plan_share(pair, false))? {
+            Planned::Share(plan) => plan,
+            Planned::Same(blocks) | Planned::Left(blocks) => return Ok(Outcome::Left(blocks)),
+            Planned::NotKept => return Ok(Outcome::NotKept),
+            Planned::Held => return Ok(Outcome::Held),
+        };
+        let pair = &Pair { blocks: plan.run.blocks, ..*pair };
+        self.allow_shares()?;
+        let runs = [plan.run, plan.duplicates()];
+        let _guard = {
+            let mut meta = self.meta.lock();
+            match meta.plan_share(pair, false)? {
+                Planned::Share(now) if now == plan => {}
+                _ => return Ok(Outcome::Left(plan.run.blocks)),
+            }
+            runs.iter().for_each(|run| meta.in_flight.claim(*run));
+            meta.freed.guard()
+        };
+        let outcome = self.share_claimed(pair, &plan, read);
+        let mut meta = self.meta.lock();
+        runs.iter().for_each(|run| meta.in_flight.release(*run));
+        drop(meta);
+        outcome
+    }
+
+    /// Compares the blocks, and carries out the operation.
+    fn share_claimed(&self, pair: &Pair, plan: &Plan, read: &mut u64) -> Result<Outcome> {
+        let blocks = plan.run.blocks;
+        *read += 2 * blocks;
+        let kept = self.read_settled(plan.run, &plan.checksums)?;
+        let duplicates = self.read_settled(plan.duplicates(), &plan.checksums)?;
+        let (Some(kept), Some(duplicates)) = (kept, duplicates) else {
+            // The blocks are compared one by one, because others than the damaged one can be shared.
+            return Ok(if blocks > 1 { Outcome::Shorter(blocks / 2) } else { Outcome::NotKept });
+        };
+        let each = kept.chunks_exact(BLOCK_SIZE).zip(duplicates.chunks_exact(BLOCK_SIZE));
+        match each.take_while(|(kept, duplicate)| kept == duplicate).count() as u64 {
+            equal if equal == blocks => self.map_shared(pair, plan),
+            0 => Ok(Outcome::NotKept),
+            equal => Ok(Outcome::Shorter(equal)),
+        }
+    }
+
+    /// Maps the kept blocks instead of the duplicates, unless the plan is no longer valid.
+    fn map_shared(&self, pair: &Pair, plan: &Plan) -> Result<Outcome> {
+        let Plan { logical, from, run, objects, .. } = plan;
+        let operation = Operation::Share { logical: *logical, run: *run, from: *from, objects: objects.clone() };
+        let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
+        let mut disks = objects.clone();
+        disks.push(pair.kept.0);
+        disks.sort_unstable();
+        disks.dedup();
+        let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
+        let heads = find();
+        let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
+        let of_kept = pair.kept.1..pair.kept.1 + run.blocks;
+        let of_duplicates = *logical..*logical + run.blocks;
+        for (head, buffer) in heads.iter().zip(&buffers) {
+            let is_kept = head.id != pair.kept.0 || buffer.layers.is_free(&of_kept);
+            if !is_kept || objects.contains(&head.id) && !buffer.layers.is_free(&of_duplicates) {
+                return Ok(Outcome::Left(run.blocks));
+            }
+        }
+        let mut meta = self.meta.lock();
+        // A disk that was opened or reverted since has a buffer that is not locked, and may have a write already.
+        if !find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr)) {
+            return Ok(Outcome::Left(run.blocks));
+        }
+        let still = matches!(meta.plan_share(pair, true)?, Planned::Share(now) if now == *plan);
+        let nodes = meta.nodes_of(&operation)?;
+        if !still {
+            return Ok(Outcome::Left(run.blocks));
+        }
+        if !self.are_spare(&meta, nodes, KEPT) {
+            return Ok(Outcome::Nodes(nodes));
+        }
+        // Journalled payload of the kept blocks may have been written to them, and such a write is not counted.
+        let gate = self.log.clocks.wrote_home();
+        let refused = self.try_carry_out(&mut meta, operation, gate)?;
+        self.update_headroom(&meta);
+        Ok(match refused {
+            None => Outcome::Shared(run.blocks),
+            Some(cost) => Outcome::Refused(cost),
+        })
+    }
+
+    /// Reads blocks with these checksums. `None` if one of them is damaged: it stays where it is, so that reads and
+    /// checks report it.
+    fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
+        let (file, offset) = self.files.locate(run)?;
+        let mut content = Buffer::recycled(run.blocks as usize);
+        if let Err(error) = file.read_at(&mut content, offset) {
+            tracing::warn!(%error, block = run.start, "blocks are not shared, because they cannot be read");
+            return Ok(None);
+        }
+        let matches = content.chunks_exact(BLOCK_SIZE).map(checksum).eq(checksums.iter().copied());
+        Ok(matches.then_some(content))
+    }
+
+    /// Makes the datastore one that may have shared blocks.
+    fn allow_shares(&self) -> Result<()> {
+        if self.log.has_shares() {
+            return Ok(());
+        }
+        let _checkpoints = self.log.lock_checkpoints();
+        self.check_owner()?;
+        self.log.raise_version(VERSION_SHARES).map_err(|error| self.stop(error))
+    }
+}
+
+impl Meta {
+    /// The plain blocks of the next part of an object, within one leaf. `None` if nothing is mapped from `at` to `end`,
+    /// or if the object was deleted.
+    fn scan(&mut self, object: u64, at: u64, end: u64, seen: &FxHashSet<(NodeId, u64)>) -> Result<Option<Scanned>> {
+        let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(None) };
+        let mut effects = Effects::default();
+        let mut nodes = self.nodes(&mut effects);
+        let Some(first) = tree::first_mapped(&mut nodes, root, at..end)? else { return Ok(None) };
+        // The steps within a leaf are the same for each tree that shares it.
+        let step = first / SCAN_BLOCKS;
+        let stop = end.min((step + 1) * SCAN_BLOCKS);
+        let leaf = tree::leaf_of(&mut nodes, root, first..stop)?;
+        let mut scanned = Scanned { next: leaf.upper.min(stop), leaf: None, blocks: Vec::new() };
+        if leaf.shared {
+            if seen.contains(&(leaf.id, step)) {
+                return Ok(Some(scanned));
+            }
+            scanned.leaf = Some((leaf.id, step));
+        }
+        for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
+            for within in 0..mapping.blocks {
+                let entry = self.entry(mapping.physical + within)?;
+                // A block with all its references stays: it can neither replace other blocks nor be replaced.
+                if (1..KEPT_REFERENCES_MAX).contains(&entry.references) && !entry.suspect {
+                    scanned.blocks.push((mapping.logical + within, entry));
+                }
+            }
+        }
+        Ok(Some(scanned))
+    }
+}
