@@ -14,6 +14,8 @@ pub enum Compression {
     Lz4,
     /// Zstandard with a level from 1 to 19.
     Zstd(u8),
+    /// No compression.
+    Off,
 }
 
 impl fmt::Display for Compression {
@@ -21,6 +23,7 @@ impl fmt::Display for Compression {
         match self {
             Self::Lz4 => f.write_str("lz4"),
             Self::Zstd(level) => write!(f, "zstd:{level}"),
+            Self::Off => f.write_str("off"),
         }
     }
 }
@@ -29,8 +32,9 @@ impl FromStr for Compression {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("'{text}' is neither lz4 nor zstd, nor zstd:LEVEL with a level from 1 to 19");
+        let wrong = || format!("'{text}' is neither off, lz4 nor zstd, nor zstd:LEVEL with a level from 1 to 19");
         match text.split_once(':') {
+            None if text == "off" => Ok(Self::Off),
             None if text == "lz4" => Ok(Self::Lz4),
             None if text == "zstd" => Ok(Self::Zstd(Codec::LEVEL_DEFAULT)),
             Some(("zstd", level)) => match level.parse() {
@@ -64,7 +68,7 @@ mod tests {
 
     #[test]
     fn a_method_is_read_as_it_is_shown() {
-        for method in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(19)] {
+        for method in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(19), Compression::Off] {
             assert_eq!(method.to_string().parse(), Ok(method));
         }
         assert_eq!("zstd".parse(), Ok(Compression::Zstd(3)));

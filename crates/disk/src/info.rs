@@ -175,7 +175,8 @@ pub struct DiskInfo {
     pub blocks_allocated: Option<u64>,
     /// How many of the blocks that the head maps will be zeroed on their first write.
     pub blocks_to_be_zeroed: Option<u64>,
-    /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
+    /// Bytes of the head that no snapshot, clone, other disk or other place of the disk shares; `None` if counting was
+    /// not requested.
     pub exclusive: Option<u64>,
     /// Number of clients that have the disk open.
     pub clients: u64,
@@ -295,6 +296,9 @@ pub struct Reclaimed {
     pub returned: u64,
     /// Bytes that were moved in order to free space at the end of a file.
     pub moved: u64,
+    /// Bytes that are stored elsewhere, because other data is equal.
+    #[serde(default)]
+    pub shared: u64,
 }
 
 /// Changes of the tunables of a disk's chain; `None` leaves a tunable unchanged.

@@ -10,6 +10,7 @@ extern crate self as disk;
 mod compression;
 pub mod convert;
 pub mod datastore;
+mod deduplication;
 pub mod device;
 pub mod file_system;
 mod foreign;
@@ -41,6 +42,7 @@ mod zeros;
 
 pub use compression::Compression;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
+pub use deduplication::Deduplication;
 pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;

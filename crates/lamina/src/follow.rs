@@ -91,7 +91,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Disk(DiskRequest::Wipe { .. }) => ("wiping", BYTES),
         Request::Disk(DiskRequest::Reclaim { .. }) => ("reclaiming", BYTES),
         Request::Disk(DiskRequest::Shrink { .. }) => ("shrinking", BYTES),
-        Request::Disk(DiskRequest::Optimize { .. }) => ("compressing", BYTES),
+        Request::Disk(DiskRequest::Optimize { .. }) => ("optimizing", BYTES),
         Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),
         Request::Snapshot(SnapshotRequest::Delete { .. }) => ("merging", BYTES),
         Request::ExportArchive(_) => ("exporting", BYTES),

@@ -46,7 +46,7 @@ const VERBS: [Verb; 93] = [
     verb("disk punchzero", "vm1"),
     verb("disk wipe", "vm1"),
     verb("disk shrink", "vm1"),
-    verb("disk optimize", "vm1 --compression zstd:9"),
+    verb("disk optimize", "vm1 --compression zstd:9 --dedup datastore"),
     verb("disk consolidate", "vm1"),
     verb("disk reclaim", "vm1"),
     verb("disk migrate", "vm1 --format thin"),

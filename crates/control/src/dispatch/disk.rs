@@ -72,9 +72,9 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let refuse = || claims::refuse_to_reclaim(service, &name);
             Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
         }
-        DiskRequest::Optimize { name, compression, rate } => {
+        DiskRequest::Optimize { name, compression, dedup, rate } => {
             let progress = &Throttled { progress, rate };
-            Reply::Reclaimed { reclaimed: datastore.optimize_disk(&name, compression, progress)?, name }
+            Reply::Reclaimed { reclaimed: datastore.optimize_disk(&name, compression, dedup, progress)?, name }
         }
         DiskRequest::Migrate { name, target, to, force, rate } => {
             if let Some(to) = &to {

@@ -1,7 +1,7 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{Compression, Deletion, Location, NewDisk, SettingsChange, Tuning};
+use disk::{Compression, Deduplication, Deletion, Location, NewDisk, SettingsChange, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
@@ -141,12 +141,15 @@ pub enum DiskRequest {
         /// Count only, and change nothing.
         dry_run: bool,
     },
-    /// Compress a native disk and its snapshots.
+    /// Compress a native disk and its snapshots, and store equal blocks once.
     Optimize {
         /// The disk's name.
         name: String,
-        /// The method: `lz4` or `zstd:` and a level.
+        /// The method: `lz4`, `zstd:` and a level, or `off`.
         compression: Compression,
+        /// The data among which equal blocks are found.
+        #[serde(default)]
+        dedup: Deduplication,
         /// Limit of bytes read and written per second; 0 is no limit.
         rate: u64,
     },

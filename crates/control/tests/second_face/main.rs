@@ -23,9 +23,9 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Compression, Datastore, Deletion, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions,
-    LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange, SnapshotOptions,
-    Tuning,
+    ChangedExtent, Compression, Datastore, Deduplication, Deletion, DeltaFormat, Device, DiskFormat, ImageKind,
+    InitOptions, LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange,
+    SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -412,7 +412,12 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });
     let native = target(DiskFormat::Native);
     face.disk(DiskRequest::Migrate { name: text("flat"), target: native, to: None, force: false, rate: 0 });
-    face.disk(DiskRequest::Optimize { name: text("flat"), compression: Compression::default(), rate: 0 });
+    face.disk(DiskRequest::Optimize {
+        name: text("flat"),
+        compression: Compression::default(),
+        dedup: Deduplication::Disk,
+        rate: 0,
+    });
 }
 
 /// Requests about files and servers outside the datastore.

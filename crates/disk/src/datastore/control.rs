@@ -3,6 +3,7 @@
 
 use super::Datastore;
 use crate::compression::Compression;
+use crate::deduplication::Deduplication;
 use crate::foreign::ForeignDisk;
 use crate::info::{
     Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
@@ -521,18 +522,26 @@ impl Datastore {
         )
     }
 
-    /// Compresses a native disk and its snapshots, while they are in use.
-    pub fn optimize_disk(&self, name: &str, compression: Compression, progress: &dyn Progress) -> Result<Reclaimed> {
+    /// Compresses a native disk and its snapshots, and stores equal blocks of the chosen data once, while clients use
+    /// them.
+    pub fn optimize_disk(
+        &self,
+        name: &str,
+        compression: Compression,
+        deduplication: Deduplication,
+        progress: &dyn Progress,
+    ) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
         if self.foreign.find(name).is_some() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "disk '{name}' is not a native one, so it is not compressed: 'lamina disk migrate' makes it native"
+                    "disk '{name}' is not a native one, so it is neither compressed nor deduplicated: 'lamina disk \
+                     migrate' makes it native"
                 ),
             ));
         }
-        self.native.optimize(name, compression, &self.background(progress))
+        self.native.optimize(name, compression, deduplication, &self.background(progress))
     }
 
     /// Finds grains of a disk's deltas that nothing references and frees them, while the disk is in use.

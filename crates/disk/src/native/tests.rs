@@ -1,14 +1,14 @@
 //! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
 //! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks. What goes
-//! on while a thick disk grows. What a read of compressed blocks fetches.
+//! on while a thick disk grows. What a read of compressed blocks fetches. Which equal blocks are stored once.
 
 #![allow(clippy::unwrap_used)]
 
 use crate::device::Segment;
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Compression, Datastore, InitOptions, NewDisk, NoProgress, Point, Provisioning, QueueChoice,
-    SnapshotOptions,
+    CheckOptions, Compression, Datastore, Deduplication, InitOptions, NewDisk, NoProgress, Point, Provisioning,
+    QueueChoice, SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
@@ -207,7 +207,7 @@ fn a_read_takes_the_memory_of_a_pack_once() {
     };
     let mut expected: Vec<u8> = (0..32).flat_map(content).collect();
     device.write(0, SharedSlice::copy_of(&expected), false).unwrap();
-    assert!(datastore.optimize_disk("c", Compression::Lz4, &NoProgress).unwrap().moved > 0);
+    assert!(datastore.optimize_disk("c", Compression::Lz4, Deduplication::Off, &NoProgress).unwrap().moved > 0);
     for number in (0..32).step_by(2) {
         let block = vec![number as u8; BLOCK_SIZE];
         expected[number * BLOCK_SIZE..][..BLOCK_SIZE].copy_from_slice(&block);
@@ -226,4 +226,44 @@ fn a_read_takes_the_memory_of_a_pack_once() {
     assert!(device.read(0, expected.len()).unwrap() == expected);
     let after = datastore.native.read_cache().unwrap();
     assert_eq!((after.hits - before.hits, after.misses), (16, before.misses));
+}
+
+#[test]
+fn equal_blocks_of_a_disk_or_of_all_disks_are_stored_once() {
+    let (_folder, datastore) = cloned();
+    datastore.create_disk("b", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    datastore.create_disk("t", &NewDisk::native(CAPACITY, Provisioning::EagerZeroedThick), &NoProgress).unwrap();
+    let device = |name: &str| {
+        let disk = datastore.native.find_disk(name).unwrap();
+        datastore.native.device_of(&disk, &disk)
+    };
+    let content = |number: u8| vec![number + 1; BLOCK_SIZE];
+    // Eight contents twice in `c`, and four of them in `b` and `t`.
+    let whole: Vec<u8> = (0..16).flat_map(|number| content(number % 8)).collect();
+    let part: Vec<u8> = (2..6).flat_map(content).collect();
+    device("c").write(0, SharedSlice::copy_of(&whole), false).unwrap();
+    ["b", "t"].iter().for_each(|name| device(name).write(0, SharedSlice::copy_of(&part), false).unwrap());
+    let optimize =
+        |name: &str, compression, deduplication| datastore.optimize_disk(name, compression, deduplication, &NoProgress);
+    let shared = |deduplication| {
+        let reclaimed = optimize("c", Compression::Off, deduplication).unwrap();
+        assert_eq!((reclaimed.freed, reclaimed.moved), (0, 0));
+        reclaimed.shared / BLOCK_SIZE as u64
+    };
+    assert_eq!((shared(Deduplication::Disk), shared(Deduplication::Disk)), (8, 0));
+    assert_eq!((shared(Deduplication::Datastore), shared(Deduplication::Datastore)), (4, 0));
+    assert_eq!(optimize("c", Compression::Off, Deduplication::Off).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(optimize("t", Compression::Off, Deduplication::Disk).unwrap_err().kind(), ErrorKind::Unsupported);
+    let is_kept = || {
+        assert!(device("c").read(0, whole.len()).unwrap() == whole);
+        ["b", "t"].iter().for_each(|name| assert!(device(name).read(0, part.len()).unwrap() == part));
+    };
+    is_kept();
+    device("c").write(0, SharedSlice::copy_of(&content(99)), false).unwrap();
+    assert!(device("c").read((8 * BLOCK_SIZE) as u64, BLOCK_SIZE).unwrap() == content(0));
+    device("c").write(0, SharedSlice::copy_of(&content(0)), false).unwrap();
+    datastore.delete_disk("b", false).unwrap();
+    let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
+    assert!(device("c").read(0, whole.len()).unwrap() == whole);
 }

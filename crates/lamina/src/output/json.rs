@@ -49,8 +49,8 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
         Reply::Statistics(statistics) => json!(statistics),
         Reply::Reclaimed { name, reclaimed } => {
-            let disk::Reclaimed { freed, returned, moved } = reclaimed;
-            json!({ "name": name, "freed": freed, "returned": returned, "moved": moved })
+            let disk::Reclaimed { freed, returned, moved, shared } = reclaimed;
+            json!({ "name": name, "freed": freed, "returned": returned, "moved": moved, "shared": shared })
         }
         Reply::Reclaim(report) => json!(report),
         Reply::Image(info) => json!(info),

@@ -9,8 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    Compression, Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull,
-    Provisioning, SettingsChange, Tuning,
+    Compression, Deduplication, Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk,
+    OnFull, Provisioning, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -403,15 +403,19 @@ pub enum DiskCommand {
         #[arg(long)]
         dry_run: bool,
     },
-    /// Compress a native disk and its snapshots, while they are in use. Blocks that are overwritten later are stored
-    /// without compression until the command is repeated.
+    /// Compress a native disk and its snapshots, and store equal blocks once, while they are in use. Blocks that are
+    /// overwritten later are stored on their own and without compression until the command is repeated.
     Optimize {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// lz4, or zstd with a level from 1 to 19, such as zstd:9.
+        /// lz4, zstd with a level from 1 to 19, such as zstd:9, or off.
         #[arg(long, value_name = "METHOD", default_value = "lz4")]
         compression: Compression,
+        /// Store equal blocks once, before the compression: those of the disk and its snapshots (disk), or those of all
+        /// thin native disks and snapshots (datastore).
+        #[arg(long, value_name = "off|disk|datastore", default_value = "off")]
+        dedup: Deduplication,
         /// Limit of bytes read and written per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
@@ -491,8 +495,8 @@ impl DiskCommand {
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
             Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
-            Self::Optimize { name, compression, rate } => {
-                DiskRequest::Optimize { name: name.clone(), compression: *compression, rate: *rate }
+            Self::Optimize { name, compression, dedup, rate } => {
+                DiskRequest::Optimize { name: name.clone(), compression: *compression, dedup: *dedup, rate: *rate }
             }
             Self::Migrate(migrate) => DiskRequest::Migrate {
                 name: migrate.name.clone(),

@@ -4,7 +4,8 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    DetectZeroes, DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites,
+    Compression, Deduplication, DetectZeroes, DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning,
+    Reclaimed, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -228,7 +229,13 @@ pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &
         Request::Disk(DiskRequest::Wipe { .. }) => {
             writeln!(out, "disk {name}: {} freed for new data; 'lamina disk shrink' gives them back", size(of.freed))
         }
-        Request::Disk(DiskRequest::Optimize { .. }) => {
+        Request::Disk(DiskRequest::Optimize { compression, dedup, .. }) => {
+            if *dedup != Deduplication::Off {
+                writeln!(out, "disk {name}: {} of equal data removed", size(of.shared))?;
+            }
+            if *compression == Compression::Off {
+                return Ok(());
+            }
             let (before, after) = (of.moved, of.moved.saturating_sub(of.freed));
             writeln!(out, "disk {name}: {} compressed to {}", size(before), size(after))
         }
