@@ -1,11 +1,13 @@
 //! The write buffers of all disks, and the limit on their total content.
 //!
-//! Lock order: the buffers of disks, ascending by id; `room` and `sealed`, to wait. `heads`, to look up a disk, may be
-//! taken under all other locks, because it is held for a few instructions. This part takes no lock of another part. The
-//! engine takes the metadata lock while it holds the buffer of a disk.
+//! Lock order: the buffers of disks, ascending by id; `room` and `sealed`, to wait. `heads`, to look up a disk, and
+//! then `recorded` and the `written` of a disk, may be taken under all other locks, because they are held for a few
+//! instructions. This part takes no lock of another part. The engine takes the metadata lock while it holds the buffer
+//! of a disk.
 
 use super::read::gone;
 use super::read_cache::Lookups;
+use super::written::Written;
 use crate::Result;
 use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,6 +29,9 @@ pub struct Head {
     measured: AtomicBool,
     /// Reads of the disk that the read cache could answer.
     pub(super) lookups: Lookups,
+    /// Whether writes are recorded in `written`: most disks have no such record, and writes to them only test this.
+    is_recorded: AtomicBool,
+    written: RwLock<Option<Arc<Written>>>,
 }
 
 /// The buffer of a disk.
@@ -80,7 +85,24 @@ impl Buffer {
 impl Head {
     fn new(id: u64, buffer: Buffer) -> Arc<Self> {
         let measured = AtomicBool::new(false);
-        Arc::new(Self { id, buffer: Mutex::new(buffer), measured, lookups: Lookups::default() })
+        let (lookups, is_recorded) = (Lookups::default(), AtomicBool::new(false));
+        Arc::new(Self { id, buffer: Mutex::new(buffer), measured, lookups, is_recorded, written: RwLock::new(None) })
+    }
+
+    /// Begins or ends to record writes.
+    fn record(&self, written: Option<Arc<Written>>) {
+        let is_recorded = written.is_some();
+        *self.written.write() = written;
+        self.is_recorded.store(is_recorded, Ordering::Release);
+    }
+
+    /// Called when a write of these blocks has ended, with or without an error.
+    pub(super) fn note_written(&self, blocks: Range<u64>) {
+        if self.is_recorded.load(Ordering::Acquire)
+            && let Some(written) = &*self.written.read()
+        {
+            written.note(&blocks);
+        }
     }
 
     /// Locks the buffer.
@@ -121,6 +143,8 @@ impl Head {
 /// The buffers of a store.
 pub struct Buffers {
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
+    /// Records of writes, of disks with and without a buffer.
+    recorded: Mutex<FxHashMap<u64, Arc<Written>>>,
     /// The highest number of disks that had a buffer at the same time: the number of trees that may change.
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
@@ -158,6 +182,7 @@ impl Buffers {
     pub fn new(limit: u64, few: u64) -> Self {
         Self {
             heads: RwLock::default(),
+            recorded: Mutex::default(),
             count: AtomicU64::new(0),
             limit,
             few,
@@ -188,7 +213,11 @@ impl Buffers {
             return head;
         }
         let mut heads = self.heads.write();
-        let head = Arc::clone(heads.entry(disk).or_insert_with(|| Head::new(disk, Buffer::default())));
+        let head = Arc::clone(heads.entry(disk).or_insert_with(|| {
+            let head = Head::new(disk, Buffer::default());
+            head.record(self.recorded.lock().get(&disk).cloned());
+            head
+        }));
         self.count.fetch_max(heads.len() as u64, Ordering::SeqCst);
         head
     }
@@ -208,7 +237,49 @@ impl Buffers {
     /// Removes deleted disks: requests of devices that have them open fail from then on.
     pub fn forget(&self, gone: &[Arc<Head>]) {
         let mut heads = self.heads.write();
-        gone.iter().for_each(|head| drop(heads.remove(&head.id)));
+        let mut recorded = self.recorded.lock();
+        for head in gone {
+            heads.remove(&head.id);
+            // The record of a reverted disk says nothing about its new content.
+            recorded.remove(&head.id);
+        }
+    }
+
+    /// The record of the writes of a disk of that many blocks. A new one is made if there is none, or if the disk was
+    /// smaller.
+    pub fn record(&self, disk: u64, blocks: u64) -> Arc<Written> {
+        let heads = self.heads.write();
+        let mut recorded = self.recorded.lock();
+        let known = recorded.get(&disk).filter(|written| written.is_for(blocks)).cloned();
+        if let Some(written) = known {
+            return written;
+        }
+        let written = Written::new(blocks);
+        recorded.insert(disk, Arc::clone(&written));
+        if let Some(head) = heads.get(&disk) {
+            head.record(Some(Arc::clone(&written)));
+        }
+        written
+    }
+
+    /// Ends the records of the disks that are not `wanted`.
+    pub fn keep_records(&self, wanted: impl Fn(u64) -> bool) {
+        if self.recorded.lock().is_empty() {
+            return;
+        }
+        let heads = self.heads.write();
+        self.recorded.lock().retain(|disk, _| {
+            let kept = wanted(*disk);
+            if !kept && let Some(head) = heads.get(disk) {
+                head.record(None);
+            }
+            kept
+        });
+    }
+
+    /// The record of the writes of a disk, if there is one.
+    pub fn recorded(&self, disk: u64) -> Option<Arc<Written>> {
+        self.recorded.lock().get(&disk).cloned()
     }
 
     /// Number of blocks of data in all buffers.

@@ -40,7 +40,7 @@
 //! | `metadata` | pages, tables, trees, the catalog; pending changes, with the blocks they hold or freed |
 //! | `log` | the journal, the superblock, the images file, the counters of durable writes, and admission |
 //! | `placement` | whether a block may be overwritten in place: a pure state machine, without I/O, threads or locks |
-//! | `buffers` | the write buffers of all disks |
+//! | `buffers` | the write buffers of all disks, and when their parts were written (`written`) |
 //! | `writeback` | the writing of data files: the gate, journalled payload, writes that bypass the buffer |
 //! | `read_cache` | verified content of data blocks, by place |
 //! | `reserve` | free blocks reserved for operations under way, and the space taken from the file system for them |
@@ -100,6 +100,7 @@ mod sharing;
 mod verify;
 mod write;
 mod writeback;
+mod written;
 
 pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, WouldFree};
 pub use buffers::Head;
@@ -119,6 +120,7 @@ pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
 };
 pub use sharing::{PRINTS_MAX, SharePass, ShareStep};
+pub use written::{ColdParts, Written};
 
 use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;
@@ -292,6 +294,23 @@ impl Engine {
     /// How many blocks of a disk were read from the read cache, and how many that it may hold from the medium.
     pub fn cache_lookups(&self, disk: u64) -> (u64, u64) {
         self.buffers.find(disk).map_or((0, 0), |head| head.lookups.counts())
+    }
+
+    /// Records from now on when the parts of a disk are written. Returns the record, which exists already if this was
+    /// called before, and the disk was not reverted and has not grown since.
+    pub fn record_writes(&self, disk: u64) -> Result<Arc<Written>> {
+        let blocks = self.with_catalog(|catalog| catalog.get(disk).map(|disk| disk.size_in_blocks()))?;
+        Ok(self.buffers.record(disk, blocks))
+    }
+
+    /// The record of the writes of a disk, if there is one.
+    pub fn recorded_writes(&self, disk: u64) -> Option<Arc<Written>> {
+        self.buffers.recorded(disk)
+    }
+
+    /// Ends the records of writes of the disks that are not `wanted`.
+    pub fn keep_records_of_writes(&self, wanted: impl Fn(u64) -> bool) {
+        self.buffers.keep_records(wanted);
     }
 
     /// Publishes the headroom: the number of free blocks on which writes may rely. Called when free space has changed,

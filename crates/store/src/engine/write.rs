@@ -30,10 +30,12 @@ impl Engine {
     pub fn write_blocks(&self, head: &Head, logical: u64, data: SharedSlice) -> Result<()> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let checksums = Checksums::of(&data);
-        if self.write_through(head, logical, &data, &checksums)? {
-            return Ok(());
-        }
-        self.put_in_parts(head, logical, blocks, Content::Data(data, checksums))
+        let written = match self.write_through(head, logical, &data, &checksums) {
+            Ok(false) => self.put_in_parts(head, logical, blocks, Content::Data(data, checksums)),
+            outcome => outcome.map(|_| ()),
+        };
+        head.note_written(logical..logical + blocks);
+        written
     }
 
     /// Discards blocks: they read as zeros afterwards.
@@ -41,15 +43,17 @@ impl Engine {
         if range.is_empty() {
             return Ok(());
         }
-        self.put(head, range.start, range.end - range.start, &mut Content::Unmapped, None).map(|_| ())
+        let discarded = self.put(head, range.start, range.end - range.start, &mut Content::Unmapped, None);
+        head.note_written(range);
+        discarded.map(|_| ())
     }
 
     /// Zeroes blocks. Mapped blocks stay allocated, the others are allocated.
     pub fn zero_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
-        for part in chunks(range, ZERO_MAX) {
-            self.put_in_parts(head, part.start, part.blocks, Content::Zero)?;
-        }
-        Ok(())
+        let zero = |part: Run| self.put_in_parts(head, part.start, part.blocks, Content::Zero);
+        let zeroed = chunks(range.clone(), ZERO_MAX).try_for_each(zero);
+        head.note_written(range);
+        zeroed
     }
 
     /// Puts an entry into the buffer. If the map has no room for an entry of a thick disk, the entry is split: its data
@@ -97,6 +101,7 @@ impl Engine {
             let checksums = Checksums::of(&bytes);
             let data = SharedSlice::new(Arc::new(bytes), 0..BLOCK_SIZE);
             if self.put(head, block, 1, &mut Content::Data(data, checksums), Some(block))? {
+                head.note_written(block..block + 1);
                 return Ok(());
             }
         }

@@ -1,0 +1,195 @@
+//! When the parts of a disk were last written, for passes that process a part once it has not been written for a while.
+//!
+//! ```text
+//!            write                   a pass takes it          the pass has processed it
+//!  (clean) ---------> written, a stamp ---------------> (clean) ------------------------->
+//!                          ^                               |
+//!                          +-------------------------------+  the pass ends before, or another write
+//! ```
+//!
+//! 1. A write sets the stamp of its parts after its data is in the buffer or in the map. A pass takes parts first, and
+//!    then brings what is buffered into the map. So every write is in the map that the pass processes, or its part has a
+//!    stamp when the pass has ended.
+//! 2. A part that was taken and not processed gets its stamp back.
+//! 3. The record is in memory only. In a new one all parts count as written at its beginning.
+
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::time::Instant;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Blocks of the smallest part (1 MiB): a multiple of the blocks that are packed together.
+const PART_MIN: u64 = 256;
+/// Most parts of a disk (256 KiB of stamps).
+const PARTS_MAX: u64 = 1 << 15;
+
+/// The record for one disk.
+pub struct Written {
+    began: Instant,
+    /// Blocks of the disk.
+    blocks: u64,
+    /// Blocks of a part.
+    part: u64,
+    /// For each part 0, or the time of the last write in milliseconds since `began`, from 1 on. The last part reaches
+    /// to the end of the disk, also if the disk has grown.
+    stamps: Vec<AtomicU64>,
+}
+
+impl Written {
+    /// A record for a disk of that many blocks.
+    pub(super) fn new(blocks: u64) -> Arc<Self> {
+        let part = blocks.div_ceil(PARTS_MAX).next_power_of_two().max(PART_MIN);
+        let stamps = (0..blocks.div_ceil(part).max(1)).map(|_| AtomicU64::new(1)).collect();
+        Arc::new(Self { began: Instant::now(), blocks, part, stamps })
+    }
+
+    /// Whether the parts are small enough for a disk of that many blocks.
+    pub(super) fn is_for(&self, blocks: u64) -> bool {
+        blocks <= self.blocks
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1) + 1
+    }
+
+    /// Records that a write of these blocks has ended.
+    pub(super) fn note(&self, blocks: &Range<u64>) {
+        let Some(last) = blocks.end.checked_sub(1).filter(|last| *last >= blocks.start) else { return };
+        let index = |block: u64| ((block / self.part) as usize).min(self.stamps.len() - 1);
+        let now = self.now();
+        self.stamps[index(blocks.start)..=index(last)].iter().for_each(|stamp| stamp.store(now, Ordering::Release));
+    }
+
+    /// Whether the stamp is that of a part that was written at least `age` before `now`.
+    fn is_cold(stamp: u64, now: u64, age: Duration) -> bool {
+        stamp > 0 && u128::from(now.saturating_sub(stamp)) >= age.as_millis()
+    }
+
+    /// Takes the parts that were written, but not in the last `age`.
+    pub fn take_cold(self: &Arc<Self>, age: Duration) -> ColdParts {
+        let now = self.now();
+        let mut parts = VecDeque::new();
+        for (index, stamp) in self.stamps.iter().enumerate() {
+            if !Self::is_cold(stamp.load(Ordering::Acquire), now, age) {
+                continue;
+            }
+            match stamp.swap(0, Ordering::AcqRel) {
+                taken if Self::is_cold(taken, now, age) => parts.push_back((index, taken)),
+                newer => drop(stamp.fetch_max(newer, Ordering::AcqRel)),
+            }
+        }
+        ColdParts { written: Arc::clone(self), parts }
+    }
+
+    /// Whether [`Written::take_cold`] would take a part.
+    pub fn has_cold(&self, age: Duration) -> bool {
+        let now = self.now();
+        self.stamps.iter().any(|stamp| Self::is_cold(stamp.load(Ordering::Relaxed), now, age))
+    }
+
+    /// Blocks of the parts that were written and not processed since, of a disk of that many blocks.
+    pub fn unprocessed(&self, blocks: u64) -> u64 {
+        let written = self.stamps.iter().enumerate().filter(|(_, stamp)| stamp.load(Ordering::Relaxed) > 0);
+        written.map(|(index, _)| self.range(index, blocks)).map(|range| range.end - range.start).sum()
+    }
+
+    /// The part of a disk of that many blocks. A part past the end is empty.
+    fn range(&self, index: usize, blocks: u64) -> Range<u64> {
+        let start = (index as u64 * self.part).min(blocks);
+        let end = if index + 1 == self.stamps.len() { blocks } else { (start + self.part).min(blocks) };
+        start..end
+    }
+}
+
+/// Parts that a pass has taken. When this value is dropped, those that were not processed get their stamps back.
+pub struct ColdParts {
+    written: Arc<Written>,
+    parts: VecDeque<(usize, u64)>,
+}
+
+impl ColdParts {
+    /// The next part, of a disk of that many blocks.
+    pub fn first(&self, blocks: u64) -> Option<Range<u64>> {
+        self.parts.front().map(|(index, _)| self.written.range(*index, blocks))
+    }
+
+    /// Called when the next part was processed.
+    pub fn processed(&mut self) {
+        self.parts.pop_front();
+    }
+
+    /// Blocks of the parts that remain, of a disk of that many blocks.
+    pub fn blocks(&self, blocks: u64) -> u64 {
+        let ranges = self.parts.iter().map(|(index, _)| self.written.range(*index, blocks));
+        ranges.map(|range| range.end - range.start).sum()
+    }
+}
+
+impl Drop for ColdParts {
+    fn drop(&mut self) {
+        for (index, stamp) in &self.parts {
+            self.written.stamps[*index].fetch_max(*stamp, Ordering::AcqRel);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const NONE: Duration = Duration::ZERO;
+
+    fn taken(parts: &mut ColdParts, blocks: u64) -> Vec<Range<u64>> {
+        std::iter::from_fn(|| {
+            let part = parts.first(blocks)?;
+            parts.processed();
+            Some(part)
+        })
+        .collect()
+    }
+
+    #[test]
+    fn a_part_is_taken_once_after_each_write() {
+        let blocks = 3 * PART_MIN + 7;
+        let written = Written::new(blocks);
+        let whole = [0..256, 256..512, 512..768, 768..775];
+        assert_eq!(written.unprocessed(blocks), blocks);
+        let mut parts = written.take_cold(NONE);
+        assert_eq!((parts.blocks(blocks), taken(&mut parts, blocks)), (blocks, whole.to_vec()));
+        assert!(!written.has_cold(NONE) && written.unprocessed(blocks) == 0);
+        written.note(&(255..257));
+        written.note(&(300..300));
+        assert!(written.has_cold(NONE) && !written.has_cold(Duration::from_secs(3600)));
+        assert_eq!(written.take_cold(Duration::from_secs(3600)).first(blocks), None);
+        assert_eq!(taken(&mut written.take_cold(NONE), blocks), whole[..2]);
+        // What is past the end counts as a part of the last one, for a disk that has grown.
+        written.note(&(blocks + 1000..blocks + 1001));
+        assert_eq!(taken(&mut written.take_cold(NONE), blocks + 2000), [Range { start: 768, end: 2775 }]);
+    }
+
+    #[test]
+    fn parts_that_were_not_processed_are_taken_again() {
+        let blocks = 4 * PART_MIN;
+        let written = Written::new(blocks);
+        let mut parts = written.take_cold(NONE);
+        parts.processed();
+        // A write while the pass runs.
+        written.note(&(0..1));
+        drop(parts);
+        assert_eq!(taken(&mut written.take_cold(NONE), blocks), [0..256, 256..512, 512..768, 768..1024]);
+    }
+
+    #[test]
+    fn the_memory_for_a_large_disk_is_limited() {
+        let blocks = (64 << 40) / 4096;
+        let written = Written::new(blocks);
+        assert_eq!((written.stamps.len() as u64, written.part % PART_MIN), (PARTS_MAX, 0));
+        assert_eq!(written.unprocessed(blocks), blocks);
+        assert_eq!(written.unprocessed(blocks / 2), blocks / 2, "the disk was made smaller");
+        assert_eq!(Written::new(0).unprocessed(0), 0);
+    }
+}
