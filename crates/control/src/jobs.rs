@@ -3,12 +3,13 @@
 //! ```text
 //!  dispatch --- attached ---> on the thread of the front end, cancelled when the client disconnects
 //!          \--- start ------> on a thread of its own, continues when the client disconnects
+//!  server ----- of_server --> on a thread of the server, without a request of a client
 //! ```
 //!
 //! Invariants:
-//! 1. A job is listed from before its operation begins until [`ENDED_MAX`] later started jobs, or
-//!    [`ATTACHED_ENDED_MAX`] later attached ones, have ended. A job's outcome is set exactly once, also if its
-//!    operation panics, and all requests that wait for the job are woken.
+//! 1. A job is listed from before its operation begins until [`ENDED_MAX`] later started jobs have ended, or
+//!    [`ATTACHED_ENDED_MAX`] later attached ones, or [`SERVER_ENDED_MAX`] later ones of the server. A job's outcome is
+//!    set exactly once, also if its operation panics, and all requests that wait for the job are woken.
 //! 2. The `cancelled()` of a job's progress returns true soon after [`Jobs::cancel`]; for an attached job also after
 //!    its client has disconnected.
 //! 3. After [`Jobs::stop`] no started job is running and none can be started. Jobs are kept in memory only: after a
@@ -40,6 +41,8 @@ pub const STARTED_MAX: usize = 64;
 pub const ENDED_MAX: usize = 256;
 /// Most attached jobs that are kept after they have ended.
 pub const ATTACHED_ENDED_MAX: usize = 64;
+/// Most jobs of the server that are kept after they have ended, so that they do not displace those of users.
+pub const SERVER_ENDED_MAX: usize = 32;
 /// Longest outcome that is kept: bytes of the request and the reply as JSON.
 pub const OUTCOME_MAX: usize = 256 << 10;
 
@@ -66,13 +69,35 @@ struct JobsState {
     stopping: bool,
 }
 
+/// What has begun a job.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// A client that waits for it.
+    Attached,
+    /// A client that does not wait.
+    Started,
+    /// The server.
+    Server,
+}
+
+impl Origin {
+    /// Most jobs that are kept after they have ended.
+    fn kept(self) -> usize {
+        match self {
+            Self::Attached => ATTACHED_ENDED_MAX,
+            Self::Started => ENDED_MAX,
+            Self::Server => SERVER_ENDED_MAX,
+        }
+    }
+}
+
 struct Job {
     id: String,
     kind: Kind,
     /// The request, kept for started jobs only.
     request: Option<Request>,
     started: u64,
-    background: bool,
+    origin: Origin,
     done: AtomicU64,
     total: AtomicU64,
     cancelled: AtomicBool,
@@ -99,7 +124,7 @@ impl Job {
             id: self.id.clone(),
             kind: self.kind.verb.to_owned(),
             object: self.kind.object.clone(),
-            background: self.background,
+            background: self.origin != Origin::Attached,
             state,
             cancelling: end.is_none() && self.cancelled.load(Ordering::Relaxed),
             done: self.done.load(Ordering::Relaxed),
@@ -199,17 +224,15 @@ impl Jobs {
     }
 
     /// Adds a job to the list.
-    fn begin(&self, kind: Kind, background: bool, request: Option<Request>) -> Result<Arc<Job>> {
+    fn begin(&self, kind: Kind, origin: Origin, request: Option<Request>) -> Result<Arc<Job>> {
         let job = {
             let mut state = self.state.lock();
-            if background {
-                if state.stopping {
-                    return Err(Error::new(ErrorKind::Busy, "the server of this datastore is stopping: try again"));
-                }
-                if state.running().count() >= STARTED_MAX {
-                    let text = format!("{STARTED_MAX} jobs are under way already: try again later");
-                    return Err(Error::new(ErrorKind::Busy, text));
-                }
+            if origin != Origin::Attached && state.stopping {
+                return Err(Error::new(ErrorKind::Busy, "the server of this datastore is stopping: try again"));
+            }
+            if origin == Origin::Started && state.running().count() >= STARTED_MAX {
+                let text = format!("{STARTED_MAX} jobs are under way already: try again later");
+                return Err(Error::new(ErrorKind::Busy, text));
             }
             state.last += 1;
             let job = Arc::new(Job {
@@ -217,7 +240,7 @@ impl Jobs {
                 kind,
                 request,
                 started: clock::seconds(),
-                background,
+                origin,
                 done: 0.into(),
                 total: 0.into(),
                 cancelled: false.into(),
@@ -235,7 +258,7 @@ impl Jobs {
         {
             let mut state = self.state.lock();
             let _ = job.end.set(end);
-            state.forget(job.background);
+            state.forget(job.origin);
             self.ended.notify_all();
         }
         self.events.publish(vec![Change::JobEnded { job: Box::new(job.info()) }]);
@@ -248,9 +271,29 @@ impl Jobs {
         client: &dyn Watch,
         work: impl FnOnce(&dyn Watch) -> Result<Reply>,
     ) -> Result<Reply> {
-        let job = self.begin(kind, false, None)?;
+        self.carry_out(kind, Origin::Attached, client, work)
+    }
+
+    /// Carries out an operation that no client has requested, on this thread.
+    pub fn of_server(
+        &self,
+        kind: Kind,
+        watch: &dyn Watch,
+        work: impl FnOnce(&dyn Watch) -> Result<Reply>,
+    ) -> Result<Reply> {
+        self.carry_out(kind, Origin::Server, watch, work)
+    }
+
+    fn carry_out(
+        &self,
+        kind: Kind,
+        origin: Origin,
+        watch: &dyn Watch,
+        work: impl FnOnce(&dyn Watch) -> Result<Reply>,
+    ) -> Result<Reply> {
+        let job = self.begin(kind, origin, None)?;
         let ending = Ending { jobs: self, job: &job };
-        let outcome = work(&Followed { job: &job, client: Some(client) });
+        let outcome = work(&Followed { job: &job, client: Some(watch) });
         ending.end(&outcome);
         outcome
     }
@@ -262,7 +305,7 @@ impl Jobs {
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         let kept = is_short(&request).then(|| request.clone());
-        let job = self.begin(kind, true, kept)?;
+        let job = self.begin(kind, Origin::Started, kept)?;
         let info = job.info();
         let (jobs, for_thread) = (Arc::clone(self), Arc::clone(&job));
         let thread = thread::Builder::new().name(format!("job-{}", info.id)).spawn(move || {
@@ -378,13 +421,13 @@ impl Jobs {
 impl JobsState {
     /// Started jobs that are running.
     fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
-        self.jobs.values().filter(|job| job.background && job.end.get().is_none())
+        self.jobs.values().filter(|job| job.origin == Origin::Started && job.end.get().is_none())
     }
 
-    /// Removes the oldest ended jobs, started or attached, beyond the number that is kept.
-    fn forget(&mut self, background: bool) {
-        let kept = if background { ENDED_MAX } else { ATTACHED_ENDED_MAX };
-        let ended = self.jobs.iter().filter(|(_, job)| job.background == background && job.end.get().is_some());
+    /// Removes the oldest ended jobs of an origin beyond the number that is kept.
+    fn forget(&mut self, origin: Origin) {
+        let kept = origin.kept();
+        let ended = self.jobs.iter().filter(|(_, job)| job.origin == origin && job.end.get().is_some());
         let ended: Vec<u64> = ended.map(|(number, _)| *number).collect();
         for number in &ended[..ended.len().saturating_sub(kept)] {
             self.jobs.remove(number);

@@ -130,6 +130,34 @@ fn ended_jobs_are_kept_up_to_a_limit_and_those_of_other_runs_are_unknown() {
 }
 
 #[test]
+fn jobs_of_the_server_continue_without_a_client_and_displace_no_others() {
+    let jobs = Jobs::new().unwrap();
+    jobs.attached(kind(), &Client::default(), |_| Ok(Reply::Settled)).unwrap();
+    for _ in 0..ATTACHED_ENDED_MAX + 1 {
+        jobs.of_server(kind(), &Client::default(), |_| Ok(Reply::Settled)).unwrap();
+    }
+    let list = jobs.list();
+    assert_eq!(list.len(), 1 + SERVER_ENDED_MAX);
+    assert!(!list[0].background && list[1..].iter().all(|job| job.background && job.state == JobState::Done));
+    let stopped = Client::default();
+    thread::scope(|scope| {
+        let at_work = scope.spawn(|| jobs.of_server(kind(), &stopped, work));
+        let running = |job: &JobInfo| job.state == JobState::Running && job.total > 0;
+        let job = loop {
+            if let Some(job) = jobs.list().into_iter().find(running) {
+                break job;
+            }
+            thread::yield_now();
+        };
+        assert!(jobs.cancel(&job.id).unwrap().cancelling);
+        assert_eq!(at_work.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+    });
+    jobs.stop();
+    let refused = jobs.of_server(kind(), &Client::default(), |_| Ok(Reply::Settled)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Busy, "no job starts after the end");
+}
+
+#[test]
 fn a_job_result_that_is_too_long_is_not_kept() {
     assert!(is_short(&"a".repeat(OUTCOME_MAX - 2)) && !is_short(&"a".repeat(OUTCOME_MAX)));
 }
