@@ -19,6 +19,7 @@
 //! jobs       long operations: listed, waited for and cancelled by other requests
 //! events     notifications of changes to subscribers
 //! scrubs     starts scrubs of a served datastore when they are due
+//! idle       compresses data of disks whose settings say so, when it was not written for a while
 //! owner      the process that owns a datastore: an existing one, or this one for one request
 //! socket     requests of other processes
 //! uri        URIs by which clients reach an export
@@ -28,6 +29,7 @@
 
 mod dispatch;
 pub mod events;
+pub mod idle;
 pub mod jobs;
 pub mod message;
 mod owner;

@@ -1,4 +1,4 @@
-//! How a native disk is compressed.
+//! How data of native disks is compressed.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -10,12 +10,28 @@ use store::pack::Codec;
 #[serde(try_from = "String", into = "String")]
 pub enum Compression {
     /// LZ4.
-    #[default]
     Lz4,
     /// Zstandard with a level from 1 to 19.
     Zstd(u8),
     /// No compression.
+    #[default]
     Off,
+}
+
+impl Compression {
+    /// Whether nothing is compressed.
+    pub fn is_off(&self) -> bool {
+        *self == Self::Off
+    }
+
+    /// The codec, if there is one.
+    pub(crate) fn codec(self) -> Option<Codec> {
+        match self {
+            Self::Lz4 => Some(Codec::Lz4),
+            Self::Zstd(level) => Some(Codec::Zstd(level)),
+            Self::Off => None,
+        }
+    }
 }
 
 impl fmt::Display for Compression {
@@ -72,7 +88,7 @@ mod tests {
             assert_eq!(method.to_string().parse(), Ok(method));
         }
         assert_eq!("zstd".parse(), Ok(Compression::Zstd(3)));
-        for wrong in ["", "zstd:0", "zstd:20", "zstd:", "lz4:1", "gzip"] {
+        for wrong in ["", "zstd:0", "zstd:20", "zstd:", "lz4:1", "gzip", "off:1", "OFF"] {
             assert!(wrong.parse::<Compression>().unwrap_err().contains(wrong));
         }
     }

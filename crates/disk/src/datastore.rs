@@ -2,6 +2,7 @@
 
 mod accounting;
 mod control;
+mod idle;
 mod reclaim;
 mod sampling;
 mod space;
@@ -413,6 +414,7 @@ impl Datastore {
             growth: self.samples.of_datastore(room.available.saturating_add(bytes(counts.data.free))),
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             scrub: self.scrub_summary(),
+            compression: self.native.compression_status(),
             background_work: background_work as u64,
             background_rate,
             read_cache: self.native.read_cache(),

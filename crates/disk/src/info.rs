@@ -1,5 +1,6 @@
 //! Information about a datastore: plain records, the same for text, JSON and the API.
 
+use crate::compression::Compression;
 use crate::file_system::FileSystemInfo;
 use crate::growth::Growth;
 use crate::quota::LimitInfo;
@@ -195,6 +196,9 @@ pub struct DiskInfo {
     /// Writes of clients that wait for space; `None` if no write waits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<WaitingWrites>,
+    /// What the server has compressed because of the setting; `None` if no server does so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<CompressionState>,
     /// Blocks of the disk that were read from the read cache since the datastore was opened or the disk was reverted.
     #[serde(default)]
     pub cache_hits: u64,
@@ -206,6 +210,37 @@ pub struct DiskInfo {
     /// Further information about a disk in VMware's formats; `None` if it was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<Box<ImageDetails>>,
+}
+
+/// What a server has compressed because of the setting of a disk, since it was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompressionState {
+    /// Bytes of the parts of the disk that were written and not processed since. A server that has just started has
+    /// processed nothing.
+    pub pending: u64,
+    /// When the last pass ended, in seconds since 1970; `None` if none has ended.
+    pub ended: Option<u64>,
+    /// Bytes of data that were compressed.
+    pub compressed: u64,
+    /// By how many bytes less space they take.
+    pub saved: u64,
+}
+
+/// Compression by settings, as a part of the status of a datastore.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompressionStatus {
+    /// The setting that new thin native disks get.
+    pub new_disks: Compression,
+    /// Number of disks with the setting that can be compressed.
+    pub disks: u64,
+    /// The disk over which a pass is running.
+    pub running: Option<String>,
+    /// Bytes of the parts of these disks that were written and not processed since; 0 if no server does so.
+    pub pending: u64,
+    /// Bytes of data that were compressed since the server was started.
+    pub compressed: u64,
+    /// By how many bytes less space they take.
+    pub saved: u64,
 }
 
 /// Writes of a disk that wait for space.
@@ -422,6 +457,9 @@ pub struct Status {
     /// Scrubs: state, last end, and damage that was found.
     #[serde(default)]
     pub scrub: ScrubSummary,
+    /// Compression by the settings of disks.
+    #[serde(default)]
+    pub compression: CompressionStatus,
     /// Number of running background operations that are paced by the latency of clients.
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.

@@ -51,12 +51,15 @@ pub use full::OnFull;
 pub use growth::{Growth, GrowthRate};
 pub use info::*;
 pub use location::Location;
+pub use native::IdleDisk;
 pub use quota::{LimitInfo, Limits};
 pub use reclaim::{ReclaimMethod, ReclaimPart, ReclaimReport};
 pub use scrub::{
     DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
 };
-pub use settings::{DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label};
+pub use settings::{
+    DefaultsChange, DiskDefaults, DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label,
+};
 pub use space::{DatastoreSpace, Deletion, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

@@ -6,8 +6,11 @@
 //! 1. A change is durable before it takes effect.
 //! 2. A disk without an entry has the default settings, and the file does not exist before the first change.
 //! 3. A file that cannot be read is never replaced, except by a repair, which keeps it under another name.
-//! 4. `state` is never locked during I/O, because requests of clients look up their disk's settings.
+//! 4. The record has version 2 only while a setting of that version is in use, so that earlier programs read it again
+//!    after the setting was removed.
+//! 5. `state` is never locked during I/O, because requests of clients look up their disk's settings.
 
+use crate::compression::Compression;
 use crate::full::{Notices, OnFull, SpaceWait, WaitNotice};
 use crate::info::{CheckReport, Finding, WaitingWrites};
 use crate::names;
@@ -30,6 +33,8 @@ const FILE: &str = "settings";
 const DAMAGED: &str = "settings.damaged";
 /// Kind of the file. The limit is sufficient for a hundred thousand disks.
 const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
+/// Kind of a file with compression.
+const KIND_2: Kind = Kind { version: 2, ..KIND };
 
 /// The settings of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +52,9 @@ pub struct DiskSettings {
     /// The disk's quota and reservation.
     #[serde(default)]
     pub limits: Limits,
+    /// How servers compress data that was not written for a while.
+    #[serde(default, skip_serializing_if = "Compression::is_off")]
+    pub compression: Compression,
 }
 
 /// Changes of settings; `None` leaves a setting unchanged.
@@ -68,6 +76,39 @@ pub struct SettingsChange {
     /// The quota and the reservation.
     #[serde(default)]
     pub limits: LimitsChange,
+    /// How servers compress data that was not written for a while.
+    #[serde(default)]
+    pub compression: Option<Compression>,
+}
+
+/// The settings that new disks get, unless others are given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskDefaults {
+    /// How servers compress data of the disk; only thin native disks get this setting.
+    #[serde(default)]
+    pub compression: Compression,
+}
+
+impl DiskDefaults {
+    fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Changes of the settings that new disks get; `None` leaves a setting unchanged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DefaultsChange {
+    /// How servers compress data of the disk.
+    #[serde(default)]
+    pub compression: Option<Compression>,
+}
+
+impl DefaultsChange {
+    fn apply(&self, defaults: &mut DiskDefaults) {
+        defaults.compression = self.compression.unwrap_or(defaults.compression);
+    }
 }
 
 /// Labels of a disk: keys with values.
@@ -104,6 +145,7 @@ impl SettingsChange {
     fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
         settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
+        settings.compression = self.compression.unwrap_or(settings.compression);
         self.limits.apply(&mut settings.limits)?;
         for key in &self.remove_labels {
             settings.labels.remove(key);
@@ -163,6 +205,17 @@ struct SettingsRecord {
     /// Limits for all disks with a label, by `key=value`.
     #[serde(default)]
     labels: BTreeMap<String, Limits>,
+    /// The settings that new disks get.
+    #[serde(default, skip_serializing_if = "DiskDefaults::are_none")]
+    new_disks: DiskDefaults,
+}
+
+impl SettingsRecord {
+    /// The kind of the file: the lowest version that has the settings in use.
+    fn kind(&self) -> &'static Kind {
+        let has_compression = self.disks.values().any(|settings| !settings.compression.is_off());
+        if has_compression || !self.new_disks.are_none() { &KIND_2 } else { &KIND }
+    }
 }
 
 fn put_in_force(quotas: &Quotas, record: &SettingsRecord) {
@@ -172,10 +225,24 @@ fn put_in_force(quotas: &Quotas, record: &SettingsRecord) {
 }
 
 fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
-    let record: SettingsRecord = KIND.decode(bytes)?;
+    let (version, record) = match KIND.decode::<SettingsRecord>(bytes) {
+        Err(error) if error.kind() == ErrorKind::Unsupported => (KIND_2.version, KIND_2.decode(bytes)?),
+        record => (KIND.version, record?),
+    };
+    if record.kind().version > version {
+        return Err(KIND.corrupt("has a setting of a later version"));
+    }
     match record.disks.keys().all(|uuid| names::parse_uuid(uuid).is_some()) {
         true => Ok(record),
         false => Err(KIND.corrupt("has a disk without a UUID")),
+    }
+}
+
+/// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
+fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
+    match KIND_2.decode_mending(bytes, decode) {
+        Err(error) if error.kind() == ErrorKind::Corrupt => KIND.decode_mending(bytes, decode),
+        outcome => outcome,
     }
 }
 
@@ -236,7 +303,7 @@ impl Settings {
         let read = KIND.read(&*directory, FILE).and_then(|bytes| match bytes {
             None => Ok(SettingsRecord::default()),
             Some(bytes) => {
-                let (record, mended) = KIND.decode_mending(&bytes, decode)?;
+                let (record, mended) = decode_mending(&bytes)?;
                 if let Some(error) = mended {
                     tracing::warn!(%error, "one byte of the record of settings was damaged; its right value is known");
                 }
@@ -316,6 +383,26 @@ impl Settings {
     /// Changes the settings of a disk.
     pub fn change(&self, uuid: &str, change: &SettingsChange) -> Result<()> {
         self.update(|record| change.apply(record.disks.entry(uuid.to_owned()).or_default()))
+    }
+
+    /// The settings that new disks get.
+    pub fn defaults(&self) -> DiskDefaults {
+        self.state.lock().record.new_disks
+    }
+
+    /// Changes the settings that new disks get.
+    pub fn change_defaults(&self, change: &DefaultsChange) -> Result<()> {
+        self.update(|record| {
+            change.apply(&mut record.new_disks);
+            Ok(())
+        })
+    }
+
+    /// The disks for which servers compress data, by UUID.
+    pub fn compressed(&self) -> BTreeMap<String, Compression> {
+        let state = self.state.lock();
+        let set = state.record.disks.iter().filter(|(_, settings)| !settings.compression.is_off());
+        set.map(|(uuid, settings)| (uuid.clone(), settings.compression)).collect()
     }
 
     /// Changes the limits of a label.
@@ -434,7 +521,7 @@ impl Settings {
 
     /// Writes the record durably. On a full file system, the space that the datastore reserves for its owner is used.
     fn write(&self, record: &SettingsRecord) -> Result<()> {
-        let bytes = KIND.encode(record)?;
+        let bytes = record.kind().encode(record)?;
         Spare::of(Arc::clone(&self.directory)).lend(|| {
             sealed::put(&*self.directory, FILE, &bytes).during(|| "recording the settings of disks".to_owned())
         })

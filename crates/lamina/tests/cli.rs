@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 93] = [
+const VERBS: [Verb; 94] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -39,6 +39,7 @@ const VERBS: [Verb; 93] = [
     verb("disk stats", "vm1"),
     verb("disk tune", "vm1 --levels-max 8"),
     verb("disk edit", "vm1 --on-full wait"),
+    verb("disk defaults", ""),
     verb("label list", ""),
     verb("label limit", "tenant=a --quota 1G"),
     verb("disk inflate", "vm1"),

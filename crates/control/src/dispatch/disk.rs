@@ -3,7 +3,7 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::message::{DiskRequest, Reconnect, Reply, Resized};
-use disk::{Progress, Throttled, has_label};
+use disk::{DefaultsChange, Progress, Throttled, has_label};
 use error::Result;
 use export::clients::ClientSelection;
 
@@ -59,6 +59,12 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),
         DiskRequest::Edit { name, settings } => Reply::Disk(Box::new(datastore.edit_disk(&name, &settings)?)),
+        DiskRequest::Defaults { change } => {
+            if change != DefaultsChange::default() {
+                datastore.change_defaults(&change)?;
+            }
+            Reply::Defaults(datastore.defaults())
+        }
         DiskRequest::Reopen { name } => Reply::Disk(Box::new(datastore.reopen_disk(&name, progress)?)),
         DiskRequest::Inflate { name } => Reply::Disk(Box::new(datastore.inflate_disk(&name, progress)?)),
         DiskRequest::PunchZero { name } => {

@@ -3,9 +3,9 @@
 use crate::message::{
     BackupRequest, Change, DiskRequest, LabelRequest, ReceiveRequest, Reply, Request, SnapshotRequest,
 };
-use disk::DiskInfo;
 use disk::convert::Address;
 use disk::full::WaitNotice;
+use disk::{DefaultsChange, DiskInfo};
 
 /// The changes that a request will make, as far as they are known before the request is carried out.
 pub enum Changes {
@@ -111,6 +111,8 @@ fn of_disk(request: &DiskRequest) -> Changes {
         | DiskRequest::Space { .. }
         | DiskRequest::Reclaim { dry_run: true, .. }
         | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
+        DiskRequest::Defaults { change } if *change == DefaultsChange::default() => return Changes::Known(Vec::new()),
+        DiskRequest::Defaults { .. } => Change::DefaultsChanged,
         DiskRequest::Create { .. } | DiskRequest::Import { .. } => return Changes::NewDisks,
         DiskRequest::Resize { .. } => return Changes::Resized,
         DiskRequest::Rename { name, to, .. } => Change::DiskRenamed { disk: name.clone(), to: to.clone() },

@@ -79,6 +79,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         | DiskRequest::Labelled { .. }
         | DiskRequest::Show { .. }
         | DiskRequest::WouldFree { .. }
+        | DiskRequest::Defaults { .. }
         | DiskRequest::Space { .. } => {
             return None;
         }

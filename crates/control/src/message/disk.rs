@@ -1,7 +1,7 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{Compression, Deduplication, Deletion, Location, NewDisk, SettingsChange, Tuning};
+use disk::{Compression, Deduplication, DefaultsChange, Deletion, Location, NewDisk, SettingsChange, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
@@ -109,6 +109,11 @@ pub enum DiskRequest {
         /// What to change.
         settings: SettingsChange,
     },
+    /// Show or change the settings that new disks get.
+    Defaults {
+        /// What to change.
+        change: DefaultsChange,
+    },
     /// Open a stopped disk again.
     Reopen {
         /// The disk's name.
@@ -191,7 +196,8 @@ impl DiskRequest {
             | Self::Rename { .. }
             | Self::Stats { .. }
             | Self::Tune { .. }
-            | Self::Edit { .. } => false,
+            | Self::Edit { .. }
+            | Self::Defaults { .. } => false,
             Self::Create { .. }
             | Self::Show { .. }
             | Self::Resize { .. }

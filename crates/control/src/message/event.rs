@@ -81,6 +81,8 @@ pub enum Change {
         /// The label.
         label: String,
     },
+    /// The settings that new disks get have changed.
+    DefaultsChanged,
     /// The first write of a disk waits for space.
     WritesWait {
         /// The disk.

@@ -7,8 +7,8 @@ use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
 use disk::{
-    CheckReport, DatastoreSpace, DiskInfo, DiskStatistics, LimitInfo, ReclaimReport, Reclaimed, ScrubReport,
-    ScrubSummary, SnapshotInfo, Status, WouldFree,
+    CheckReport, DatastoreSpace, DiskDefaults, DiskInfo, DiskStatistics, LimitInfo, ReclaimReport, Reclaimed,
+    ScrubReport, ScrubSummary, SnapshotInfo, Status, WouldFree,
 };
 use replication::Sent;
 use serde::{Deserialize, Serialize};
@@ -48,6 +48,8 @@ pub enum Reply {
     WouldFree(Box<WouldFree>),
     /// Reply to requests about labels.
     Labels(Vec<LimitInfo>),
+    /// Reply to `DiskRequest::Defaults`.
+    Defaults(DiskDefaults),
     /// Reply to `DiskRequest::Space`.
     Space(Box<DatastoreSpace>),
     /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.

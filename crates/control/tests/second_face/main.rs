@@ -23,8 +23,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Compression, Datastore, Deduplication, Deletion, DeltaFormat, Device, DiskFormat, ImageKind,
-    InitOptions, LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange,
+    ChangedExtent, Compression, Datastore, Deduplication, DefaultsChange, Deletion, DeltaFormat, Device, DiskFormat,
+    ImageKind, InitOptions, LimitsChange, Location, NewDisk, Point, Progress, Provisioning, ScrubState, SettingsChange,
     SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
@@ -75,6 +75,7 @@ verbs! {
     "disk stats": Request::Disk(DiskRequest::Stats { .. }),
     "disk tune": Request::Disk(DiskRequest::Tune { .. }),
     "disk edit": Request::Disk(DiskRequest::Edit { .. }),
+    "disk defaults": Request::Disk(DiskRequest::Defaults { .. }),
     "disk reopen": Request::Disk(DiskRequest::Reopen { .. }),
     "disk inflate": Request::Disk(DiskRequest::Inflate { .. }),
     "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
@@ -309,6 +310,9 @@ fn disks(face: &Face) {
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
     let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
     face.disk(DiskRequest::Edit { name: text("b"), settings });
+    let change = DefaultsChange { compression: Some(Compression::Zstd(9)) };
+    face.disk(DiskRequest::Defaults { change });
+    face.disk(DiskRequest::Defaults { change: DefaultsChange { compression: Some(Compression::Off) } });
     for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
         let found = face.disk(DiskRequest::Labelled { label: text(label) });
         assert!(matches!(found, Reply::Disks(found) if found.len() == disks), "{label}");
@@ -414,7 +418,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Migrate { name: text("flat"), target: native, to: None, force: false, rate: 0 });
     face.disk(DiskRequest::Optimize {
         name: text("flat"),
-        compression: Compression::default(),
+        compression: Compression::Lz4,
         dedup: Deduplication::Disk,
         rate: 0,
     });

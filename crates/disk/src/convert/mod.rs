@@ -175,6 +175,9 @@ pub(crate) fn copy_into(
     };
     let files = made.files;
     let copied = copy::copy(source, made.sink, &Throttled { progress, rate })?;
+    if let (Address::Disk(name), Some(datastore)) = (to, datastore) {
+        datastore.give_defaults(name);
+    }
     drop(reservation);
     let target = match to {
         Address::Path(path) => path.display().to_string(),

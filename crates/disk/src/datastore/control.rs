@@ -29,10 +29,9 @@ impl Datastore {
         Err(Error::new(ErrorKind::Unsupported, text))
     }
 
-    /// Creates a disk with default settings. Reports progress while a thick disk is zeroed.
+    /// Creates a disk with the settings that are the defaults. Reports progress while a thick disk is zeroed.
     pub fn create_disk(&self, name: &str, new: &NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
-        let _name = self.reserve(name)?;
-        self.make_disk(name, new, progress)
+        self.create_disk_with(name, new, &SettingsChange::default(), progress)
     }
 
     /// As [`Datastore::create_disk`], with settings. If these cannot be stored, the disk is removed. If a crash
@@ -45,6 +44,7 @@ impl Datastore {
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
         let _name = self.reserve(name)?;
+        let settings = &self.settings_of_new(name, new, settings)?;
         let made = self.make_disk(name, new, progress)?;
         if *settings == SettingsChange::default() {
             return Ok(made);
@@ -59,8 +59,9 @@ impl Datastore {
     /// Changes the settings of a disk, at once and durably, also while the disk is in use.
     pub fn edit_disk(&self, name: &str, change: &SettingsChange) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
-        let uuid = self.uuid_of(name)?;
-        let changed = self.native.settings.change(&uuid, change);
+        let disk = self.disk_in_list(name)?;
+        self.check_change(&disk, change)?;
+        let changed = self.native.settings.change(&disk.uuid, change);
         changed.map_err(|error| error.context(format!("disk '{name}' was not changed")))?;
         self.disk_in_list(name)
     }

@@ -107,6 +107,12 @@ impl Uses {
         Ok(InUse { number: all.add(name, Some(what), without_clients), uses: Arc::clone(self) })
     }
 
+    /// Whether [`Uses::share`] would succeed now.
+    pub fn may_be_shared(&self, name: &str) -> bool {
+        let all = self.all.lock();
+        all.check_not_shut(name).is_ok() && all.of(name).all(|other| other.alone.is_none())
+    }
+
     /// Refuses all uses of a disk until the datastore is opened again, with the reason.
     pub fn shut(&self, name: &str, why: String) {
         self.all.lock().shut.insert(name.to_owned(), why);
@@ -153,6 +159,7 @@ mod tests {
         drop(b);
         let alone = uses.alone("x", "migrated").unwrap();
         assert!(uses.share("x").err().unwrap().to_string().contains("migrated"));
+        assert!(!uses.may_be_shared("x") && uses.may_be_shared("y"));
         assert!(uses.alone("x", "migrated").is_err());
         uses.share("y").unwrap();
         drop(alone);

@@ -137,6 +137,7 @@ impl Foreign {
         Ok(DiskInfo {
             settings: settings.of(&record.uuid),
             waiting: settings.waiting(&record.uuid),
+            compression: None,
             capacity,
             provisioning: provisioning.map_or(Provisioning::Thin, Provisioning::from),
             format: if flat { VMDK.to_owned() } else { record.kind.clone() },

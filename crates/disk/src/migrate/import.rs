@@ -182,7 +182,10 @@ impl Datastore {
                 let (folder, disk) = (adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
                 drop(adopted);
                 let removed = self.foreign.remove_moved(&folder, disk);
-                return copied.and(removed).and_then(|()| self.disk(name));
+                return copied.and(removed).and_then(|()| {
+                    self.give_defaults(name);
+                    self.disk(name)
+                });
             }
             ImportMode::InPlace => self.foreign.complete(&adopted.entry.folder).map(|()| {
                 self.foreign.insert(adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
@@ -200,6 +203,10 @@ impl Datastore {
                 self.foreign.open_folder(&folder)?;
                 if let Some(entry) = self.foreign.find(name) {
                     self.release_overlay(&entry);
+                    // The migration gives the settings to the copy.
+                    if options.target.is_thin_native() {
+                        self.give_defaults_to(&entry.disk.uuid(), name);
+                    }
                 }
                 self.disk(name)
             }

@@ -43,6 +43,13 @@ pub struct MigrateOptions {
     pub delta: Option<DeltaFormat>,
 }
 
+impl MigrateOptions {
+    /// Whether the disk becomes a thin native one.
+    pub(crate) fn is_thin_native(&self) -> bool {
+        self.format == DiskFormat::Native && self.provisioning == Provisioning::Thin
+    }
+}
+
 /// The other datastore of a migration, open in this process.
 #[derive(Clone)]
 pub(crate) struct Peer {

@@ -197,6 +197,7 @@ impl Native {
         let uuid = self.engine.with_catalog(|catalog| catalog.get(id).map(|disk| names::uuid_text(&disk.uuid)))?;
         let (settings, waiting) = (self.settings.of(&uuid), self.settings.waiting(&uuid));
         let (cache_hits, cache_misses) = self.engine.cache_lookups(id);
+        let compression = Some(id).filter(|_| !settings.compression.is_off()).and_then(|id| self.compression_state(id));
         self.engine.with_catalog(|catalog| {
             let disk = catalog.get(id)?;
             Ok(DiskInfo {
@@ -217,6 +218,7 @@ impl Native {
                 stopped: self.engine.failure(),
                 settings,
                 waiting,
+                compression,
                 cache_hits,
                 cache_misses,
                 created: disk.created,

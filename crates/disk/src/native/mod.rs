@@ -6,6 +6,7 @@
 //! clones      linked and full
 //! convert     source and target of a conversion
 //! moving      source and target of a migration
+//! idle        compression by the setting of a disk
 //! arriving    disks received from another datastore, and snapshots sent to one
 //! device      byte ranges at any alignment on the store's blocks
 //! ```
@@ -24,6 +25,7 @@ mod clones;
 mod convert;
 mod device;
 mod disks;
+mod idle;
 mod moving;
 mod optimize;
 mod snapshots;
@@ -33,6 +35,7 @@ mod tests;
 
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};
+pub use idle::IdleDisk;
 pub(crate) use moving::{NativeOriginal, NativeReplica};
 pub(crate) use snapshots::Taking;
 
@@ -82,6 +85,8 @@ pub(crate) struct Native {
     closing: AtomicBool,
     /// Called before a received disk replaces an existing one. An error refuses the replacement.
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
+    /// Passes that compress cold data.
+    idle: idle::IdlePasses,
     this: Weak<Native>,
 }
 
@@ -101,6 +106,7 @@ impl Native {
             grown: Condvar::new(),
             closing: AtomicBool::new(false),
             refuse_to_replace: OnceLock::new(),
+            idle: idle::IdlePasses::default(),
             this: Weak::clone(this),
         })
     }

@@ -19,14 +19,6 @@ use work::{Progress, Throttle};
 /// Disks and snapshots, with the ends of their logical blocks.
 type Objects = Vec<(u64, u64)>;
 
-fn codec(compression: Compression) -> Option<Codec> {
-    match compression {
-        Compression::Lz4 => Some(Codec::Lz4),
-        Compression::Zstd(level) => Some(Codec::Zstd(level)),
-        Compression::Off => None,
-    }
-}
-
 fn bytes(blocks: u64) -> u64 {
     blocks * BLOCK_SIZE as u64
 }
@@ -64,7 +56,7 @@ impl Native {
         progress: &dyn Progress,
     ) -> Result<Reclaimed> {
         let disk = self.find_disk(name)?;
-        let codec = codec(compression);
+        let codec = compression.codec();
         if codec.is_none() && deduplication == Deduplication::Off {
             let text = format!("{name}: neither compression nor deduplication is requested, so there is nothing to do");
             return Err(Error::new(ErrorKind::Invalid, text));

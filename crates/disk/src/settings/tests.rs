@@ -71,9 +71,11 @@ fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
 
 #[test]
 fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
-    let newer = decode(b"lamina settings 2 crc32c=00000000\n{}\n").unwrap_err();
-    assert_eq!(newer.to_string(), "the settings record has version 2, and this program reads 1");
-    for damage in [&b"lamina settings 2 crc32c=00000000\n{}\n"[..], b"lamina settings 1 crc32c=00000000\n{}\n", b"x"] {
+    let newer = decode(b"lamina settings 3 crc32c=00000000\n{}\n").unwrap_err();
+    assert_eq!(newer.to_string(), "the settings record has version 3, and this program reads 2");
+    let all = [3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
+    for damage in all.into_iter().chain([b"x".to_vec()]) {
+        let damage = &damage[..];
         let directory = directory();
         sealed::put(&*directory, FILE, damage).unwrap();
         let settings = Settings::open(Arc::clone(&directory));
@@ -100,19 +102,71 @@ fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
 
 #[test]
 fn one_damaged_byte_of_the_record_is_mended() {
+    for compression in [None, Some(Compression::Zstd(7))] {
+        let directory = directory();
+        let change = SettingsChange { compression, ..waits(60) };
+        let settings = Settings::open(Arc::clone(&directory));
+        settings.change(ONE, &change).unwrap();
+        let mut bytes = KIND.read(&*directory, FILE).unwrap().unwrap();
+        let last = bytes.len() - 20;
+        bytes[last] ^= 0x55;
+        sealed::put(&*directory, FILE, &bytes).unwrap();
+        assert_eq!(Settings::open(directory).of(ONE), settings.of(ONE));
+    }
+}
+
+fn compressed(compression: Compression) -> SettingsChange {
+    SettingsChange { compression: Some(compression), ..SettingsChange::default() }
+}
+
+/// The version in the first line of the file.
+fn version(directory: &Arc<dyn Directory>) -> Option<char> {
+    let bytes = KIND.read(&**directory, FILE).unwrap().unwrap();
+    String::from_utf8(bytes).unwrap().strip_prefix("lamina settings ").and_then(|rest| rest.chars().next())
+}
+
+#[test]
+fn only_a_record_with_compression_has_the_version_of_compression() {
     let directory = directory();
-    Settings::open(Arc::clone(&directory)).change(ONE, &waits(60)).unwrap();
-    let mut bytes = KIND.read(&*directory, FILE).unwrap().unwrap();
-    let last = bytes.len() - 20;
-    bytes[last] ^= 0x55;
-    sealed::put(&*directory, FILE, &bytes).unwrap();
-    assert_eq!(Settings::open(directory).of(ONE).on_full, waits(60).on_full.unwrap());
+    let settings = Settings::open(Arc::clone(&directory));
+    settings.change(ONE, &waits(60)).unwrap();
+    assert_eq!(version(&directory), Some('1'));
+    settings.change(TWO, &compressed(Compression::Lz4)).unwrap();
+    assert_eq!(version(&directory), Some('2'));
+    assert_eq!(settings.compressed(), [(TWO.to_owned(), Compression::Lz4)].into());
+    assert_eq!(Settings::open(Arc::clone(&directory)).of(TWO), settings.of(TWO));
+    settings.change(TWO, &compressed(Compression::Off)).unwrap();
+    assert_eq!(version(&directory), Some('1'));
+    let defaults = |compression| DefaultsChange { compression };
+    settings.change_defaults(&defaults(Some(Compression::Zstd(3)))).unwrap();
+    assert_eq!(version(&directory), Some('2'));
+    settings.change_defaults(&defaults(None)).unwrap();
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!(again.defaults(), DiskDefaults { compression: Compression::Zstd(3) });
+    again.change_defaults(&defaults(Some(Compression::Off))).unwrap();
+    assert_eq!((version(&directory), again.of(ONE)), (Some('1'), settings.of(ONE)));
+    // A record of the earlier version never has compression.
+    let record = SettingsRecord { new_disks: settings.defaults(), ..SettingsRecord::default() };
+    let wrong = decode(&KIND.encode(&record).unwrap()).unwrap_err();
+    assert!(wrong.kind() == ErrorKind::Corrupt && wrong.to_string().contains("later version"), "{wrong}");
+}
+
+#[test]
+fn clones_and_migrated_disks_keep_compression() {
+    let (here, there) = (Settings::open(directory()), Settings::open(directory()));
+    here.change(ONE, &compressed(Compression::Zstd(5))).unwrap();
+    here.inherit(ONE, &[TWO.into()]).unwrap();
+    there.adopt(ONE, &here).unwrap();
+    there.take_over(TWO, &here, ONE);
+    for settings in [&here, &there] {
+        assert_eq!(settings.of(TWO).compression, Compression::Zstd(5));
+    }
 }
 
 #[test]
 fn records_with_names_instead_of_uuids_are_refused() {
     let record =
-        SettingsRecord { disks: [("web".to_owned(), DiskSettings::default())].into(), labels: BTreeMap::new() };
+        SettingsRecord { disks: [("web".to_owned(), DiskSettings::default())].into(), ..SettingsRecord::default() };
     assert_eq!(decode(&KIND.encode(&record).unwrap()).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
@@ -178,8 +232,13 @@ fn the_format_page_shows_the_record() {
     waits(600).apply(&mut settings).unwrap();
     change.apply(&mut settings).unwrap();
     let labels = [("tenant=a".to_owned(), Limits { quota: Some(100 << 30), reservation: Some(20 << 30) })].into();
-    let record = SettingsRecord { disks: [(ONE.to_owned(), settings)].into(), labels };
-    let written = String::from_utf8(KIND.encode(&record).unwrap()).unwrap();
-    let page = include_str!("../../../../docs/format/settings.md");
-    assert!(page.contains(&written), "docs/format/settings.md should show:\n{written}");
+    let record = SettingsRecord { disks: [(ONE.to_owned(), settings)].into(), labels, ..SettingsRecord::default() };
+    let disks = [(ONE.to_owned(), DiskSettings { compression: Compression::Zstd(3), ..DiskSettings::default() })];
+    let new_disks = DiskDefaults { compression: Compression::Lz4 };
+    let second = SettingsRecord { disks: disks.into(), new_disks, ..SettingsRecord::default() };
+    for record in [record, second] {
+        let written = String::from_utf8(record.kind().encode(&record).unwrap()).unwrap();
+        let page = include_str!("../../../../docs/format/settings.md");
+        assert!(page.contains(&written), "docs/format/settings.md should show:\n{written}");
+    }
 }

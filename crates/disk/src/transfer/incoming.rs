@@ -563,6 +563,7 @@ impl Reception {
         }
         native.arrive(&arrived, clock::seconds())?;
         *committed = true;
+        record.disks.iter().filter(|disk| !disk.update).for_each(|disk| self.datastore.give_defaults(&disk.name));
         self.records.remove(&record.id)?;
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
         record.disks.iter().map(info).collect()

@@ -44,6 +44,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
         Reply::WouldFree(free) => json!(free),
         Reply::Space(space) => json!(space),
+        Reply::Defaults(defaults) => json!(defaults),
         Reply::Labels(labels) => json!({ "labels": labels }),
         Reply::Deleted(name) => json!({ "deleted": name }),
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),

@@ -28,6 +28,7 @@ use crate::{exit, follow};
 use backend::local::KeptSpace;
 use backend::private;
 use connections::{Address, Limits, Listen, TlsConfig, group_id};
+use control::idle::IdleScheduler;
 use control::jobs::Jobs;
 use control::scrubs::ScrubScheduler;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
@@ -165,7 +166,8 @@ fn serve(
     );
     datastore.start_imports();
     let sampling = Sampling::start(datastore)?;
-    let mut scrubs = ScrubScheduler::start(service)?;
+    let mut scrubs = ScrubScheduler::start(service.clone())?;
+    let mut idle = idle_scheduler(service, arguments)?;
     let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
@@ -185,11 +187,18 @@ fn serve(
     nbd.stop();
     scrubs.stop();
     drop(scrubs);
+    idle.take();
     jobs.stop();
     drop(sampling);
     control.stop();
     clients.close();
     announced
+}
+
+/// The thread that compresses cold data, unless the arguments say that this server changes nothing.
+fn idle_scheduler(service: Service, arguments: &ServeArguments) -> Result<Option<IdleScheduler>> {
+    let after = arguments.optimize_after.0.filter(|_| !arguments.read_only);
+    after.map(|seconds| IdleScheduler::start(service, Duration::from_secs(seconds))).transpose()
 }
 
 /// Lets the users who may connect to the sockets traverse the folder of the datastore, but not list it.

@@ -4,8 +4,8 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning,
-    SettingsChange, SnapshotOptions, Tuning,
+    Compression, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind, LimitsChange, NewDisk,
+    OnFull, Point, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 
 fn requests() -> Vec<Request> {
@@ -31,8 +31,10 @@ fn requests() -> Vec<Request> {
                 labels: [(name(), name())].into(),
                 remove_labels: vec![name()],
                 limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },
+                compression: Some(Compression::Zstd(19)),
             },
         }),
+        Request::Disk(DiskRequest::Defaults { change: DefaultsChange { compression: Some(Compression::Off) } }),
         Request::Disk(DiskRequest::List),
         Request::Disk(DiskRequest::Resize {
             name: name(),

@@ -1,6 +1,7 @@
 //! Arguments of `lamina serve` and `lamina export`.
 
 use crate::cli::address::location;
+use crate::cli::interval::{Interval, parse_interval};
 use crate::cli::size::{memory, parse_size};
 use backend::dirty::{BOUND_MIN, DirtyLimit};
 use clap::{Args, Subcommand, ValueEnum};
@@ -155,6 +156,10 @@ pub struct ServeArguments {
     /// down, to 8 MiB/s at the least, until 99 % of the requests stay within this latency. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
+    /// How long data is not written until it is compressed, on disks with --compression; 'never' for no compression by
+    /// this server. A disk then rests for six times as long.
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_interval)]
+    pub optimize_after: Interval,
     /// Limit of the data that this server leaves dirty in the page cache of each file system, 4M at the least. Beyond
     /// it writes are delayed, first those of background work. 0 or "off" for no limit but the kernel's, at which the
     /// kernel pauses all writes. "auto" for a little less than the amount at which the kernel does so.

@@ -4,8 +4,8 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    Compression, Deduplication, DetectZeroes, DiskInfo, DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning,
-    Reclaimed, WaitingWrites,
+    Compression, CompressionState, CompressionStatus, Deduplication, DetectZeroes, DiskDefaults, DiskInfo,
+    DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -126,10 +126,56 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
         DetectZeroes::On => Some(("writes of zeros", "on: stored without data, the range keeps its space".into())),
         DetectZeroes::Unmap => Some(("writes of zeros", "unmap: the range is unmapped".into())),
     });
+    facts.extend(compression(disk).map(|text| ("compression", text)));
     facts.extend(disk.settings.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
     facts.extend(disk.settings.limits.quota.map(|bytes| ("quota", size(bytes))));
     facts.extend(disk.settings.limits.reservation.map(|bytes| ("reservation", size(bytes))));
     facts
+}
+
+/// The setting of compression, and what was done because of it.
+fn compression(disk: &DiskInfo) -> Option<String> {
+    let method = disk.settings.compression;
+    if method.is_off() {
+        return None;
+    }
+    let why = match (disk.format.as_str(), disk.provisioning) {
+        ("native", Provisioning::Thin) => match &disk.compression {
+            Some(state) => progress(state),
+            None => "while the datastore is served".to_owned(),
+        },
+        ("native", _) => "without effect on a thick disk".to_owned(),
+        _ => "without effect on images".to_owned(),
+    };
+    Some(format!("{method}, {why}"))
+}
+
+fn progress(state: &CompressionState) -> String {
+    let mut parts = vec![format!("{} to be examined", size(state.pending))];
+    parts.extend(state.ended.map(|ended| format!("last pass {}", time(ended))));
+    if state.compressed > 0 {
+        let after = state.compressed.saturating_sub(state.saved);
+        parts.push(format!("{} compressed to {}", size(state.compressed), size(after)));
+    }
+    parts.join(", ")
+}
+
+/// Compression by settings, for the status of a datastore; `None` if no disk has the setting.
+pub fn compression_status(status: &CompressionStatus) -> Option<String> {
+    if status.disks == 0 && status.new_disks.is_off() {
+        return None;
+    }
+    let mut parts = vec![count(status.disks, "disk"), format!("{} for new ones", status.new_disks)];
+    let state =
+        CompressionState { pending: status.pending, compressed: status.compressed, saved: status.saved, ended: None };
+    parts.push(progress(&state));
+    parts.extend(status.running.as_ref().map(|disk| format!("running on {disk}")));
+    Some(parts.join(", "))
+}
+
+/// Prints the settings that new disks get.
+pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
+    print_facts(out, &[("compression", defaults.compression.to_string())])
 }
 
 /// The writes of a disk that wait for space.

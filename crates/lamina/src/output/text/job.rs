@@ -70,6 +70,7 @@ pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
         Change::DiskReverted { disk, snapshot } => writeln!(out, "disk {disk} reverted to {snapshot}"),
         Change::DiskChanged { disk, by } => writeln!(out, "disk {disk} changed by {by}"),
         Change::LabelChanged { label } => writeln!(out, "limits of label {label} changed"),
+        Change::DefaultsChanged => writeln!(out, "settings of new disks changed"),
         Change::WritesWait { disk, reason } => writeln!(out, "writes of disk {disk} wait for space: {reason}"),
         Change::WritesGoOn { disk, written, refused, dropped, seconds } => {
             let waited = human::count(*seconds, "second");

@@ -45,6 +45,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
         Reply::WouldFree(free) => space::print_would_free(out, free),
         Reply::Space(space) => space::print_all(out, space),
+        Reply::Defaults(defaults) => disk::print_defaults(out, defaults),
         Reply::Labels(labels) => label::print_all(out, labels),
         Reply::Deleted(name) => writeln!(out, "deleted {name}"),
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
@@ -132,6 +133,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    facts.extend(disk::compression_status(&status.compression).map(|text| ("compression", text)));
     facts.extend(status.read_cache.filter(|cache| cache.hits + cache.misses > 0).map(|cache| {
         let held = format!("{} of at most {}", size(cache.resident), size(cache.limit));
         ("read cache", format!("{held}, {}", disk::hit_rate(cache.hits, cache.misses)))
