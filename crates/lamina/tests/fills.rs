@@ -1,5 +1,5 @@
 //! Disks in each writable format, on small file systems of each kind that are repeatedly filled to the last byte, with
-//! snapshots, discards, deletions, stops and kills. A seed determines the operations.
+//! snapshots, compression, discards, deletions, stops and kills. A seed determines the operations.
 //!
 //! 1. Only requests that need space are refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops
 //!    succeed.
@@ -90,6 +90,7 @@ struct Tally {
     snapshots: u64,
     snapshots_refused: u64,
     deleted: u64,
+    compressed: u64,
 }
 
 /// Runs fills with seeds from `first` on, unless another first seed is given. `first` differs between file systems, so
@@ -120,6 +121,8 @@ struct Case<'a> {
     disks: Vec<Filled>,
     /// For disks in VMware's formats: snapshots that may be merged in either direction.
     merged: Vec<bool>,
+    /// Thin native disks, which can be compressed.
+    compressible: Vec<bool>,
     clients: Vec<Client>,
     /// Disks that are created and deleted.
     spares: Vec<String>,
@@ -143,7 +146,7 @@ impl<'a> Case<'a> {
     fn new(folder: &'a Path, seed: u64, tally: Tally) -> Self {
         let store = Store::at(folder, "4M");
         let random = Random(seed ^ 0x6669_6c6c);
-        let (mut disks, mut merged) = (Vec::new(), Vec::new());
+        let (mut disks, mut merged, mut compressible) = (Vec::new(), Vec::new(), Vec::new());
         // Consecutive seeds test every format once. In each further pass through the formats, a format is combined with
         // a different second format.
         let other = 2 * seed + 1 + seed / FORMATS.len() as u64;
@@ -153,11 +156,25 @@ impl<'a> Case<'a> {
             split::create(&store, &format!("disk{number}"), SIZE as u64, options);
             disks.push(Filled::new(&format!("disk{number}"), number as u64 + 1, SIZE, seed, thick));
             merged.push(options.contains("--format"));
+            compressible.push(options.is_empty());
         }
         let (spares, clients) = (Vec::new(), Vec::new());
         let (server, trace, next, taken) = (None, Vec::new(), 0, 0);
-        let mut case =
-            Self { folder, store, server, random, disks, merged, clients, spares, next, taken, trace, tally };
+        let mut case = Self {
+            folder,
+            store,
+            server,
+            random,
+            disks,
+            merged,
+            compressible,
+            clients,
+            spares,
+            next,
+            taken,
+            trace,
+            tally,
+        };
         case.start();
         for _ in 0..4 {
             case.create();
@@ -303,6 +320,14 @@ impl<'a> Case<'a> {
         self.snapshots_are(disk);
     }
 
+    /// Compresses a disk. There may be no space for a pack; what was compressed before stays.
+    fn compress(&mut self, disk: usize) {
+        // An overwrite of a compressed block needs a new one.
+        self.disks[disk].share();
+        let method = ["lz4", "zstd"][self.random.below(2) as usize];
+        self.tally.compressed += u64::from(self.done(&format!("disk optimize disk{disk} --compression {method}")));
+    }
+
     fn listed(&self, disk: usize) -> Vec<String> {
         let listed = self.store.run(&format!("snapshot list disk{disk} --json")).json();
         let listed = listed["snapshots"].as_array().unwrap().iter();
@@ -334,7 +359,8 @@ impl<'a> Case<'a> {
             72..80 if snapshots < SNAPSHOTS => self.snapshot(disk),
             72..86 if snapshots > 0 => self.delete_snapshot(disk),
             86..91 => self.create(),
-            91..95 => self.delete(),
+            91..93 => self.delete(),
+            93..95 if self.compressible[disk] => self.compress(disk),
             95..97 => self.stop(),
             97 => self.kill(),
             _ => self.rounds(1, disk, Mix::Fill),
@@ -360,7 +386,11 @@ impl<'a> Case<'a> {
         let name = format!("disk{disk}");
         let snapshots = &self.disks[disk].history.snapshots;
         let (first, count) = (snapshots.first().map(|(snapshot, _)| snapshot.clone()), snapshots.len());
-        let operation = match (self.random.below(4), first) {
+        let operation = match (self.random.below(5), first) {
+            (4, _) if self.compressible[disk] => {
+                self.disks[disk].share();
+                Some(format!("disk optimize {name}"))
+            }
             (0, _) if count < SNAPSHOTS => {
                 self.next += 1;
                 let snapshot = format!("k{}", self.next);
@@ -430,6 +460,9 @@ impl<'a> Case<'a> {
         }
         self.take();
         for disk in 0..2 {
+            if self.compressible[disk] && self.random.once_in(2) {
+                self.compress(disk);
+            }
             self.flush(disk);
             self.rounds(4, disk, Mix::Overwrite);
             self.rounds(4, disk, Mix::Fill);

@@ -1,5 +1,5 @@
 //! Content that identifies its location: every sector contains its disk, number and version, so that a misplaced,
-//! outdated or torn sector is detected. A sector of zeros has version 0.
+//! outdated or torn sector is detected. A sector of zeros has version 0. Sectors of even versions can be compressed.
 
 use crate::random::{Random, mix};
 
@@ -13,8 +13,13 @@ pub fn fill(sector: &mut [u8], disk: u64, number: u64, version: u64) {
     }
     let mut word = mix(disk ^ mix(number) ^ mix(version).rotate_left(17));
     sector[..8].copy_from_slice(&version.to_le_bytes());
-    for bytes in sector[8..].chunks_exact_mut(8) {
+    // The first half of a sector of an even version repeats one word.
+    let repeated = if version.is_multiple_of(2) { SECTOR / 2 / 8 } else { 0 };
+    for (at, bytes) in sector[8..].chunks_exact_mut(8).enumerate() {
         bytes.copy_from_slice(&word.to_le_bytes());
+        if at < repeated {
+            continue;
+        }
         word = word.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(disk | 1);
     }
 }
