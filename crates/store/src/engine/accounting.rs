@@ -17,6 +17,10 @@
 //!    for each tree that maps a part of it (`tree/mapped.rs`). A plain block that is shared because its content is the
 //!    same counts for each place of the tree where it is mapped. What a deletion frees is exact in both cases.
 
+mod distinct;
+
+pub use distinct::{PackFill, SetSpace};
+
 use super::Engine;
 use super::inspect::StoreCounts;
 use super::metadata::{Effects, View};
@@ -85,6 +89,7 @@ struct Deleted {
 
 /// The space of the disks and snapshots at one moment. At most one `Accounts` of an engine exists at a time.
 pub struct Accounts<'a> {
+    engine: &'a Engine,
     view: View,
     go_on: &'a dyn Fn() -> bool,
     mapped: MappedCounter,
@@ -117,7 +122,7 @@ impl Engine {
         let (mapped, single) = Default::default();
         // Queried after the view was made, because the view may contain the first shares.
         let repeats = if self.log.has_shares() { Repeats::Possible } else { Repeats::Never };
-        Ok(Accounts { view, go_on, mapped, repeats, deleted: None, single, _counting: counting })
+        Ok(Accounts { engine: self, view, go_on, mapped, repeats, deleted: None, single, _counting: counting })
     }
 
     /// Makes a view in which all snapshots are sealed, because an unsealed snapshot has content but no tree yet. If

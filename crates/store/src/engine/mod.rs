@@ -102,7 +102,7 @@ mod write;
 mod writeback;
 mod written;
 
-pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, WouldFree};
+pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, PackFill, SetSpace, WouldFree};
 pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};

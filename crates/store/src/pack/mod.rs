@@ -149,49 +149,60 @@ fn damaged(what: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("a pack is damaged: {what}; restore its blocks from a snapshot or backup"))
 }
 
+/// Decodes head and index of a pack of `length` bytes. `bytes` are its beginning, at least the first block.
+fn index(bytes: &[u8], length: usize) -> Result<Vec<Fragment>> {
+    let word = |at: usize| bytes.get(at..at + 4).map(|word| [word[0], word[1], word[2], word[3]]);
+    let half = |at: usize| bytes.get(at..at + 2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+    let (Some(count), Some(version), Some(sum)) = (half(6), half(4), word(8)) else {
+        return Err(damaged("it is too short"));
+    };
+    if word(0) != Some(MAGIC) {
+        return Err(damaged("it does not begin as a pack"));
+    }
+    if version != VERSION {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("a pack has version {version}, this program supports version {VERSION}: use a newer one"),
+        ));
+    }
+    let count = usize::from(count);
+    let index = bytes.get(..HEAD + ENTRY * count).filter(|_| (1..=BLOCKS_MAX).contains(&count));
+    let mut index = index.ok_or_else(|| damaged("its number of blocks is impossible"))?.to_vec();
+    index[8..12].fill(0);
+    if checksum(&index) != u32::from_le_bytes(sum) {
+        return Err(damaged("its index fails its checksum"));
+    }
+    let mut at = index.len();
+    let mut fragments = Vec::with_capacity(count);
+    for entry in index[HEAD..].chunks_exact(ENTRY) {
+        let stored = usize::from(u16::from_le_bytes([entry[4], entry[5]]));
+        let place = at..at + stored;
+        let possible = match entry[6] {
+            ABSENT => stored == 0,
+            PLAIN => stored == BLOCK_SIZE,
+            LZ4 | ZSTD => stored > 0 && stored < BLOCK_SIZE,
+            _ => false,
+        };
+        if !possible || place.end > length || entry[7] != 0 {
+            return Err(damaged("its index has an impossible entry"));
+        }
+        at = place.end;
+        let checksum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
+        fragments.push(Fragment { checksum, codec: entry[6], place });
+    }
+    Ok(fragments)
+}
+
+/// The stored bytes of each index of a pack of `blocks` blocks, of which `first` is the first one.
+pub fn stored_bytes(first: &[u8], blocks: u64) -> Result<Vec<u64>> {
+    let fragments = index(first, blocks as usize * BLOCK_SIZE)?;
+    Ok(fragments.into_iter().map(|fragment| fragment.place.len() as u64).collect())
+}
+
 impl<'a> Pack<'a> {
     /// Decodes head and index of a pack.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
-        let word = |at: usize| bytes.get(at..at + 4).map(|word| [word[0], word[1], word[2], word[3]]);
-        let half = |at: usize| bytes.get(at..at + 2).map(|half| u16::from_le_bytes([half[0], half[1]]));
-        let (Some(count), Some(version), Some(sum)) = (half(6), half(4), word(8)) else {
-            return Err(damaged("it is too short"));
-        };
-        if word(0) != Some(MAGIC) {
-            return Err(damaged("it does not begin as a pack"));
-        }
-        if version != VERSION {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("a pack has version {version}, this program supports version {VERSION}: use a newer one"),
-            ));
-        }
-        let count = usize::from(count);
-        let index = bytes.get(..HEAD + ENTRY * count).filter(|_| (1..=BLOCKS_MAX).contains(&count));
-        let mut index = index.ok_or_else(|| damaged("its number of blocks is impossible"))?.to_vec();
-        index[8..12].fill(0);
-        if checksum(&index) != u32::from_le_bytes(sum) {
-            return Err(damaged("its index fails its checksum"));
-        }
-        let mut at = index.len();
-        let mut fragments = Vec::with_capacity(count);
-        for entry in index[HEAD..].chunks_exact(ENTRY) {
-            let length = usize::from(u16::from_le_bytes([entry[4], entry[5]]));
-            let place = at..at + length;
-            let possible = match entry[6] {
-                ABSENT => length == 0,
-                PLAIN => length == BLOCK_SIZE,
-                LZ4 | ZSTD => length > 0 && length < BLOCK_SIZE,
-                _ => false,
-            };
-            if !possible || place.end > bytes.len() || entry[7] != 0 {
-                return Err(damaged("its index has an impossible entry"));
-            }
-            at = place.end;
-            let checksum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
-            fragments.push(Fragment { checksum, codec: entry[6], place });
-        }
-        Ok(Self { bytes, fragments })
+        Ok(Self { bytes, fragments: index(bytes, bytes.len())? })
     }
 
     /// Number of blocks in the pack.

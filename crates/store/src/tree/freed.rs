@@ -110,16 +110,16 @@ pub(super) fn node_of_level<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, le
 
 /// A set of nodes.
 #[derive(Default)]
-struct Bits(Vec<u64>);
+pub(super) struct Bits(Vec<u64>);
 
 impl Bits {
-    fn contains(&self, id: NodeId) -> bool {
+    pub fn contains(&self, id: NodeId) -> bool {
         self.0.get((id.0 / 64) as usize).is_some_and(|word| word >> (id.0 % 64) & 1 == 1)
     }
 
     /// Adds a node. The caller has read its reference count, so `id` is within the table of nodes, and the set cannot
     /// become larger than the table. False if the set already contained the node.
-    fn insert(&mut self, id: NodeId) -> bool {
+    pub fn insert(&mut self, id: NodeId) -> bool {
         let (word, bit) = ((id.0 / 64) as usize, 1 << (id.0 % 64));
         if word >= self.0.len() {
             self.0.resize(word + 1, 0);
@@ -129,7 +129,7 @@ impl Bits {
         new
     }
 
-    fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.0.fill(0);
     }
 }

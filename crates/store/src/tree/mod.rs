@@ -50,6 +50,7 @@
 
 mod balance;
 mod compare;
+mod distinct;
 mod freed;
 mod growth;
 mod lookup;
@@ -69,6 +70,7 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
+pub use distinct::{DistinctBlocks, PackUse, distinct};
 pub use freed::{DataReferences, Freed, Left, Repeats, freed, freed_after, freed_and_left};
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};

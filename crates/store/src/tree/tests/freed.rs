@@ -75,6 +75,7 @@ fn drop_sets(seed: u64, prefill: u64, sets: u64, high: u64) -> u32 {
         let count = 1 + random.below(trees.len() as u64 - 1);
         let set: Vec<NodeId> =
             (0..count).map(|_| trees.swap_remove(random.below(trees.len() as u64) as usize)).collect();
+        super::distinct::is_exact(&mut store, &set);
         let before = (used(&store), store.fingerprint());
         let expected = freed(&mut store, &set, Repeats::Never, &mut ask()).unwrap();
         let (first, second) = set.split_at(random.below(set.len() as u64 + 1) as usize);

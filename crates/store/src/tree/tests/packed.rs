@@ -106,6 +106,8 @@ impl World {
     fn verify(&mut self) {
         let roots: Vec<NodeId> = self.trees.iter().map(|(root, _)| *root).collect();
         self.store.verify(&roots);
+        super::distinct::is_exact(&mut self.store, &roots);
+        super::distinct::is_exact(&mut self.store, &roots[..roots.len().div_ceil(2)]);
         let mut counter = MappedCounter::default();
         for (root, model) in &self.trees {
             let (mut extents, mut found) = (Vec::new(), BTreeMap::new());
