@@ -407,6 +407,7 @@ impl Datastore {
             held: bytes(counts.held),
             provisioned,
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
+            space: None,
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
             waiting: self.native.settings.all_waiting(),

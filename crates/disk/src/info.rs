@@ -6,6 +6,7 @@ use crate::growth::Growth;
 use crate::quota::LimitInfo;
 use crate::scrub::ScrubSummary;
 use crate::settings::DiskSettings;
+use crate::space::TotalSpace;
 use backend::dirty::DirtyUse;
 pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
@@ -439,6 +440,9 @@ pub struct Status {
     pub provisioned: u64,
     /// provisioned / (allocated + available).
     pub overcommit_ratio: String,
+    /// The space of all disks and snapshots; `None` if it was not requested, because it has to be counted.
+    #[serde(default)]
+    pub space: Option<TotalSpace>,
     /// Number of disks.
     pub disks: u64,
     /// Number of snapshots.

@@ -60,7 +60,9 @@ pub use scrub::{
 pub use settings::{
     DefaultsChange, DiskDefaults, DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label,
 };
-pub use space::{DatastoreSpace, Deletion, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
+pub use space::{
+    DatastoreSpace, Deletion, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree,
+};
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};
 pub use zeros::DetectZeroes;

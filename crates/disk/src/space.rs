@@ -116,6 +116,42 @@ impl fmt::Display for Ratio {
     }
 }
 
+/// Why the data of native disks and snapshots takes the space that it takes, in bytes:
+///
+/// `capacity` - `unmapped` = `mapped`, and
+/// `mapped` - `within_disks` - `between_disks` - `compression` + `packing_loss` = `stored`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reduction {
+    /// Number of heads and snapshots.
+    pub states: u64,
+    /// The sum of their capacities.
+    pub capacity: u64,
+    /// The part of `capacity` that is not mapped: never written, discarded, or zero. If a disk or snapshot ends within
+    /// a block, this part is smaller by the rest of the block.
+    pub unmapped: u64,
+    /// The sum of what they map.
+    pub mapped: u64,
+    /// What the head and the snapshots of a disk map more than once.
+    pub within_disks: u64,
+    /// What several disks map. 0 for one disk: `stored` then includes what it shares with other disks.
+    pub between_disks: u64,
+    /// What compression saves: the size of compressed blocks minus the bytes to which they are compressed.
+    pub compression: u64,
+    /// Bytes of packs of compressed blocks that contain no content in use: blocks that nothing maps any more, indexes,
+    /// and the rest of the last block. An estimate, like `compression`, if not all packs were examined.
+    pub packing_loss: u64,
+    /// Number of packs.
+    pub packs: u64,
+    /// Number of packs that were examined: all, unless there are too many.
+    pub packs_examined: u64,
+    /// Bytes of the data blocks in which everything is stored. Each block counts once.
+    pub stored: u64,
+    /// The part of `stored` that reads as zeros: blocks of thick disks that are not written yet.
+    pub zeros: u64,
+    /// `mapped` / `stored`; `None` if nothing is mapped.
+    pub ratio: Option<Ratio>,
+}
+
 /// The space of a datastore's disks and snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatastoreSpace {
@@ -153,6 +189,22 @@ pub struct TotalSpace {
     pub reserved: u64,
     /// As [`WouldFree::held`]; `stored` does not include these bytes.
     pub held: u64,
+    /// Bytes that deleting all snapshots of native disks would free, without metadata.
+    #[serde(default)]
+    pub used_by_snapshots: u64,
+    /// Bytes that deleting all disks with their snapshots would free, without metadata of native disks.
+    #[serde(default)]
+    pub reclaimable: u64,
+    /// The new space that clients may need, if they write every block of every disk and nothing is compressed or
+    /// shared: `provisioned`, minus the blocks that a write overwrites in place, minus `reserved`. For disks in
+    /// VMware's formats, `provisioned` minus `mapped`. Snapshots that are taken later are not included.
+    /// `None` if it was not requested.
+    #[serde(default)]
+    pub may_need: Option<u64>,
+    /// Why the data of the native disks takes the space that it takes. Includes disks that are being made or received.
+    /// `None` if it was not requested.
+    #[serde(default)]
+    pub reduction: Option<Reduction>,
 }
 
 /// The space of a snapshot.
@@ -163,6 +215,10 @@ pub struct SnapshotSpace {
     /// The space of the snapshot.
     #[serde(flatten)]
     pub space: SpaceUse,
+    /// Bytes that deleting this snapshot alone would free, without metadata: its exclusive space; `None` for disks in
+    /// VMware's formats.
+    #[serde(default)]
+    pub reclaimable: Option<u64>,
 }
 
 /// The space of a disk with its snapshots.
@@ -178,6 +234,13 @@ pub struct DiskSpace {
     /// Bytes that deleting the disk with its snapshots would free. The figure for a native disk does not include
     /// metadata.
     pub reclaimable: u64,
+    /// The part of `reduction.stored` that other disks use too; `None` without `reduction`.
+    #[serde(default)]
+    pub shared_with_disks: Option<u64>,
+    /// Why the data of the disk takes the space that it takes; `None` for disks in VMware's formats, and if all disks
+    /// were counted.
+    #[serde(default)]
+    pub reduction: Option<Reduction>,
     /// How fast the disk grows, and when it has no unmapped blocks left; `None` if there are too few samples.
     #[serde(default)]
     pub growth: Option<Growth>,

@@ -81,7 +81,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
         Request::Scrub(ScrubRequest::Start { .. }) => ("scrubbing", BYTES),
-        Request::Disk(DiskRequest::Space { .. }) => ("counting", THINGS),
+        Request::StatusSpace | Request::Disk(DiskRequest::Space { .. }) => ("counting", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
         Request::Disk(DiskRequest::Migrate { .. }) => ("moving", BYTES),

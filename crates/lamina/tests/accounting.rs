@@ -171,6 +171,16 @@ fn a_dry_run_in_a_server_is_exact_while_clients_write() {
     store.is_clean();
 }
 
+/// The figures of a reduction lead from the capacity to the stored bytes.
+fn adds_up(reduction: &Value) {
+    let of = |member: &str| number(reduction, member);
+    assert_eq!(of("capacity") - of("unmapped"), of("mapped"), "{reduction}");
+    let less = of("within_disks") + of("between_disks") + of("compression");
+    assert_eq!(of("mapped") + of("packing_loss") - less, of("stored"), "{reduction}");
+    let ratio = (of("mapped") * 100 / of("stored")) as f64 / 100.0;
+    assert_eq!(reduction["ratio"].as_f64().unwrap(), ratio, "{reduction}");
+}
+
 #[test]
 fn the_space_of_a_disk_and_of_its_snapshots_is_shown() {
     let store = Store::new();
@@ -190,6 +200,7 @@ fn the_space_of_a_disk_and_of_its_snapshots_is_shown() {
     for snapshot in &disk["snapshots"].as_array().unwrap()[..2] {
         let name = snapshot["name"].as_str().unwrap();
         assert_eq!(number(snapshot, "exclusive"), dry(&format!("snapshot delete base@{name}")), "{name}");
+        assert_eq!(number(snapshot, "reclaimable"), number(snapshot, "exclusive"));
     }
     store.run("disk detach busy").ok();
     assert_eq!(number(disk, "used_by_snapshots"), dry("snapshot delete base@old base@mid base@golden"));
@@ -206,6 +217,44 @@ fn the_space_of_a_disk_and_of_its_snapshots_is_shown() {
     assert_eq!((number(total, "mapped"), number(total, "exclusive")), (sum("mapped"), sum("exclusive")));
     assert_eq!(number(total, "shared"), stored - sum("exclusive"));
     assert!(number(total, "mapped") > 2 * stored, "most blocks are shared");
+    assert_eq!(number(total, "reclaimable"), stored);
+    assert_eq!(number(total, "used_by_snapshots"), dry("snapshot delete base@old base@mid base@golden"));
+    let status = store.run("status --space --json").json();
+    assert!(store.run("status --json").json()["space"].is_null());
+    let explained = &status["space"];
+    for member in ["mapped", "stored", "shared", "exclusive", "reclaimable", "used_by_snapshots"] {
+        assert_eq!(explained[member], total[member], "{member}");
+    }
+    // Every block of the heads that is not theirs alone needs new space when it is written.
+    let own = all.iter().map(|disk| number(disk, "exclusive")).sum::<u64>();
+    assert_eq!(number(explained, "may_need"), 128 * MIB - own);
+    // The figures that explain the ratio add up.
+    let shown = ["base", "busy"].map(|name| store.run(&format!("disk show {name} --space --json")).json());
+    let reduction = &explained["reduction"];
+    for of in shown.iter().map(|disk| &disk["disks"][0]["reduction"]).chain([reduction]) {
+        adds_up(of);
+    }
+    let sum = |member: &str| shown.iter().map(|of| number(&of["disks"][0]["reduction"], member)).sum::<u64>();
+    for member in ["states", "capacity", "unmapped", "mapped", "within_disks"] {
+        assert_eq!(number(reduction, member), sum(member), "{member}");
+    }
+    assert_eq!((number(reduction, "states"), number(reduction, "stored")), (5, stored));
+    assert_eq!(number(reduction, "between_disks"), sum("stored") - stored);
+    for disk in &shown {
+        let disk = &disk["disks"][0];
+        let used = number(&disk["reduction"], "stored") - number(disk, "reclaimable");
+        assert_eq!(number(disk, "shared_with_disks"), used, "{disk}");
+    }
+    for (command, expected) in [
+        (
+            "status --space",
+            vec!["within a disk:", "between disks:", "may need:", "by snapshots:", "for which there is enough"],
+        ),
+        ("disk show busy --space", vec!["within a disk:", "other disks:", "of the head and 0 snapshots"]),
+    ] {
+        let text = store.run(command).ok();
+        assert!(expected.iter().all(|part| text.contains(part)), "{text}");
+    }
     store.run("disk show nothing --space").fails(3, "nothing");
 }
 

@@ -171,6 +171,12 @@ fn operations_on_compressed_disks_keep_their_content() {
     assert_eq!((mapped, stored), ((SIZE - 64 * BLOCK) as u64, mapped - packed + packs), "{figures}");
     assert_eq!(figures["compression"].as_f64().unwrap(), (packed * 100 / packs) as f64 / 100.0, "{figures}");
     assert!(store.run("disk list --space").ok().contains("COMPRESSED"));
+    let reduction = &figures["reduction"];
+    let of = |member: &str| number(reduction, member);
+    assert_eq!((of("within_disks"), of("mapped") + of("packing_loss") - of("compression")), (0, stored), "{reduction}");
+    // All packs are examined. Each loses its index and the rest of its last block.
+    assert_eq!((of("packs_examined"), of("packs") * 32 * BLOCK as u64 >= packed), (of("packs"), true), "{reduction}");
+    assert!((of("packs") * 16..packs / 10).contains(&of("packing_loss")), "{reduction}");
 
     // Snapshots, and what has changed since.
     store.run("snapshot create vm@one").ok();

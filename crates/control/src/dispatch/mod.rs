@@ -24,7 +24,7 @@ use crate::jobs::{Jobs, kind};
 use crate::message::{DiskRequest, ExportInfo, JobRequest, LabelRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
 use ::disk::pace::Background;
-use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress};
+use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress, Status};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
@@ -184,6 +184,11 @@ impl Service {
         Ok(match request {
             Request::Status => {
                 Reply::Status { status: Box::new(datastore.status()?), serving: self.serving().cloned() }
+            }
+            Request::StatusSpace => {
+                let space = Some(datastore.total_space(progress)?);
+                let status = Box::new(Status { space, ..datastore.status()? });
+                Reply::Status { status, serving: self.serving().cloned() }
             }
             Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
             Request::Scrub(request) => scrub::dispatch(self, request, progress)?,

@@ -71,6 +71,7 @@ pub fn of(request: &Request) -> Changes {
         Request::Machine(_)
         | Request::Send(_)
         | Request::Status
+        | Request::StatusSpace
         | Request::Label(LabelRequest::List)
         | Request::Check { .. }
         | Request::Scrub(_)

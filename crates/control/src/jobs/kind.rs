@@ -25,6 +25,7 @@ pub fn of(request: &Request) -> Option<Kind> {
     }
     let (verb, object) = match request {
         Request::Status
+        | Request::StatusSpace
         | Request::Scrub(ScrubRequest::Status | ScrubRequest::Cancel | ScrubRequest::Schedule { .. })
         | Request::ExportList
         | Request::Label(_)

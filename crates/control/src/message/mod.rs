@@ -43,6 +43,8 @@ use serde::{Deserialize, Serialize};
 pub enum Request {
     /// Query capacity, allocation and over-commitment.
     Status,
+    /// As `Status`, and count the space of all disks and snapshots.
+    StatusSpace,
     /// Check all metadata.
     Check {
         /// Verify the checksums of data as well as metadata.
@@ -100,7 +102,8 @@ impl Request {
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
-            Self::Check { .. }
+            Self::StatusSpace
+            | Self::Check { .. }
             | Self::Label(_) // The space of disks whose labels have limits may have to be counted.
             | Self::Convert(_)
             | Self::ExportArchive(_)

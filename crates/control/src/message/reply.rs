@@ -19,7 +19,7 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Reply to `Status`.
+    /// Reply to `Status` and `StatusSpace`.
     Status {
         /// The datastore.
         status: Box<Status>,

@@ -54,6 +54,7 @@ macro_rules! verbs {
 
 verbs! {
     "status": Request::Status,
+    "status --space": Request::StatusSpace,
     "check": Request::Check { .. },
     "scrub --every": Request::Scrub(ScrubRequest::Schedule { .. }),
     "scrub start": Request::Scrub(ScrubRequest::Start { .. }),
@@ -350,6 +351,9 @@ fn disks(face: &Face) {
     assert_eq!((free.deletes.as_slice(), &free.estimate), ([text("c")].as_slice(), &None));
     let Reply::Space(space) = face.disk(DiskRequest::Space { name: None }) else { panic!("unexpected reply") };
     assert_eq!(space.disks.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
+    let Reply::Status { status, .. } = face.done(Request::StatusSpace) else { panic!("unexpected reply") };
+    assert_eq!(status.space.map(|total| total.provisioned), space.total.map(|total| total.provisioned));
+    assert!(status.space.is_some_and(|total| total.reduction.is_some() && total.may_need.is_some()));
     face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
     face.disk(DiskRequest::Show { name: text("b") });
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));

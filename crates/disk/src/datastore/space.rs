@@ -1,7 +1,7 @@
 //! The space that disks and snapshots use, and what deleting any of them would free.
 
 use super::Datastore;
-use crate::space::{DatastoreSpace, Deletion, WouldFree};
+use crate::space::{DatastoreSpace, Deletion, TotalSpace, WouldFree};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use work::Progress;
@@ -52,7 +52,7 @@ impl Datastore {
 
     /// The space of one disk, or of all disks by name, with their snapshots.
     pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
-        let mut all = self.space_now(disk, progress)?;
+        let mut all = self.space_now(disk, false, progress)?;
         for disk in &mut all.disks {
             let left = disk.space.provisioned.saturating_sub(disk.space.mapped);
             // The disk may have been deleted or renamed since it was counted.
@@ -61,14 +61,19 @@ impl Datastore {
         Ok(all)
     }
 
-    fn space_now(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
+    /// The sums over all disks, and why the data of the native ones takes the space that it takes.
+    pub fn total_space(&self, progress: &dyn Progress) -> Result<TotalSpace> {
+        Ok(self.space_now(None, true, progress)?.total.unwrap_or_default())
+    }
+
+    fn space_now(&self, disk: Option<&str>, explain: bool, progress: &dyn Progress) -> Result<DatastoreSpace> {
         if let Some(name) = disk {
             return match self.foreign.find(name) {
                 Some(entry) => Ok(DatastoreSpace { disks: vec![self.foreign.space(&entry)?], total: None }),
-                None => self.native.space(disk, progress),
+                None => self.native.space(disk, explain, progress),
             };
         }
-        let mut all = self.native.space(None, progress)?;
+        let mut all = self.native.space(None, explain, progress)?;
         for entry in self.foreign.entries() {
             match self.foreign.space(&entry) {
                 Ok(space) => {
@@ -77,6 +82,9 @@ impl Datastore {
                         total.mapped += space.space.mapped;
                         total.stored += space.reclaimable;
                         total.exclusive += space.reclaimable;
+                        total.reclaimable += space.reclaimable;
+                        let unmapped = space.space.provisioned.saturating_sub(space.space.mapped);
+                        total.may_need = total.may_need.map(|need| need.saturating_add(unmapped));
                     }
                     all.disks.push(space);
                 }

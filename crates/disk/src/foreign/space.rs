@@ -61,9 +61,12 @@ impl Foreign {
         let snapshots = record.snapshots.iter().map(|snapshot| SnapshotSpace {
             name: snapshot.name.clone(),
             space: SpaceUse { provisioned: snapshot.capacity, ..SpaceUse::default() },
+            reclaimable: None,
         });
         Ok(DiskSpace {
             growth: None,
+            shared_with_disks: None,
+            reduction: None,
             space: SpaceUse { provisioned, mapped: usage.mapped, stored: usage.allocated, ..SpaceUse::default() },
             used_by_snapshots: None,
             reclaimable: entry.disk.bytes_made()?,

@@ -2,12 +2,15 @@
 
 use super::{Native, is_visible};
 use crate::info::ReadCacheInfo;
-use crate::space::{DatastoreSpace, DiskSpace, Ratio, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
+use crate::space::{DatastoreSpace, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
 use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::{Object, ObjectState};
-use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace, ReadCacheStatistics};
+use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace, ReadCacheStatistics, SetSpace};
 use work::{Progress, Throttle};
+
+/// The most packs that a request examines. Each needs a read of one block.
+const PACKS_EXAMINED: usize = 4096;
 
 fn bytes(blocks: u64) -> u64 {
     blocks * BLOCK_SIZE as u64
@@ -90,28 +93,88 @@ impl Native {
         Ok(())
     }
 
-    /// The space of one disk, or of all disks by name with their sums.
-    pub fn space(&self, disk: Option<&str>, progress: &dyn Progress) -> Result<DatastoreSpace> {
+    /// The space of one disk, or of all disks by name with their sums. With `explain`, the sums say why the data takes
+    /// the space that it takes. For one disk this is always said.
+    pub fn space(&self, disk: Option<&str>, explain: bool, progress: &dyn Progress) -> Result<DatastoreSpace> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
         let go_on = paced(progress);
         let mut accounts = self.engine.accounts(&[], &go_on)?;
-        let disks: Vec<Object> = match &only {
-            Some(disk) => vec![accounts.catalog().whole(disk.id)?.clone()],
-            None => accounts.catalog().disks().filter(|disk| is_visible(disk)).cloned().collect(),
-        };
-        let total = disks.len() as u64;
-        let mut all = Vec::with_capacity(disks.len());
-        for (done, disk) in (0u64..).zip(&disks) {
-            progress.update(done, total);
-            all.push(space_of(&mut accounts, disk)?);
+        if let Some(disk) = only {
+            let disk = accounts.catalog().whole(disk.id)?.clone();
+            let (mut space, family) = space_of(&mut accounts, &disk)?;
+            let together = accounts.distinct(&family.set(), PACKS_EXAMINED)?;
+            space.shared_with_disks = Some(bytes(together.blocks.stored()).saturating_sub(space.reclaimable));
+            space.reduction = Some(reduction(family.sums, &together, 0));
+            return Ok(DatastoreSpace { disks: vec![space], total: None });
         }
-        let total = if only.is_none() { Some(total_of(&mut accounts, &all)?) } else { None };
-        Ok(DatastoreSpace { disks: all, total })
+        // Hidden disks are included in the sums.
+        let disks: Vec<Object> = accounts.catalog().disks().cloned().collect();
+        let (mut all, mut families) = (Vec::with_capacity(disks.len()), Vec::with_capacity(disks.len()));
+        for (done, disk) in (0u64..).zip(&disks) {
+            progress.update(done, disks.len() as u64);
+            let (space, family) = space_of(&mut accounts, disk)?;
+            all.extend(is_visible(disk).then_some(space));
+            families.push(family);
+        }
+        let mut total = total_of(&mut accounts, &all, &families)?;
+        if explain {
+            explain_total(&mut accounts, &families, &mut total)?;
+        }
+        Ok(DatastoreSpace { disks: all, total: Some(total) })
     }
 }
 
-/// The sums over all disks. The datastore may have further disks and snapshots: those that are being made or received.
-fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpace> {
+/// The head and the snapshots of a disk.
+struct Family {
+    disk: u64,
+    snapshots: Vec<u64>,
+    /// Size of the head, in blocks.
+    blocks: u64,
+    sums: Sums,
+}
+
+impl Family {
+    fn set(&self) -> Vec<u64> {
+        self.snapshots.iter().copied().chain([self.disk]).collect()
+    }
+}
+
+/// Sums over heads and snapshots.
+#[derive(Clone, Copy, Default)]
+struct Sums {
+    states: u64,
+    capacity: u64,
+    /// Blocks that they map.
+    mapped: u64,
+}
+
+/// Why `together` takes less space than the sums. `between_disks` are the blocks that several disks map.
+fn reduction(sums: Sums, together: &SetSpace, between_disks: u64) -> Reduction {
+    let SetSpace { blocks, fill } = together;
+    let (mapped, stored) = (bytes(sums.mapped), bytes(blocks.stored()));
+    let (packed, packs) = (bytes(blocks.packed), bytes(blocks.packs));
+    // Compressed blocks take no more space than their content.
+    let packing_loss = together.packing_loss().max(packs.saturating_sub(packed));
+    Reduction {
+        states: sums.states,
+        capacity: sums.capacity,
+        unmapped: sums.capacity.saturating_sub(mapped),
+        mapped,
+        within_disks: bytes(sums.mapped.saturating_sub(blocks.mapped() + between_disks)),
+        between_disks: bytes(between_disks),
+        compression: packed + packing_loss - packs,
+        packing_loss,
+        packs: fill.packs,
+        packs_examined: fill.examined,
+        stored,
+        zeros: bytes(blocks.unwritten),
+        ratio: Ratio::of(mapped, stored),
+    }
+}
+
+/// The sums over all disks. The datastore may have further disks and snapshots than `disks`: those that are being made
+/// or received.
+fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace], families: &[Family]) -> Result<TotalSpace> {
     let counts = accounts.counts();
     let deleted = accounts.deleted()?.data;
     let objects: Vec<u64> = accounts.catalog().objects().map(|object| object.id).collect();
@@ -123,12 +186,16 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpa
     }
     // If reference counts are damaged, the differences may be negative. A check reports the damage.
     let stored = counts.data.used.saturating_sub(deleted);
+    let snapshots: Vec<u64> = families.iter().flat_map(|family| &family.snapshots).copied().collect();
+    let all: Vec<u64> = families.iter().flat_map(Family::set).collect();
     let mut total = TotalSpace {
         stored: bytes(stored),
         shared: bytes(stored.saturating_sub(exclusive)),
         exclusive: bytes(exclusive),
         reserved: bytes(counts.reserved),
         held: bytes(counts.held + deleted),
+        used_by_snapshots: bytes(accounts.would_free(&snapshots)?.data),
+        reclaimable: bytes(accounts.would_free(&all)?.data),
         ..TotalSpace::default()
     };
     for disk in disks {
@@ -143,26 +210,66 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace]) -> Result<TotalSpa
     Ok(total)
 }
 
-fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<DiskSpace> {
+/// Adds to the sums over all disks why the data takes the space that it takes, and what clients may need. Disks with
+/// snapshots are walked again, each whole.
+fn explain_total(accounts: &mut Accounts<'_>, families: &[Family], total: &mut TotalSpace) -> Result<()> {
+    let (mut sums, mut sizes, mut in_disks) = (Sums::default(), 0u64, 0);
+    for family in families {
+        sums.states += family.sums.states;
+        sums.capacity = sums.capacity.saturating_add(family.sums.capacity);
+        sums.mapped += family.sums.mapped;
+        sizes = sizes.saturating_add(family.blocks);
+        in_disks += accounts.distinct_blocks(&family.set())?.mapped();
+    }
+    let all: Vec<u64> = families.iter().flat_map(Family::set).collect();
+    let together = accounts.distinct(&all, PACKS_EXAMINED)?;
+    let heads: Vec<u64> = families.iter().map(|family| family.disk).collect();
+    let overwritten = accounts.distinct(&heads, 0)?.blocks.own;
+    let reserved = accounts.counts().reserved;
+    total.reduction = Some(reduction(sums, &together, in_disks.saturating_sub(together.blocks.mapped())));
+    total.may_need = Some(bytes(sizes.saturating_sub(overwritten + reserved)));
+    Ok(())
+}
+
+/// The space of a disk, without its reduction.
+fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<(DiskSpace, Family)> {
     let mut own: Vec<Object> = accounts.catalog().snapshots_of(disk.id).cloned().collect();
     own.sort_by_key(|snapshot| snapshot.id);
+    let mut sums = Sums::default();
+    let mut count = |accounts: &mut Accounts<'_>, object: &Object| {
+        let space = accounts.space_of(object.id)?;
+        sums.states += 1;
+        sums.capacity = sums.capacity.saturating_add(object.capacity);
+        sums.mapped += space.mapped;
+        Ok::<_, error::Error>(shown(object, space))
+    };
+    let head = count(accounts, disk)?;
     let mut snapshots = Vec::new();
-    // A snapshot that is not sealed in the view has no tree there, so its space is not known.
-    let shown_now = |snapshot: &&Object| !snapshot.incomplete && snapshot.state != ObjectState::Unsealed;
-    for snapshot in own.iter().filter(shown_now) {
-        let space = shown(snapshot, accounts.space_of(snapshot.id)?);
-        snapshots.push(SnapshotSpace { name: snapshot.name.clone(), space });
+    for snapshot in &own {
+        // A snapshot that is not sealed in the view has no tree there, so its space is not known.
+        if snapshot.state == ObjectState::Unsealed {
+            continue;
+        }
+        let space = count(accounts, snapshot)?;
+        if !snapshot.incomplete {
+            snapshots.push(SnapshotSpace { name: snapshot.name.clone(), reclaimable: space.exclusive, space });
+        }
     }
     let mut set: Vec<u64> = own.iter().map(|snapshot| snapshot.id).collect();
     let used_by_snapshots = accounts.would_free(&set)?.data;
     set.push(disk.id);
     let reclaimable = accounts.would_free(&set)?.data;
-    Ok(DiskSpace {
+    set.pop();
+    let family = Family { disk: disk.id, snapshots: set, blocks: disk.size_in_blocks(), sums };
+    let space = DiskSpace {
         growth: None,
         name: disk.name.clone(),
-        space: shown(disk, accounts.space_of(disk.id)?),
+        space: head,
         used_by_snapshots: Some(bytes(used_by_snapshots)),
         reclaimable: bytes(reclaimable),
+        shared_with_disks: None,
+        reduction: None,
         snapshots,
-    })
+    };
+    Ok((space, family))
 }

@@ -75,7 +75,12 @@ pub enum Command {
         any_file_system: bool,
     },
     /// Show capacity, allocation, over-commitment and how the datastore is served.
-    Status,
+    Status {
+        /// Also count the space of all disks and snapshots: why the data takes the space that it takes, and how much
+        /// more clients may need.
+        #[arg(long)]
+        space: bool,
+    },
     /// Check all metadata and report problems.
     Check(CheckArguments),
     /// Read all metadata and data in the background, and report and restore what is damaged.
@@ -133,7 +138,8 @@ impl Command {
     /// The request; `None` for commands without one.
     pub fn request(&self) -> Result<Option<Request>, String> {
         Ok(Some(match self {
-            Self::Status => Request::Status,
+            Self::Status { space: false } => Request::Status,
+            Self::Status { space: true } => Request::StatusSpace,
             Self::Check(arguments) => arguments.request(),
             Self::Scrub(arguments) => arguments.request()?,
             Self::Salvage(arguments) => arguments.request()?,

@@ -12,6 +12,7 @@ fn requests() -> Vec<Request> {
     let name = || String::from("a \"quoted\" näme\u{1F4BE}");
     vec![
         Request::Status,
+        Request::StatusSpace,
         Request::Check { data: true, repair: false },
         Request::Disk(DiskRequest::Create {
             name: name(),

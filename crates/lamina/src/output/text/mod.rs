@@ -148,6 +148,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
     facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
     facts.extend(status.limits.iter().map(label::limit));
     facts.extend(status.growth.iter().flat_map(space::growth_facts));
+    facts.extend(status.space.iter().flat_map(|space| space::total_facts(status, space)));
     match serving {
         Some(serving) => {
             let access = if serving.read_only { ", read-only" } else { "" };

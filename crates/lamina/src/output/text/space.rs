@@ -2,7 +2,7 @@
 
 use crate::output::human::{count, difference, size, span};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DatastoreSpace, Growth, GrowthRate, Ratio, SpaceUse, WouldFree};
+use disk::{DatastoreSpace, DiskSpace, Growth, GrowthRate, Ratio, Reduction, SpaceUse, Status, TotalSpace, WouldFree};
 use std::io::{self, Write};
 
 /// Seconds of a day, for rates.
@@ -49,7 +49,75 @@ fn compressed(packed: u64, packs: u64, ratio: Option<Ratio>) -> [String; 3] {
     ratio.map_or_else(|| ["-", "-", "-"].map(String::from), |ratio| [size(packed), size(packs), ratio.to_string()])
 }
 
-/// Prints a row for each disk, followed by rows for its snapshots, and the sums over the datastore.
+/// The lines of a reduction, from the capacity to the stored bytes. Each names what is subtracted or added.
+fn reduction_facts(of: &Reduction, whose: &str) -> Vec<(&'static str, String)> {
+    let less = |bytes: u64, what: &str| format!("-{} {what}", size(bytes));
+    let mut facts = vec![
+        ("all capacity", format!("{} of {whose}", size(of.capacity))),
+        ("  not mapped", less(of.unmapped, "never written, discarded or zero")),
+        ("mapped", size(of.mapped)),
+        ("  within a disk", less(of.within_disks, "that a head and its snapshots map several times")),
+    ];
+    if of.between_disks > 0 {
+        facts.push(("  between disks", less(of.between_disks, "that several disks map")));
+    }
+    if of.packs > 0 {
+        let estimate = match of.packs_examined < of.packs {
+            true => format!(" (estimated from {} of {} packs)", of.packs_examined, of.packs),
+            false => String::new(),
+        };
+        facts.push(("  compression", less(of.compression, "by which compressed data is smaller")));
+        let loss = format!("+{} in packs that contains no data in use{estimate}", size(of.packing_loss));
+        facts.push(("  packing loss", loss));
+    }
+    let ratio = of.ratio.map(|ratio| format!(", {ratio} times less than mapped")).unwrap_or_default();
+    facts.push(("stored", format!("{}{ratio}", size(of.stored))));
+    if of.zeros > 0 {
+        facts.push(("  zeros", format!("{} of this of thick disks, not written yet", size(of.zeros))));
+    }
+    facts
+}
+
+/// Prints why the data of a disk takes the space that it takes, below its table.
+fn print_reduction(out: &mut dyn Write, of: &DiskSpace) -> io::Result<()> {
+    let Some(reduction) = &of.reduction else { return Ok(()) };
+    let mut facts =
+        reduction_facts(reduction, &format!("the head and {}", count(reduction.states.saturating_sub(1), "snapshot")));
+    facts.extend(
+        of.shared_with_disks
+            .filter(|shared| *shared > 0)
+            .map(|shared| ("  other disks", format!("{} of this is used by other disks too", size(shared)))),
+    );
+    writeln!(out)?;
+    print_facts(out, &facts)
+}
+
+/// What the disks of a datastore use, and how much more they may need. `status` has the space that is available.
+pub fn total_facts(status: &Status, of: &TotalSpace) -> Vec<(&'static str, String)> {
+    let mut facts = Vec::new();
+    if let Some(reduction) = &of.reduction {
+        facts.extend(reduction_facts(reduction, &format!("{} heads and snapshots", reduction.states)));
+    }
+    facts.push(("by snapshots", format!("{} that deleting all snapshots would free", size(of.used_by_snapshots))));
+    if let Some(need) = of.may_need {
+        let verdict = match need.saturating_sub(status.available.saturating_add(status.reclaimable)) {
+            0 => "for which there is enough".into(),
+            missing => format!("{} more than there is", size(missing)),
+        };
+        let if_all = "if clients write all blocks and nothing is compressed";
+        facts.push(("may need", format!("{} {if_all}, {verdict}", size(need))));
+    }
+    let saved = of.reduction.map_or(0, |of| of.compression.saturating_sub(of.packing_loss));
+    if let Some(reduction) = of.reduction.filter(|_| saved > 0) {
+        let now = reduction.stored.saturating_add(saved) as f64 / reduction.stored.max(1) as f64;
+        let text = format!("data takes {now:.2} times less now; new data takes its full size until it is compressed");
+        facts.push(("compressed", text));
+    }
+    facts
+}
+
+/// Prints a row for each disk, followed by rows for its snapshots, and the sums over the datastore. For one disk, also
+/// prints why its data takes the space that it takes.
 pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
     if of.disks.is_empty() {
         return writeln!(out, "no disks");
@@ -90,19 +158,28 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
             disk.growth.as_ref(),
         ));
         for snapshot in &disk.snapshots {
-            table.row(row(format!("{}@{}", disk.name, snapshot.name), &snapshot.space, [None; 2], None));
+            table.row(row(
+                format!("{}@{}", disk.name, snapshot.name),
+                &snapshot.space,
+                [None, snapshot.reclaimable],
+                None,
+            ));
         }
     }
     if let Some(total) = &of.total {
         let mut row = vec!["(datastore)".to_owned()];
         row.extend([total.provisioned, total.mapped, total.stored, total.shared, total.exclusive].map(size));
-        row.extend(["-", "-"].map(String::from));
+        row.extend([total.used_by_snapshots, total.reclaimable].map(size));
         let packed = compressed(total.packed, total.packs, total.compression);
         row.extend(packed.into_iter().filter(|_| any_packed));
         row.extend(["-", "-"].map(String::from).into_iter().filter(|_| any_growth));
         table.row(row);
     }
-    table.print(out)
+    table.print(out)?;
+    match (&of.total, of.disks.as_slice()) {
+        (None, [disk]) => print_reduction(out, disk),
+        _ => Ok(()),
+    }
 }
 
 /// Prints what a deletion would free.

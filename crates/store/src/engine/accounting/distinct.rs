@@ -11,7 +11,7 @@ use super::{Accounts, ObjectSpace, questions};
 use crate::engine::metadata::Effects;
 use crate::pack;
 use crate::space::Run;
-use crate::tree::{self, DistinctBlocks, NodeId, PackUse};
+use crate::tree::{self, DistinctBlocks, NodeId, PackUse, Repeats};
 use crate::{Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
 
@@ -104,10 +104,13 @@ impl Accounts<'_> {
     }
 
     /// What these disks and snapshots map together, without `own` for a set of one. One disk or snapshot is counted
-    /// without a walk over the parts that it shares with those that were counted before, because one tree maps each
-    /// block once.
+    /// without a walk over the parts that it shares with those that were counted before, if one tree maps each block
+    /// once.
     pub fn distinct_blocks(&mut self, set: &[u64]) -> Result<DistinctBlocks> {
-        let [one] = set else { return Ok(self.distinct(set, 0)?.blocks) };
+        let one = match set {
+            [one] if self.repeats == Repeats::Never => one,
+            _ => return Ok(self.distinct(set, 0)?.blocks),
+        };
         let space = self.space_of(*one)?;
         let written = space.mapped - space.unwritten - space.packed;
         let ObjectSpace { unwritten, packed, packs, .. } = space;
