@@ -146,6 +146,18 @@ impl Chain {
         Ok(())
     }
 
+    /// Calls `change`, which changes a range of the top layer by another way than through this chain. As for a change
+    /// through the chain, the range is locked, and the caches forget it: so a later write to a part of a grain is
+    /// completed with the new content.
+    pub fn change_beside<T>(&self, range: &Range<u64>, change: impl FnOnce() -> T) -> T {
+        let whole = self.levels().top().widened(range);
+        let _held = self.ranges.lock(whole.clone());
+        let _flux = Flux::begin(&self.changes, whole.clone());
+        self.metadata.forget(&whole);
+        self.data.forget(&whole);
+        change()
+    }
+
     /// Changes `range`; returns false without a change if the levels were not current any more.
     fn change(&self, levels: &Arc<Levels>, range: Range<u64>, change: Change<'_>) -> Result<bool> {
         let top = levels.top();

@@ -152,6 +152,24 @@ pub struct ImageDetails {
     /// Whether a live import is running: the disk is read from the imported images until the server has copied them.
     #[serde(default)]
     pub importing: bool,
+    /// How far the content of such a disk, or of one that is restored while it is used, has come into the datastore.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<LiveProgress>,
+}
+
+/// The progress of a disk whose content comes into the datastore while the disk is used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LiveProgress {
+    /// Where the content is, if it does not come from images.
+    pub source: Option<String>,
+    /// Bytes of the disk that this or the last attempt has passed; 0 before the first attempt of this process.
+    pub done: u64,
+    /// Bytes of the disk; 0 before the first attempt of this process.
+    pub total: u64,
+    /// Whether this process works on it, or waits for the next attempt.
+    pub running: bool,
+    /// Why the last attempt of this process has failed.
+    pub error: Option<String>,
 }
 
 /// A disk.

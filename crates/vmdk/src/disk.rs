@@ -38,8 +38,9 @@ pub struct Options {
     /// The format of the image given to [`Disk::adopt`]; if unset, the format is recognised by the first bytes, or by
     /// the name of a raw file.
     pub adopted: Option<Format>,
-    /// A layer above the head, to which all writes go.
-    pub overlay: Option<Arc<dyn Layer>>,
+    /// Layers above the head, newest first; empty for none. All writes go to the first one, and the others are only
+    /// read.
+    pub overlay: Vec<Arc<dyn Layer>>,
     /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
     /// The most sectors of an extent of a new split disk; `None` for those of VMware's products (2047 MiB).
@@ -55,7 +56,7 @@ impl Default for Options {
             force_parent: false,
             replay_journal: false,
             adopted: None,
-            overlay: None,
+            overlay: Vec::new(),
             folders: None,
             piece: None,
         }
@@ -271,7 +272,7 @@ impl Disk {
 
     /// Fails if the head is read only, or if an overlay is above it.
     pub(crate) fn check_writable(&self, record: &Record, what: &str) -> Result<()> {
-        if self.options.overlay.is_some() {
+        if !self.options.overlay.is_empty() {
             let text = format!("disk '{}' is being imported: {what} has to wait until that is done", record.name);
             return Err(Error::new(ErrorKind::Busy, text));
         }
@@ -382,7 +383,7 @@ impl Disk {
         let record = self.record();
         self.show_stale(None, &record.line(record.head)?)?;
         let writable = self.writes_head(&record);
-        let line = self.open_line(&record, record.head, writable, self.options.overlay.clone());
+        let line = self.open_line(&record, record.head, writable, &self.options.overlay);
         let line = Arc::new(line.inspect_err(|error| self.doubt_files(error))?);
         *head = Some(Arc::clone(&line));
         Ok(line)
@@ -410,7 +411,7 @@ impl Disk {
 
     /// Whether the image of the head is open for writing.
     pub(crate) fn writes_head(&self, record: &Record) -> bool {
-        !record.read_only && self.options.overlay.is_none()
+        !record.read_only && self.options.overlay.is_empty()
     }
 
     /// The chain of the head. [`Disk::revert`] and [`Disk::reopen`] replace it.
@@ -451,7 +452,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::Busy, text));
         }
         self.show_stale(head.as_deref(), &nodes)?;
-        let line = self.open_line(&record, node, false, None)?;
+        let line = self.open_line(&record, node, false, &[])?;
         let chain = line.chain;
         let mut state = self.state.lock();
         state.issued.retain(|issued| issued.chain.strong_count() > 0);

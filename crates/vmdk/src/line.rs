@@ -97,13 +97,14 @@ impl Line {
 }
 
 impl Disk {
-    /// Opens the line of an image. With `writable`, its top is open for writing; `overlay` becomes the level above it.
+    /// Opens the line of an image. With `writable`, its top is open for writing. The layers in `overlay` become the
+    /// levels above it.
     pub(crate) fn open_line(
         &self,
         record: &Record,
         id: u32,
         writable: bool,
-        overlay: Option<Arc<dyn Layer>>,
+        overlay: &[Arc<dyn Layer>],
     ) -> Result<Line> {
         let nodes = record.line(id)?;
         let mut images: Vec<Arc<Image>> = Vec::with_capacity(nodes.len());
@@ -116,8 +117,8 @@ impl Disk {
             accepted = record.node(*node)?.accepted;
             images.push(Arc::new(image));
         }
-        let read_only = !writable && overlay.is_none();
-        let mut layers: Vec<Arc<dyn Layer>> = overlay.into_iter().collect();
+        let read_only = !writable && overlay.is_empty();
+        let mut layers: Vec<Arc<dyn Layer>> = overlay.to_vec();
         let above = layers.len();
         layers.extend(images.iter().map(|image| Arc::clone(image.layer())));
         let tunables = record.tunables;

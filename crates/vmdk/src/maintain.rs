@@ -178,7 +178,7 @@ impl Disk {
             let result = line.chain.while_moving(level.key, || work(&level.image));
             return result.inspect_err(|error| stop_with(&line, &level, error));
         }
-        if !self.may_change(&record, node) || self.options.overlay.is_some() {
+        if !self.may_change(&record, node) || !self.options.overlay.is_empty() {
             let text = format!("'{}' is only read by this disk: nothing to {what}", level.image.place().label());
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }

@@ -246,7 +246,7 @@ impl Disk {
         let head = self.head_line()?;
         match head.level(top) {
             Some(_) => Ok((head, true)),
-            None => Ok((Arc::new(self.open_line(record, top, false, None)?), false)),
+            None => Ok((Arc::new(self.open_line(record, top, false, &[])?), false)),
         }
     }
 
@@ -428,7 +428,7 @@ impl Disk {
             // The image is the top of a line of its own, which is opened for writing at once.
             false => {
                 drop(line);
-                let opened = self.open_line(&record, target, true, None);
+                let opened = self.open_line(&record, target, true, &[]);
                 match opened {
                     Ok(line) => Arc::new(line),
                     Err(error) => return self.finish_pending().and(Err(error)),

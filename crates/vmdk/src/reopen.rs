@@ -93,7 +93,7 @@ impl Disk {
     fn open_again(&self) -> Result<()> {
         let record = self.record();
         let writable = self.writes_head(&record);
-        let line = self.open_line(&record, record.head, writable, self.options.overlay.clone())?;
+        let line = self.open_line(&record, record.head, writable, &self.options.overlay)?;
         self.set_head(Arc::new(line));
         self.state.lock().stopped = None;
         tracing::info!(disk = record.name, "the disk was opened again and takes writes");

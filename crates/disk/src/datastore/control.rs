@@ -8,6 +8,7 @@ use crate::foreign::ForeignDisk;
 use crate::info::{
     Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
 };
+use crate::migrate::Overlay;
 use crate::names;
 use crate::native::{Taking, check_capacity};
 use crate::quota::{LimitInfo, Limits};
@@ -159,7 +160,15 @@ impl Datastore {
     /// One disk, with its block counts.
     pub fn disk(&self, name: &str) -> Result<DiskInfo> {
         match self.foreign.find(name) {
-            Some(entry) => self.foreign.info(&entry, true),
+            Some(entry) => {
+                let mut info = self.foreign.info(&entry, true)?;
+                if let Some(image) = &mut info.image
+                    && let Some(overlay) = Overlay::of(&entry.disk.record())?
+                {
+                    image.live = Some(self.live_progress(&info.uuid, &overlay));
+                }
+                Ok(info)
+            }
             None => self.native.disk(name),
         }
     }
@@ -240,7 +249,7 @@ impl Datastore {
             return Ok(());
         };
         let (uuid, spare) = (entry.disk.uuid(), self.spare());
-        let overlay = self.overlay_of(&entry);
+        let overlay = Overlay::of(&entry.disk.record()).ok().flatten();
         match self.foreign.delete_disk(&entry, promote) {
             // XFS may need space for the record's new name. The disk is unchanged after this error.
             Err(error)
@@ -254,10 +263,11 @@ impl Datastore {
         }?;
         drop(entry);
         self.native.settings.forget(&uuid);
-        if let Some(overlay) = overlay
-            && let Err(error) = self.native.remove_hidden(&overlay)
-        {
-            tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
+        if let Some(overlay) = overlay {
+            if let Err(error) = self.native.remove_hidden(&overlay.native) {
+                tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
+            }
+            overlay.release(name);
         }
         if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
             tracing::warn!(%error, disk = name, "a record of a snapshot group still names the deleted disk");

@@ -352,5 +352,6 @@ fn details_of(info: vmdk::Info, head: String, importing: bool) -> ImageDetails {
         dead: info.usage.dead,
         consolidation_needed: info.redundant > 0,
         importing,
+        live: None,
     }
 }

@@ -109,6 +109,19 @@ impl ImageFolders {
         Err(Error::new(ErrorKind::Invalid, text))
     }
 
+    /// Fails if root has opened the datastore of another user: this user could name any file of root in a record.
+    /// `what` is what the record names.
+    pub fn refuse_foreign_record(&self, what: &str) -> Result<()> {
+        let looking = || "looking for the owner of the datastore".to_owned();
+        let Some(datastore) = self.datastore.searched().during(looking)? else { return Ok(()) };
+        let Some(user) = datastore.other_owner() else { return Ok(()) };
+        let text = format!(
+            "{what} is not opened by root for the datastore of user {user}: run the command as this user, for example \
+             with `sudo -u '#{user}'`"
+        );
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+
     fn images(&self) -> Result<Folder> {
         self.open(self.path()?, Path::new(IMAGES))
     }

@@ -150,8 +150,13 @@ impl Foreign {
         match vmdk::Disk::open(home.clone(), &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");
+                let (name, overlay) = (disk.name(), Overlay::of(&disk.record()));
                 disk.delete()?;
-                self.remove_folder(folder)
+                self.remove_folder(folder)?;
+                if let Ok(Some(overlay)) = overlay {
+                    overlay.release(&name);
+                }
+                Ok(())
             }
             Ok(disk) => {
                 // Removes files that a crash left and no record names. This is safe, because only this datastore
@@ -177,14 +182,23 @@ impl Foreign {
         }
     }
 
-    /// Opens the disk again together with the native overlay above its images, if it has one.
+    /// Opens the disk again together with the native overlay above its images, if it has one, and the source of its
+    /// content.
     fn with_overlay(&self, disk: Arc<vmdk::Disk>, home: Folder) -> Result<Arc<vmdk::Disk>> {
         let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
-        let options = vmdk::Options { overlay: Some(overlay.layer(&self.native)?), ..self.options.clone() };
+        if let Some(source) = overlay.source() {
+            self.refuse_foreign_source(&source.title)?;
+        }
+        let options = vmdk::Options { overlay: overlay.layers(&self.native)?, ..self.options.clone() };
         disk.close()?;
         // Dropping the disk releases its lock, so that it can be opened again.
         drop(disk);
         vmdk::Disk::open(home, &options)
+    }
+
+    /// Fails if root may not open what the record of a disk names as the source of its content.
+    pub fn refuse_foreign_source(&self, title: &str) -> Result<()> {
+        self.folders.refuse_foreign_record(title)
     }
 
     /// The path of the folder `images`.

@@ -7,8 +7,9 @@
 //! 2. The disk exists once all of its parts are durable. After a crash before that, no part of it remains.
 //! 3. The disk's record names its overlay; an overlay that no record names is removed. An overlay is not removed while
 //!    its disk is not in the list of disks yet, or not any more ([`Datastore::keep_overlay`]).
-//! 4. An interrupted migration is started again when the datastore is served again.
+//! 4. An interrupted migration is started again when the datastore is served again ([`super::background`]).
 
+use super::live_source::{LiveSourceRecord, SourceLayer};
 use super::native_layer::NativeLayer;
 use super::run::{MigrateOptions, Source, Target};
 use super::tree::{Replica, TreeCopy};
@@ -19,24 +20,17 @@ use crate::images::unread_snapshots;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::Native;
-use error::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, Result};
 use layer::Layer;
 use layer::image::{Image, Place, Signature};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 use work::{NoProgress, Progress, Throttled};
 
 /// Name prefix of the hidden overlays above images.
 pub(crate) const OVERLAY: &str = ".overlay-";
-/// How long a failed background migration waits before the next attempt, and the interval at which it checks during
-/// this time whether to stop.
-const RETRY: Duration = Duration::from_secs(60);
-const LOOK: Duration = Duration::from_millis(100);
 
 /// How an import uses the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,11 +71,48 @@ pub struct ImportOptions {
 }
 
 /// The part of a disk's record that describes the overlay above its images.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Overlay {
     /// Name of the hidden native disk that is the overlay.
     pub native: String,
-    target: MigrateOptions,
+    /// Limit of the background work in bytes per second; 0 for none.
+    pub rate: u64,
+    /// What the background work does.
+    pub purpose: Purpose,
+}
+
+/// What the background work makes of a disk with an overlay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// The content of the images is in them: the disk is migrated.
+    Import(MigrateOptions),
+    /// The content is in a source outside the datastore: it is copied into the overlay, which becomes the disk.
+    Arrival(LiveSourceRecord),
+}
+
+impl Purpose {
+    /// Whether the disk becomes a thin native one.
+    fn makes_thin_native(&self) -> bool {
+        match self {
+            Self::Import(target) => target.is_thin_native(),
+            Self::Arrival(_) => true,
+        }
+    }
+}
+
+/// An overlay as its text in a record. The two forms have no member in common: a program that does not know the second
+/// form must not open the disk, because the disk's image below the source reads as zeros.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum StoredOverlay {
+    Import { native: String, target: MigrateOptions, rate: u64 },
+    Arrival { arrival: StoredArrival },
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredArrival {
+    overlay: String,
+    source: LiveSourceRecord,
     rate: u64,
 }
 
@@ -89,54 +120,56 @@ impl Overlay {
     /// Parses the description in the record of a disk.
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
-        serde_json::from_str(text).map(Some).map_err(|error| {
+        let stored = serde_json::from_str(text).map_err(|error| {
             let text = format!(
                 "the record of the native layer above the images of disk '{}' cannot be read: {error}",
                 record.name
             );
             Error::new(ErrorKind::Corrupt, text)
-        })
+        })?;
+        Ok(Some(match stored {
+            StoredOverlay::Import { native, target, rate } => Self { native, rate, purpose: Purpose::Import(target) },
+            StoredOverlay::Arrival { arrival: StoredArrival { overlay: native, source, rate } } => {
+                Self { native, rate, purpose: Purpose::Arrival(source) }
+            }
+        }))
     }
 
-    /// The overlay as a layer of a chain.
-    pub fn layer(&self, native: &Arc<Native>) -> Result<Arc<dyn Layer>> {
-        Ok(Arc::new(NativeLayer::new(native.hidden_device(&self.native)?)))
+    /// The text for the record of a disk.
+    pub fn encode(&self) -> Result<String> {
+        let (native, rate) = (self.native.clone(), self.rate);
+        let stored = match &self.purpose {
+            Purpose::Import(target) => StoredOverlay::Import { native, target: target.clone(), rate },
+            Purpose::Arrival(source) => {
+                StoredOverlay::Arrival { arrival: StoredArrival { overlay: native, source: source.clone(), rate } }
+            }
+        };
+        serde_json::to_string(&stored)
+            .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))
     }
-}
 
-/// Live imports: migrations that run in the background.
-#[derive(Default)]
-pub(crate) struct Imports {
-    /// Whether the datastore is being closed, so that no further migration begins.
-    closed: AtomicBool,
-    running: parking_lot::Mutex<Vec<Import>>,
-    /// Overlays that are in use although their disks may not be in the list of disks.
-    pub(super) kept: parking_lot::Mutex<BTreeSet<String>>,
-}
+    /// The layers above the images, newest first: the overlay, and the source of its content if there is one.
+    pub fn layers(&self, native: &Arc<Native>) -> Result<Vec<Arc<dyn Layer>>> {
+        let mut layers: Vec<Arc<dyn Layer>> = vec![Arc::new(NativeLayer::new(native.hidden_device(&self.native)?))];
+        if let Purpose::Arrival(source) = &self.purpose {
+            layers.push(Arc::new(SourceLayer::new(source.clone())));
+        }
+        Ok(layers)
+    }
 
-/// The migration of one disk.
-struct Import {
-    /// UUID of the disk. It identifies the disk: while the migration waits for its next attempt, the disk may be
-    /// renamed, and another disk may get the old name.
-    uuid: String,
-    shared: Background,
-    thread: JoinHandle<()>,
-}
+    /// Reports to the source, if there is one, that the disk does not need it any more.
+    pub fn release(&self, disk: &str) {
+        if let Some(source) = self.source() {
+            source.release(disk);
+        }
+    }
 
-/// What a background migration shares with the operations that end it. Its progress ignores reports.
-#[derive(Clone, Default)]
-pub(super) struct Background {
-    /// Set when the disk is deleted or the datastore is closed.
-    stop: Arc<AtomicBool>,
-    /// The name of the disk during an attempt, which uses the disk exclusively.
-    moving: Arc<parking_lot::Mutex<Option<String>>>,
-}
-
-impl Progress for Background {
-    fn update(&self, _done: u64, _total: u64) {}
-
-    fn cancelled(&self) -> bool {
-        self.stop.load(Ordering::SeqCst)
+    /// The source of the content outside the datastore, if there is one.
+    pub fn source(&self) -> Option<&LiveSourceRecord> {
+        match &self.purpose {
+            Purpose::Import(_) => None,
+            Purpose::Arrival(source) => Some(source),
+        }
     }
 }
 
@@ -196,20 +229,7 @@ impl Datastore {
         drop(adopted);
         match done {
             Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
-            Ok(()) => {
-                // The disk is closed here, and then opened again together with its overlay.
-                disk.close()?;
-                drop(disk);
-                self.foreign.open_folder(&folder)?;
-                if let Some(entry) = self.foreign.find(name) {
-                    self.release_overlay(&entry);
-                    // The migration gives the settings to the copy.
-                    if options.target.is_thin_native() {
-                        self.give_defaults_to(&entry.disk.uuid(), name);
-                    }
-                }
-                self.disk(name)
-            }
+            Ok(()) => self.open_with_overlay(name, &folder, disk),
             Err(error) => {
                 if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
                     tracing::warn!(
@@ -265,11 +285,15 @@ impl Datastore {
 
     /// Creates the hidden overlay above adopted images, and records it in the record of their disk.
     pub(super) fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
-        let disk = &adopted.entry.disk;
+        let purpose = Purpose::Import(options.target.clone());
+        self.put_overlay(&adopted.entry.folder, &adopted.entry.disk, options.rate, purpose)
+    }
+
+    /// Creates the hidden overlay of a disk that is not in the list of disks yet, records it in the disk's record, and
+    /// completes the disk's folder.
+    pub(super) fn put_overlay(&self, folder: &str, disk: &Arc<vmdk::Disk>, rate: u64, purpose: Purpose) -> Result<()> {
         let native = format!("{OVERLAY}{}", names::uuid_text(&names::new_uuid()?));
-        let overlay = Overlay { native: native.clone(), target: options.target.clone(), rate: options.rate };
-        let text = serde_json::to_string(&overlay)
-            .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))?;
+        let text = Overlay { native: native.clone(), rate, purpose }.encode()?;
         let capacity = disk.chain()?.capacity();
         self.imports.kept.lock().insert(native.clone());
         let made = (|| {
@@ -277,9 +301,24 @@ impl Datastore {
             self.native.engine.complete_disk(replica.id)?;
             replica.head()?.flush()?;
             disk.set_overlay(Some(text))?;
-            self.foreign.complete(&adopted.entry.folder)
+            self.foreign.complete(folder)
         })();
         made.inspect_err(|_| _ = self.imports.kept.lock().remove(&native))
+    }
+
+    /// Opens a new disk again together with its overlay, and adds it to the list of disks.
+    pub(super) fn open_with_overlay(&self, name: &str, folder: &str, disk: Arc<vmdk::Disk>) -> Result<DiskInfo> {
+        disk.close()?;
+        drop(disk);
+        self.foreign.open_folder(folder)?;
+        if let Some(entry) = self.foreign.find(name) {
+            self.release_overlay(&entry);
+            // What the background work makes of the disk keeps the settings.
+            if Overlay::of(&entry.disk.record())?.is_some_and(|overlay| overlay.purpose.makes_thin_native()) {
+                self.give_defaults_to(&entry.disk.uuid(), name);
+            }
+        }
+        self.disk(name)
     }
 
     /// Keeps the overlay of a disk, if it has one, until [`Datastore::release_overlay`]. Called before the disk is
@@ -318,120 +357,5 @@ impl Datastore {
             }
         }
         Ok(())
-    }
-
-    /// Starts the background migration of every disk that is still read from its images. It runs until the datastore is
-    /// closed. The process that serves the datastore calls this.
-    pub fn start_imports(&self) {
-        let mut running = self.imports.running.lock();
-        running.retain(|import| !import.thread.is_finished());
-        for entry in self.foreign.entries() {
-            let (name, uuid) = (entry.disk.name(), entry.disk.uuid());
-            let overlay = match Overlay::of(&entry.disk.record()) {
-                Ok(Some(overlay)) => overlay,
-                Ok(None) => continue,
-                Err(error) => {
-                    tracing::error!("{error}");
-                    continue;
-                }
-            };
-            let known = running.iter().any(|import| import.uuid == uuid);
-            if known || self.imports.closed.load(Ordering::SeqCst) {
-                continue;
-            }
-            let Some(datastore) = self.this.upgrade() else { return };
-            let (moving, shared) = (uuid.clone(), Background::default());
-            let background = shared.clone();
-            let thread = std::thread::Builder::new().name(format!("import {name}"));
-            let begun = thread
-                .spawn(move || datastore.move_in(&moving, &overlay, &background))
-                .during(|| format!("starting to move disk '{name}'"));
-            match begun {
-                Ok(thread) => running.push(Import { uuid, shared, thread }),
-                Err(error) => tracing::error!("{error}"),
-            }
-        }
-    }
-
-    /// Whether the background migration of a live import is running for a disk.
-    pub fn has_import_running(&self, disk: &str) -> bool {
-        let uuid = self.uuid_of(disk).ok();
-        let running = self.imports.running.lock();
-        running.iter().any(|import| import.is_of(disk, uuid.as_deref()) && !import.thread.is_finished())
-    }
-
-    /// Ends the background migration of a disk that is about to be deleted; false if no migration is running.
-    pub(crate) fn end_import(&self, disk: &str) -> bool {
-        let uuid = self.uuid_of(disk).ok();
-        let mut running = self.imports.running.lock();
-        let Some(at) = running.iter().position(|import| import.is_of(disk, uuid.as_deref())) else { return false };
-        let import = running.remove(at);
-        drop(running);
-        import.end();
-        true
-    }
-
-    fn move_in(&self, uuid: &str, overlay: &Overlay, background: &Background) {
-        while let Some(moved) = self.move_in_once(uuid, overlay, background) {
-            match moved {
-                Ok(info) => {
-                    tracing::info!(disk = info.name, "the disk is in the datastore and no longer needs its images");
-                    return;
-                }
-                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::NotFound) => return,
-                Err(error) => tracing::warn!("moving a disk into the datastore failed and is tried again: {error}"),
-            }
-            let begun = Instant::now();
-            while begun.elapsed() < RETRY {
-                if background.cancelled() {
-                    return;
-                }
-                std::thread::sleep(LOOK);
-            }
-        }
-    }
-
-    /// One attempt to migrate the disk of a live import. `None` if the disk was deleted or no longer needs its images.
-    pub(super) fn move_in_once(
-        &self,
-        uuid: &str,
-        overlay: &Overlay,
-        background: &Background,
-    ) -> Option<Result<DiskInfo>> {
-        let entry = self.foreign.entries().into_iter().find(|entry| entry.disk.uuid() == uuid)?;
-        self.overlay_of(&entry)?;
-        let name = entry.disk.name();
-        drop(entry);
-        *background.moving.lock() = Some(name.clone());
-        // Only an attempt has a share of the background rate, not the wait for the next attempt.
-        let paced = self.background(background);
-        let moved = self.migrate(&name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate });
-        *background.moving.lock() = None;
-        Some(moved)
-    }
-
-    /// Stops the background migrations.
-    pub(crate) fn stop_imports(&self) {
-        self.imports.closed.store(true, Ordering::SeqCst);
-        let running = std::mem::take(&mut *self.imports.running.lock());
-        // The flag is set for all migrations before the end of the first one is awaited, so that they end concurrently.
-        running.iter().for_each(|import| import.shared.stop.store(true, Ordering::SeqCst));
-        running.into_iter().for_each(Import::end);
-    }
-}
-
-impl Import {
-    /// Whether this is the migration of the disk with that name and UUID. At the end of an attempt, the disk may have
-    /// a new UUID.
-    fn is_of(&self, disk: &str, uuid: Option<&str>) -> bool {
-        uuid == Some(self.uuid.as_str()) || self.shared.moving.lock().as_deref() == Some(disk)
-    }
-
-    fn end(self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        let is_own = self.thread.thread().id() == std::thread::current().id();
-        if !is_own && self.thread.join().is_err() {
-            tracing::error!(uuid = self.uuid, "the thread that moved the disk into the datastore has panicked");
-        }
     }
 }

@@ -17,6 +17,7 @@
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
+use super::import::OVERLAY;
 use crate::location::{Location, holds_datastore};
 use crate::sealed::{self, Kind, TEMPORARY};
 use crate::spare::Spare;
@@ -62,6 +63,8 @@ pub(crate) enum Copy {
         /// Name of the folder.
         folder: String,
     },
+    /// A target: the overlay of the source, a hidden native disk that has all content of the source already.
+    Overlay {},
 }
 
 /// The record of a migration.
@@ -128,7 +131,10 @@ fn file_name(id: &str) -> Result<String> {
 impl Intent {
     /// The hidden name of a native target, which cannot be the name of a user's disk.
     pub fn hidden(&self) -> String {
-        hidden_name(&self.id)
+        match self.target {
+            Copy::Overlay {} => format!("{OVERLAY}{}", self.id),
+            Copy::Native { .. } | Copy::Images { .. } => hidden_name(&self.id),
+        }
     }
 }
 
@@ -271,6 +277,17 @@ mod tests {
         let page = include_str!("../../../../docs/format/migration-intent.md");
         let example = String::from_utf8(encode(&intent(Stage::Copying)).unwrap()).unwrap();
         assert!(page.contains(&example), "docs/format/migration-intent.md should show:\n{example}");
+    }
+
+    #[test]
+    fn the_format_page_shows_the_target_of_a_disk_whose_content_has_arrived() {
+        let page = include_str!("../../../../docs/format/migration-intent.md");
+        let arrived = Intent { target: Copy::Overlay {}, peer: None, ..intent(Stage::Committed) };
+        let text = String::from_utf8(encode(&arrived).unwrap()).unwrap();
+        assert!(text.contains("\"target\": {\n    \"overlay\": {}\n  }"), "{text}");
+        assert!(page.contains("`{ \"overlay\": {} }`"));
+        assert_eq!(decode(text.as_bytes()).unwrap(), arrived);
+        assert_eq!(arrived.hidden(), ".overlay-0f0e0d0c-0b0a-4908-8706-050403020100");
     }
 
     #[test]

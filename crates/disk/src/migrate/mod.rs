@@ -4,6 +4,10 @@
 //! away          migrating to another datastore
 //! run           one migration, from start to the removal of the source
 //! import        existing images: copied, used in place, or used while they are copied
+//! live_source   content outside the datastore, as a layer below an overlay
+//! arrive        disks that are used while their content arrives from a source
+//! handover      the device of such a disk while its requests pass from the chain to the native disk
+//! background    the threads of live imports and arrivals
 //! intent        the record that says which of the two copies is the current disk
 //! recover       completing or undoing interrupted migrations when the datastore is opened
 //! tree          copying the snapshots, parents before children
@@ -12,6 +16,8 @@
 //! pace          limiting the bytes per second, and stopping on request
 //! native_layer  a native disk as the top layer of a chain: the overlay of a live import
 //! ```
+//!
+//! A disk whose content arrives from a source is not copied: its overlay becomes the disk.
 //!
 //! 1. **There is one disk.** A single record, replaced atomically, says which of the two copies is the current disk.
 //!    Marks, names and folders are then set to match the record, and are set again after a crash.
@@ -26,9 +32,13 @@
 //! Order of locks: the use of the disk's name, `rename_lock` (of this datastore, then of the other one), the locks of
 //! the native disks and of the disks in VMware's formats, the switches; within the mirror a range, then its state.
 
+mod arrive;
 mod away;
+mod background;
+mod handover;
 mod import;
 mod intent;
+mod live_source;
 mod mirror;
 mod native_layer;
 mod recover;
@@ -41,8 +51,12 @@ mod testbed;
 #[cfg(test)]
 mod tests;
 
+pub use arrive::NewArrivingDisk;
+pub(crate) use background::Imports;
+pub use background::{Attempt, AttemptRunner};
+pub(crate) use import::Overlay;
 pub use import::{ImportMode, ImportOptions};
-pub(crate) use import::{Imports, Overlay};
+pub use live_source::{DataRun, LiveSource, LiveSourceKind, LiveSourceRecord, register_live_source};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;
 pub(crate) use recover::{problems, recover, recover_settings};

@@ -86,7 +86,7 @@ pub(crate) fn recover(native: &Native, folders: &ImageFolders) -> Result<InDoubt
                             "a migration stays undecided, because the datastore '{peer}' cannot be read: {error}"
                         );
                         match &intent.target {
-                            Copy::Native { .. } => doubt.names.insert(intent.hidden()),
+                            Copy::Native { .. } | Copy::Overlay {} => doubt.names.insert(intent.hidden()),
                             Copy::Images { folder } => doubt.folders.insert(folder.clone()),
                         };
                         false
@@ -153,7 +153,7 @@ pub(crate) fn problems(directory: &Arc<dyn Directory>) -> Result<Vec<String>> {
 /// Makes the target of a migration the current disk.
 fn complete(intent: &Intent, native: &Native, folders: &ImageFolders) -> Result<()> {
     match &intent.target {
-        Copy::Native { .. } => {
+        Copy::Native { .. } | Copy::Overlay {} => {
             let original = match &intent.source {
                 Some(Copy::Native { object }) => *object,
                 _ => None,

@@ -14,6 +14,7 @@
 //! 3. While the name is moved to the other copy, no client can open a disk by its name (`rename_lock`). Requests of
 //!    clients that have the disk open continue.
 
+use super::import::Overlay;
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
 use super::mirror::stopped;
@@ -72,14 +73,14 @@ pub(super) enum Target {
 }
 
 impl Source {
-    fn original(&self) -> &dyn Original {
+    pub fn original(&self) -> &dyn Original {
         match self {
             Self::Native(disk) => disk,
             Self::Foreign(disk) => disk,
         }
     }
 
-    fn copy(&self) -> Copy {
+    pub fn copy(&self) -> Copy {
         match self {
             Self::Native(disk) => Copy::Native { object: Some(disk.id) },
             Self::Foreign(disk) => Copy::Images { folder: disk.entry.folder.clone() },
@@ -122,7 +123,7 @@ impl Target {
 }
 
 /// Outcome of committing the migration's record.
-enum Turned {
+pub(super) enum Turned {
     Committed,
     /// The record is committed, but the target did not get the name of the disk. Clients that have the disk open use
     /// the target.
@@ -139,14 +140,14 @@ struct Moving {
 }
 
 /// A migration.
-struct Migration<'a> {
-    home: &'a Datastore,
-    away: Option<&'a Peer>,
-    name: &'a str,
-    source: Source,
-    target: Target,
-    intent: Intent,
-    progress: &'a dyn Progress,
+pub(super) struct Migration<'a> {
+    pub home: &'a Datastore,
+    pub away: Option<&'a Peer>,
+    pub name: &'a str,
+    pub source: Source,
+    pub target: Target,
+    pub intent: Intent,
+    pub progress: &'a dyn Progress,
 }
 
 impl Datastore {
@@ -199,14 +200,7 @@ impl Datastore {
                 there.disk(name)
             }
             // The name may still belong to the source, which must not be opened any more.
-            Ok(Turned::Unnamed(error)) => {
-                let why = format!(
-                    "it was moved, but its new copy did not get its name ({error}); the next opening of the datastore \
-                     completes the migration"
-                );
-                self.uses.shut(name, why.clone());
-                Err(Error::new(ErrorKind::Stopped, format!("disk '{name}' is not opened: {why}")))
-            }
+            Ok(Turned::Unnamed(error)) => Err(self.shut_unnamed(name, &error)),
             // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
             // again, so its exclusive use is kept.
             Ok(Turned::Unknown(error)) => {
@@ -220,6 +214,16 @@ impl Datastore {
                 Err(error.context(format!("disk '{name}' was not moved")))
             }
         }
+    }
+
+    /// Shuts a disk whose migration is committed, and whose target did not get the name.
+    pub(super) fn shut_unnamed(&self, name: &str, error: &Error) -> Error {
+        let why = format!(
+            "it was moved, but its new copy did not get its name ({error}); the next opening of the datastore completes \
+             the migration"
+        );
+        self.uses.shut(name, why.clone());
+        Error::new(ErrorKind::Stopped, format!("disk '{name}' is not opened: {why}"))
     }
 
     /// Creates an empty hidden disk.
@@ -270,7 +274,10 @@ impl Migration<'_> {
             Ok(Turned::Committed) => {
                 let names: Vec<String> = tree.nodes().iter().map(|node| node.name.clone()).collect();
                 drop(tree);
-                Ok(match self.take_place(moving, &names) {
+                let Moving { switch, mirror } = moving;
+                let target = Arc::clone(mirror.target());
+                drop(mirror);
+                Ok(match self.take_place(&switch, target, &names) {
                     Ok(()) => Turned::Committed,
                     Err(error) => Turned::Unnamed(error),
                 })
@@ -297,7 +304,7 @@ impl Migration<'_> {
         self.intents().put(&self.intent)
     }
 
-    fn intents(&self) -> Intents {
+    pub fn intents(&self) -> Intents {
         Intents::new(Arc::clone(self.home.engine().directory()))
     }
 
@@ -336,18 +343,17 @@ impl Migration<'_> {
         })
     }
 
-    /// Makes the target the current disk: switches clients and readers of snapshots to the target, and gives it the
-    /// name.
+    /// Makes the target the current disk: switches clients to `device`, which is the target for clients, and readers of
+    /// snapshots to the target's snapshots, and gives the target the name.
     ///
     /// # Errors
     /// If the target did not get the name.
-    fn take_place(&self, moving: Moving, snapshots: &[String]) -> Result<()> {
-        let Moving { switch, mirror } = moving;
+    pub fn take_place(&self, switch: &Switch, device: Arc<dyn Device>, snapshots: &[String]) -> Result<()> {
         let mut left: Vec<Before> = Vec::new();
         let named = {
             let _rename = self.home.rename_lock.write();
             let _peer_rename = self.away.map(|peer| peer.datastore.rename_lock.write());
-            left.push(switch.exchange(Arc::clone(mirror.target())));
+            left.push(switch.exchange(device));
             if let Err(error) = self.hand_over(snapshots, &mut left) {
                 tracing::error!(
                     disk = self.name,
@@ -360,7 +366,6 @@ impl Migration<'_> {
             }
             named
         };
-        drop((switch, mirror));
         for before in left {
             before.wait_unused(&|| false);
         }
@@ -426,7 +431,7 @@ impl Migration<'_> {
     }
 
     /// Removes the source and the records.
-    fn clean(self) {
+    pub fn clean(self) {
         let away = self.away;
         let outcome = (|| {
             if let Some(peer) = away {
@@ -436,9 +441,13 @@ impl Migration<'_> {
                 Source::Native(disk) => self.home.native.remove_moved(disk.id)?,
                 Source::Foreign(disk) => {
                     let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
+                    let overlay = Overlay::of(&inner.record());
                     self.home.foreign.remove_moved(&folder, inner)?;
                     self.home.release_overlay(&disk.entry);
                     self.home.sweep_overlays()?;
+                    if let Ok(Some(overlay)) = overlay {
+                        overlay.release(self.name);
+                    }
                 }
             }
             self.intents().remove(&self.intent.id)

@@ -110,6 +110,13 @@ impl Native {
         Ok(self.device_of(&disk, &disk))
     }
 
+    /// A hidden disk that has all content already, as the target of a migration.
+    pub fn hidden_replica(self: &Arc<Self>, name: &str) -> Result<NativeReplica> {
+        let id = self.engine.with_catalog(|catalog| catalog.disk(name).map(|disk| disk.id));
+        let missing = || Error::new(ErrorKind::Corrupt, format!("the hidden disk '{name}' does not exist"));
+        Ok(NativeReplica { native: Arc::clone(self), id: id.ok_or_else(missing)? })
+    }
+
     /// Names of the hidden disks that begin with `prefix`.
     pub fn hidden(&self, prefix: &str) -> Vec<String> {
         self.engine.with_catalog(|catalog| {

@@ -5,6 +5,7 @@ use super::{SalvageList, SalvageObject};
 use crate::convert::{ImageOptions, is_archive};
 use crate::foreign::{IMAGES, ImageFolders};
 use crate::images::unread_snapshots_of;
+use crate::migrate::Overlay;
 use crate::{Error, ErrorKind, Result};
 use layer::image::{Image, OpenOptions, open_chain};
 use std::path::Path;
@@ -161,7 +162,18 @@ impl Images {
         let has =
             |disk: &&Remains| disk.name() == name && disk.states().iter().any(|state| state.as_deref() == snapshot);
         let Some(disk) = self.disks.iter().find(has) else { return Ok(None) };
-        if snapshot.is_none() && disk.record().is_some_and(|record| record.overlay.is_some()) {
+        let overlay = disk.record().filter(|_| snapshot.is_none()).map(Overlay::of);
+        if let Some(Ok(Some(overlay))) = &overlay
+            && let Some(source) = overlay.source()
+        {
+            let text = format!(
+                "the content of disk '{name}' was still arriving from {}, and its newest writes are in a native layer: \
+                 restore it from there again, which gives its content without these writes",
+                source.title
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        if overlay.is_some_and(|overlay| !matches!(overlay, Ok(None))) {
             let text = format!(
                 "disk '{name}' was being imported, and its newest writes are in a native layer above its images: \
                  salvage its image by path, which gives its content without these writes"

@@ -250,7 +250,7 @@ fn with_an_overlay_the_adopted_images_are_not_written() {
     .unwrap();
     let place = Place::local(&above.path().join("top.vmdk"), &[]).unwrap();
     let image = Image::open(place, &OpenOptions { writable: true, ..OpenOptions::default() }).unwrap();
-    let options = Options { overlay: Some(Arc::clone(image.layer())), ..options(1) };
+    let options = Options { overlay: vec![Arc::clone(image.layer())], ..options(1) };
     let place = Place::local(&folder.path().join(&head), &[]).unwrap();
     let disk = Disk::adopt(local(home.path()), "live", &place, Adopt::ReadOnly, &options).unwrap();
     disk.set_overlay(Some("where it is".to_owned())).unwrap();

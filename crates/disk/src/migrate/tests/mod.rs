@@ -1,7 +1,9 @@
-//! Unit tests of migrations: the mirror, live imports and their overlay, recovery, and large empty disks.
+//! Unit tests of migrations: the mirror, live imports and their overlay, arriving disks, recovery, and large empty
+//! disks.
 
 #![allow(clippy::unwrap_used)]
 
+mod arrive;
 mod imports;
 mod mirror;
 mod native_layer;
