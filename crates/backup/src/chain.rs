@@ -6,7 +6,7 @@
 //! 3. Data is returned only after both of its checksums were verified.
 
 use crate::level::{Level, StoredLevel};
-use crate::manifest::segments;
+use crate::manifest::{Manifest, segments};
 use crate::pack::{CHUNK_BLOCKS, Chunk, SEGMENT_BLOCKS, unpack};
 use crate::repository::Repository;
 use crate::seal::Key;
@@ -29,11 +29,11 @@ impl Default for Blocks {
 }
 
 impl Blocks {
-    fn has(&self, block: u64) -> bool {
+    pub(crate) fn has(&self, block: u64) -> bool {
         self.0[block as usize / 64] & (1 << (block % 64)) != 0
     }
 
-    fn add(&mut self, block: u64) {
+    pub(crate) fn add(&mut self, block: u64) {
         self.0[block as usize / 64] |= 1 << (block % 64);
     }
 
@@ -60,9 +60,11 @@ impl Blocks {
 }
 
 /// Blocks that a segment takes from a chunk.
-struct Take {
-    level: usize,
-    chunk: Chunk,
+pub(crate) struct Take {
+    /// Position of the level in the chain.
+    pub level: usize,
+    /// The chunk.
+    pub chunk: Chunk,
 }
 
 /// Where the content of a segment is.
@@ -82,6 +84,11 @@ impl SegmentPlan {
     pub fn is_empty(&self) -> bool {
         self.takes.is_empty() && self.zeros == Blocks::default()
     }
+
+    /// The chunks to read, of the newest level first. A block that is in several chunks has the content of the first.
+    pub(crate) fn takes(&self) -> &[Take] {
+        &self.takes
+    }
 }
 
 /// A chain of backups.
@@ -93,8 +100,15 @@ pub struct Chain {
 impl Chain {
     /// The chain of a backup in a repository, named as in [`Repository::find`].
     pub fn of(repository: &Repository, which: &str, key: Option<&Arc<Key>>) -> Result<(crate::Manifest, Self)> {
+        let manifests = Self::manifests(repository, which)?;
+        let newest = Manifest::clone(&manifests[0]);
+        Ok((newest, Self::stored(repository, &manifests, key)?))
+    }
+
+    /// The manifests of the chain of a backup, the newest first: at least one.
+    pub(crate) fn manifests(repository: &Repository, which: &str) -> Result<Vec<Arc<Manifest>>> {
         let chain = repository.chain(repository.find(which)?)?;
-        let newest = chain[0].clone();
+        let newest = &chain[0];
         if let Some(other) = chain.iter().find(|manifest| manifest.backup.key != newest.backup.key) {
             let (id, base) = (&newest.backup.id, &other.backup.id);
             let text = format!(
@@ -103,12 +117,17 @@ impl Chain {
             );
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
-        let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(chain.len());
-        for manifest in chain {
-            levels.push(Box::new(StoredLevel::new(repository.objects().clone(), manifest, key)?));
+        Ok(chain.into_iter().map(Arc::new).collect())
+    }
+
+    /// The chain with these manifests.
+    pub(crate) fn stored(repository: &Repository, manifests: &[Arc<Manifest>], key: Option<&Arc<Key>>) -> Result<Self> {
+        let mut levels: Vec<Box<dyn Level + Send>> = Vec::with_capacity(manifests.len());
+        for manifest in manifests {
+            levels.push(Box::new(StoredLevel::new(repository.objects().clone(), Arc::clone(manifest), key)?));
         }
-        let capacity = newest.backup.capacity;
-        Ok((newest, Self { levels, capacity }))
+        let capacity = manifests.first().map_or(0, |newest| newest.backup.capacity);
+        Ok(Self { levels, capacity })
     }
 
     /// A chain of levels, the newest first.
@@ -198,6 +217,13 @@ impl Chain {
         Ok(())
     }
 
+    /// The blocks of a chunk of the segment that was planned last.
+    pub(crate) fn unpack(&mut self, take: &Take) -> Result<Vec<u8>> {
+        let start = take.chunk.offset;
+        let stored = self.levels[take.level].read(start..start + u64::from(take.chunk.stored))?;
+        unpack(&take.chunk, &stored)
+    }
+
     /// Verifies what follows after the last segment.
     pub fn finish(&mut self) -> Result<()> {
         self.levels.iter_mut().try_for_each(|level| level.finish())
@@ -224,7 +250,7 @@ impl Chain {
 }
 
 /// The blocks of a chunk, by their numbers in the segment.
-fn blocks_of(chunk: &Chunk) -> impl Iterator<Item = u64> + '_ {
+pub(crate) fn blocks_of(chunk: &Chunk) -> impl Iterator<Item = u64> + '_ {
     let first = u64::from(chunk.number) * CHUNK_BLOCKS % SEGMENT_BLOCKS;
     chunk.runs.iter().flat_map(move |run| first + u64::from(run.first)..=first + u64::from(run.last))
 }

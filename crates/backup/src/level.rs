@@ -30,7 +30,7 @@ pub trait Level {
 /// A backup of a repository, read at any place: the index of a pack first, then only the chunks that are needed.
 pub struct StoredLevel {
     objects: Arc<dyn Objects>,
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     id: [u8; 16],
     key: Option<Arc<Key>>,
     current: Option<(u32, PackReader, Index)>,
@@ -38,7 +38,7 @@ pub struct StoredLevel {
 
 impl StoredLevel {
     /// A level for a backup.
-    pub fn new(objects: Arc<dyn Objects>, manifest: Manifest, key: Option<&Arc<Key>>) -> Result<Self> {
+    pub fn new(objects: Arc<dyn Objects>, manifest: Arc<Manifest>, key: Option<&Arc<Key>>) -> Result<Self> {
         let id = manifest.backup.id_bytes()?;
         let key = manifest.backup.choose_key(key)?;
         Ok(Self { objects, manifest, id, key, current: None })

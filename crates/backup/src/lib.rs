@@ -6,9 +6,10 @@
 //!     `-- stream     one sequence of bytes
 //!  level      one backup that is read, pack by pack
 //!  chain      a backup with those on which it is based, as one range of bytes
-//!     `-- restore    a disk of a datastore, received as a disk from another datastore is
+//!     |-- restore    a disk of a datastore, received as a disk from another datastore is
+//!     `-- live       a disk that is used while its content arrives from a repository
 //!  verify     reads everything without a datastore
-//!  retention  which backups are kept, by rules
+//!  retention  which backups are kept, by rules      readers   which backups disks are being restored from
 //!
 //!  pack       the format of packs         manifest     the records of a backup
 //! ```
@@ -24,9 +25,11 @@
 mod chain;
 mod create;
 mod level;
+mod live;
 mod manifest;
 mod objects;
 mod pack;
+mod readers;
 mod repository;
 mod restore;
 mod retention;
@@ -42,11 +45,13 @@ mod verify;
 pub use chain::{Blocks, Chain, SegmentPlan};
 pub use create::{CreateOptions, Created, LEVEL_DEFAULT, LEVEL_MAX};
 pub use level::Level;
+pub use live::{LIVE_SOURCE, LiveBackup, LiveRestoreOptions, LiveRestored, restore_live};
 pub use manifest::{Description, Manifest, PackRecord, Parent, RepositoryRecord};
 pub use objects::{Folder, Objects};
 pub use pack::Content;
 #[doc(hidden)]
 pub use pack::{BODY_MAX, HEAD, Head, unpack};
+pub use readers::ReaderRecord;
 pub use repository::{BackupInfo, Found, Repository};
 pub use restore::{RestoreOptions, Restored, restore};
 pub use retention::{Judged, Keep, Pruned};

@@ -6,15 +6,17 @@
 //! | `unfinished-ID` | the description of a backup that is not complete |
 //! | `pack-ID-NUMBER` | a pack; the number has eight digits |
 //! | `backup-ID` | the manifest of a complete backup |
+//! | `reader-ID` | a disk that is being restored, and its backups ([`crate::readers`]) |
 //!
 //! 1. The order of a backup: `unfinished-ID`, the packs in ascending order, `backup-ID`; then `unfinished-ID` is
 //!    removed. So an interruption leaves packs 0 to N, each complete, and the next attempt continues after them.
 //! 2. The order of a deletion: `backup-ID`, then the packs.
-//! 3. A backup is deleted only if no other backup is based on it.
+//! 3. A backup is deleted only if no other backup is based on it, and no disk is being restored from it.
 //! 4. One writer at a time changes a repository in a folder. Readers need no lock, because objects never change.
 
 use crate::manifest::{Description, Manifest, RepositoryRecord, parse_id};
 use crate::objects::Objects;
+use crate::readers::READER;
 use backend::Lock;
 use backend::clock;
 use error::{Error, ErrorKind, Result};
@@ -175,7 +177,12 @@ impl Repository {
         self.objects.lock()
     }
 
-    fn record(&self, name: &str, length_max: u64) -> Result<Vec<u8>> {
+    /// Whether the repository is still at its place.
+    pub(crate) fn is_there(&self) -> bool {
+        self.objects.length(RECORD_NAME).is_ok_and(|length| length.is_some())
+    }
+
+    pub(crate) fn record(&self, name: &str, length_max: u64) -> Result<Vec<u8>> {
         let missing = || Error::new(ErrorKind::NotFound, format!("'{name}' in '{}' is gone", self.place()));
         let length = self.objects.length(name)?.ok_or_else(missing)?;
         if length > length_max {
@@ -322,7 +329,7 @@ impl Repository {
     }
 
     /// Deletes backups, newer ones before those on which they are based. `Busy` if another backup is based on one of
-    /// them. The caller holds the lock.
+    /// them, or a disk is being restored from one of them. The caller holds the lock.
     pub fn delete(&self, manifests: &[Manifest]) -> Result<()> {
         let all = self.found()?;
         let gone: BTreeSet<&String> = manifests.iter().map(|manifest| &manifest.backup.id).collect();
@@ -349,6 +356,7 @@ impl Repository {
                 return Err(Error::new(ErrorKind::Busy, text));
             }
         }
+        self.refuse_read(gone.iter().copied())?;
         let mut left: BTreeMap<&String, &Manifest> =
             manifests.iter().map(|manifest| (&manifest.backup.id, manifest)).collect();
         while !left.is_empty() {
@@ -387,6 +395,7 @@ impl Repository {
         let all: BTreeSet<String> = damaged.chain(self.unfinished_ids()?).collect();
         let named = |id: &&String| which.len() >= PREFIX_MIN && id.starts_with(which);
         let [id] = all.iter().filter(named).collect::<Vec<_>>()[..] else { return Ok(false) };
+        self.refuse_read([id])?;
         self.remove(id)?;
         self.objects.settle()?;
         Ok(true)
@@ -401,7 +410,8 @@ impl Repository {
     /// interrupted backups leave them. Returns the number of packs. The caller holds the lock.
     pub fn sweep(&self) -> Result<u64> {
         self.objects.sweep(&|name| {
-            let id = name.strip_prefix(BACKUP).or_else(|| name.strip_prefix(UNFINISHED)).or_else(|| owner_of(name));
+            let prefixes = [BACKUP, UNFINISHED, READER];
+            let id = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)).or_else(|| owner_of(name));
             id.is_some_and(|id| parse_id(id).is_some())
         })?;
         let names = self.objects.list()?;

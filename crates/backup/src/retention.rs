@@ -37,8 +37,8 @@ pub struct Keep {
 pub struct Judged {
     /// The backup.
     pub backup: BackupInfo,
-    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup. Empty for a
-    /// backup that is deleted.
+    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup, `restoring` if
+    /// a disk is being restored from it. Empty for a backup that is deleted.
     pub reasons: Vec<String>,
 }
 
@@ -192,7 +192,10 @@ impl Repository {
             false => self.lock()?,
         };
         let manifests = self.manifests()?;
-        let kept = keep.judge(&manifests);
+        let mut kept = keep.judge(&manifests);
+        for id in self.read_backups()? {
+            kept.entry(id).or_default().push("restoring".to_owned());
+        }
         let gone: Vec<Manifest> =
             manifests.iter().filter(|manifest| !kept.contains_key(&manifest.backup.id)).cloned().collect();
         let mut swept = 0;

@@ -3,6 +3,7 @@
 //! ```text
 //!  dispatch --- attached ---> on the thread of the front end, cancelled when the client disconnects
 //!          \--- start ------> on a thread of its own, continues when the client disconnects
+//!  datastore -- of_datastore -> on a thread of the datastore: live imports and restores
 //!  server ----- of_server --> on a thread of the server, without a request of a client
 //! ```
 //!
@@ -24,8 +25,8 @@ use crate::dispatch::{Target, Watch, carry_out};
 use crate::events::Events;
 use crate::message::{Change, Failure, JobEnd, JobInfo, JobState, Part, Reply, Request};
 use backend::clock;
-use disk::Progress;
 use disk::transfer::new_identity;
+use disk::{NoProgress, Progress};
 use error::{Error, ErrorKind, Result};
 use kind::Kind;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -296,6 +297,21 @@ impl Jobs {
         let outcome = work(&Followed { job: &job, client: Some(watch) });
         ending.end(&outcome);
         outcome
+    }
+
+    /// Runs work that the datastore does by itself as a job, on this thread.
+    pub fn of_datastore(
+        &self,
+        verb: &'static str,
+        object: &str,
+        work: &mut dyn FnMut(&dyn Progress) -> Result<()>,
+    ) -> Result<()> {
+        let kind = Kind { verb, object: object.to_owned() };
+        let done = self.attached(kind, &NoProgress, |watch| {
+            work(watch)?;
+            Ok(Reply::Settled)
+        });
+        done.map(drop)
     }
 
     /// Starts a request as a job, on a thread of its own.

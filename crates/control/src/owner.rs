@@ -7,7 +7,7 @@ use crate::socket::{self, Client};
 use disk::{Datastore, Location, OpenOptions, QueueChoice};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -65,6 +65,7 @@ pub fn open_to_serve(
     options: OpenOptions,
     cancelled: &mut dyn FnMut() -> bool,
 ) -> Result<Arc<Datastore>> {
+    register_sources();
     let deadline = Instant::now() + OWNER_PATIENCE;
     loop {
         match Datastore::open(location, options) {
@@ -83,12 +84,23 @@ pub fn open_to_serve(
     }
 }
 
+/// Registers the sources from which the content of disks can arrive, so that datastores with such disks can be opened.
+fn register_sources() {
+    static REGISTERED: Once = Once::new();
+    REGISTERED.call_once(|| {
+        if let Err(error) = disk::migrate::register_live_source(backup::LIVE_SOURCE) {
+            tracing::warn!("{error}");
+        }
+    });
+}
+
 /// Connects to the owner, or opens the datastore.
 fn reach(location: &Location, request: &Request, watch: &dyn Watch) -> Result<Owner> {
     let open = match request {
         Request::Check { repair: true, .. } => Datastore::open_repairing,
         _ => Datastore::open,
     };
+    register_sources();
     let deadline = Instant::now() + OWNER_PATIENCE;
     loop {
         if let Some(stream) = socket::connect(location)? {

@@ -92,7 +92,8 @@ fn requests(folder: &Path) -> Vec<Request> {
         resolved: false,
     };
     let place = BackupPlace::Folder(folder.join("backups"));
-    let restore = BackupRestore { place, backup: Some(a()), name: web(), update: false, key: None, rate: 0 };
+    let restore =
+        BackupRestore { place, backup: Some(a()), name: web(), update: false, live: false, key: None, rate: 0 };
     vec![
         Request::Disk(DiskRequest::Rename { name: a(), to: web(), force: false }),
         Request::Clone { disk: a(), at: Point::Head, names: vec!["b".into(), web()], full: false },

@@ -83,7 +83,15 @@ fn a_stalled_stream_does_not_delay_the_cancellation() {
         key: None,
         rate: 0,
     };
-    let restore = BackupRestore { place: place(), backup: None, name: "b".into(), update: false, key: None, rate: 0 };
+    let restore = BackupRestore {
+        place: place(),
+        backup: None,
+        name: "b".into(),
+        update: false,
+        live: false,
+        key: None,
+        rate: 0,
+    };
     for (request, writes) in [(BackupRequest::Create(create), true), (BackupRequest::Restore(restore), false)] {
         let (ended, end) = mpsc::channel::<Result<Reply>>();
         let cancellable = Arc::new(Cancellable::default());

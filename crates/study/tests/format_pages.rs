@@ -46,6 +46,7 @@ const GROWTH: (&str, &str) = ("docs/format/growth.md", "");
 const SETTINGS: (&str, &str) = ("docs/format/settings.md", "");
 const SCRUB: (&str, &str) = ("docs/format/scrub.md", "");
 const SCRUB_RECORD: &str = "crates/disk/src/scrub/record.rs";
+const LAYERS: (&str, &str) = ("docs/format/vmdk-disk.md", "The layers above the head");
 const DISK: (&str, &str) = ("docs/format/vmdk-disk.md", "");
 const MACHINE: (&str, &str) = ("docs/format/machines.md", "machine.toml");
 const MACHINE_INTENT: (&str, &str) = ("docs/format/machines.md", "intent.toml");
@@ -164,6 +165,8 @@ const ITEMS: &[Item] = &[
     item("crates/backup/src/manifest.rs", "Description", BACKUP, &[]),
     item("crates/backup/src/manifest.rs", "PackRecord", BACKUP, &[]),
     item("crates/backup/src/manifest.rs", "Manifest", BACKUP, &[]),
+    item("crates/backup/src/readers.rs", "ReaderRecord", BACKUP, &[]),
+    item("crates/disk/src/migrate/live_source.rs", "LiveSourceRecord", LAYERS, &[]),
     item(
         "crates/backup/src/pack.rs",
         "Head",

@@ -5,8 +5,8 @@
 use super::{Service, Watch, claims, stream};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
-    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, Repository, RestoreOptions, StreamLevel,
-    StreamReader, create_file, create_stream, manifest_of, restore, verify_file,
+    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, LiveRestoreOptions, Repository, RestoreOptions,
+    StreamLevel, StreamReader, create_file, create_stream, manifest_of, restore, restore_live, verify_file,
 };
 use disk::transfer::{SnapshotIdentity, new_identity};
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
@@ -53,7 +53,7 @@ pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
             let key = read_key(key.as_deref())?;
             Ok(Reply::Verified(Box::new(repository(&place)?.verify(&backups, key.as_ref(), progress)?)))
         }
-        BackupRequest::Delete { place, backups } => delete(&repository(&place)?, &backups),
+        BackupRequest::Delete { place, backups, force } => delete(&repository(&place)?, &backups, force),
         BackupRequest::Key { path } => Ok(Reply::BackupKey { id: Key::create(&path)?.id().to_owned(), path }),
         BackupRequest::Prune { place, keep, dry_run } => {
             Ok(Reply::Pruned(Box::new(repository(&place)?.prune(&keep, dry_run)?)))
@@ -62,10 +62,14 @@ pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
     }
 }
 
-fn delete(repository: &Repository, names: &[String]) -> Result<Reply> {
+fn delete(repository: &Repository, names: &[String], force: bool) -> Result<Reply> {
     let _lock = repository.lock()?;
     let mut manifests: Vec<backup::Manifest> = Vec::new();
     for name in names {
+        if force {
+            let id = repository.find(name).map_or_else(|_| name.clone(), |manifest| manifest.backup.id);
+            repository.forget_readers(&|read| id.len() >= SUFFIX && read.starts_with(&id))?;
+        }
         // Damaged and unfinished backups have no name but their identity.
         if repository.delete_damaged(name)? {
             continue;
@@ -93,7 +97,10 @@ pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) ->
                 // The disk may have the name already, and no name is reserved then.
                 claims::refuse_left(&service.location, &[restore.name.as_str()])?;
             }
-            restored(&service.datastore, &restore, watch)
+            match restore.live {
+                true => restored_live(service, &restore),
+                false => restored(&service.datastore, &restore, watch),
+            }
         }
         request => alone(request, watch),
     }
@@ -238,6 +245,32 @@ impl Creating<'_> {
             Err(error) => tracing::warn!("the snapshot '{disk}@{snapshot}' of an earlier backup is kept: {error}"),
         }
     }
+}
+
+fn restored_live(service: &Service, request: &BackupRestore) -> Result<Reply> {
+    let BackupPlace::Folder(path) = &request.place else {
+        return Err(invalid("only a repository can be read while its disk is used: leave out --live"));
+    };
+    if request.update {
+        return Err(invalid("an existing disk cannot be updated while it is used: leave out --live"));
+    }
+    let options = LiveRestoreOptions {
+        repository: path,
+        which: request.backup.as_ref().unwrap_or(&request.name),
+        key: request.key.as_deref(),
+        name: &request.name,
+        rate: request.rate,
+        datastore: service.location.to_string(),
+    };
+    let mut done = restore_live(&service.datastore, &options)?;
+    if service.served.is_some() {
+        match done.known {
+            true => service.datastore.hurry_import(&request.name),
+            false => service.datastore.start_imports(),
+        }
+        done.served = true;
+    }
+    Ok(Reply::RestoredLive(Box::new(done)))
 }
 
 fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -> Result<Reply> {

@@ -51,6 +51,9 @@ pub struct BackupRestore {
     pub name: String,
     /// Whether an existing disk is updated by an increment in a file or stream.
     pub update: bool,
+    /// From a repository: whether the disk can be used at once, while its content arrives.
+    #[serde(default)]
+    pub live: bool,
     /// The file of the key of an encrypted backup.
     pub key: Option<PathBuf>,
     /// Limit in bytes per second; 0 for none.
@@ -90,6 +93,9 @@ pub enum BackupRequest {
         place: BackupPlace,
         /// The backups.
         backups: Vec<String>,
+        /// Whether to delete also backups from which a disk is being restored.
+        #[serde(default)]
+        force: bool,
     },
     /// Delete the backups of a repository that rules do not keep.
     Prune {

@@ -1,7 +1,7 @@
 //! Successful replies.
 
 use super::{JobEnd, JobInfo, MachineReply};
-use backup::{BackupInfo, Created, Pruned, Restored, Verified};
+use backup::{BackupInfo, Created, LiveRestored, Pruned, Restored, Verified};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
@@ -96,6 +96,8 @@ pub enum Reply {
     Verified(Box<Verified>),
     /// Reply to `BackupRequest::Restore`.
     Restored(Box<Restored>),
+    /// Reply to `BackupRequest::Restore` of a disk that can be used at once.
+    RestoredLive(Box<LiveRestored>),
     /// Reply to `BackupRequest::Key`.
     BackupKey {
         /// The file of the new key.

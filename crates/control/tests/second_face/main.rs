@@ -462,15 +462,22 @@ fn backups(face: &Face) {
     let verify = BackupRequest::Verify { place: place(), backups: Vec::new(), key: Some(face.beside("key")) };
     assert!(matches!(backup(verify), Reply::Verified(verified) if verified.problems.is_empty()));
     let (name, which) = (text("restored"), Some(created.id.clone()));
-    let restore =
-        BackupRestore { place: place(), backup: which, name, update: false, rate: 0, key: Some(face.beside("key")) };
+    let restore = BackupRestore {
+        place: place(),
+        backup: which,
+        name,
+        update: false,
+        live: false,
+        rate: 0,
+        key: Some(face.beside("key")),
+    };
     assert!(
         matches!(backup(BackupRequest::Restore(restore)), Reply::Restored(restored) if restored.disk == "restored")
     );
     let (keep, dry_run) = (backup::Keep { last: 1, ..backup::Keep::default() }, true);
     let prune = BackupRequest::Prune { place: place(), keep, dry_run };
     assert!(matches!(backup(prune), Reply::Pruned(pruned) if pruned.deleted == 0));
-    backup(BackupRequest::Delete { place: place(), backups: vec![created.id] });
+    backup(BackupRequest::Delete { place: place(), backups: vec![created.id], force: false });
     face.disk(DiskRequest::Delete { name: text("restored"), promote: false, force: false });
     let (disk, name) = (text("b"), created.snapshot);
     face.done(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0, force: false }));

@@ -66,6 +66,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Backups(backups) => json!({ "backups": backups }),
         Reply::Verified(verified) => json!(verified),
         Reply::Restored(restored) => json!(restored),
+        Reply::RestoredLive(restored) => json!(restored),
         Reply::BackupKey { path, id } => json!({ "path": path, "id": id }),
         Reply::Pruned(pruned) => json!(pruned),
         Reply::Receptions(receptions) => json!({ "receptions": receptions }),

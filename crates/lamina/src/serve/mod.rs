@@ -137,6 +137,8 @@ fn serve(
     let jobs = Arc::new(Jobs::new()?);
     let of_waiting = Arc::clone(&jobs);
     datastore.notice_waiting(move |notice| of_waiting.events().publish(vec![notice.into()]));
+    let of_imports = Arc::clone(&jobs);
+    datastore.run_attempts_by(move |command, disk, attempt| of_imports.of_datastore(command, disk, attempt));
     let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());

@@ -133,6 +133,10 @@ pub enum BackupCommand {
         /// Update an existing disk, which must not have changed since the snapshot on which the backup is based.
         #[arg(long, conflicts_with = "backup")]
         update: bool,
+        /// From a repository: make the disk usable at once. What has not arrived yet is read from the backup, and the
+        /// server of the datastore copies it meanwhile.
+        #[arg(long, conflicts_with = "update")]
+        live: bool,
         /// Limit of bytes written per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
@@ -148,6 +152,10 @@ pub enum BackupCommand {
         /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT.
         #[arg(value_name = "BACKUP", required = true)]
         backups: Vec<String>,
+        /// Delete also backups from which a disk is being restored with --live: blocks of that disk that have not
+        /// arrived are lost.
+        #[arg(long)]
+        force: bool,
     },
     /// Delete the backups of a repository that rules do not keep. A backup on which a kept backup is based is kept too.
     Prune {
@@ -191,16 +199,22 @@ impl BackupCommand {
             Self::Verify { target, backups, key_file } => {
                 BackupRequest::Verify { place: stored(target)?, backups: backups.clone(), key: key(key_file)? }
             }
-            Self::Restore { source, name, backup, update, rate, key_file } => BackupRequest::Restore(BackupRestore {
-                place: source.place()?,
-                backup: backup.clone(),
-                name: name.clone(),
-                update: *update,
-                rate: *rate,
-                key: key(key_file)?,
-            }),
-            Self::Delete { repository, backups } => {
-                BackupRequest::Delete { place: folder(repository)?, backups: backups.clone() }
+            Self::Restore { source, name, backup, update, live, rate, key_file } => {
+                if *live && !matches!(source, PlaceAddress::Folder(_)) {
+                    return Err("only a repository can be read at any place: --live needs the folder of one".into());
+                }
+                BackupRequest::Restore(BackupRestore {
+                    place: source.place()?,
+                    backup: backup.clone(),
+                    name: name.clone(),
+                    update: *update,
+                    live: *live,
+                    rate: *rate,
+                    key: key(key_file)?,
+                })
+            }
+            Self::Delete { repository, backups, force } => {
+                BackupRequest::Delete { place: folder(repository)?, backups: backups.clone(), force: *force }
             }
             Self::Prune { repository, keep, dry_run } => {
                 BackupRequest::Prune { place: folder(repository)?, keep: keep.clone(), dry_run: *dry_run }

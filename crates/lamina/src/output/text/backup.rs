@@ -2,7 +2,7 @@
 
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table};
-use backup::{BackupInfo, Created, Pruned, Restored, Verified};
+use backup::{BackupInfo, Created, LiveRestored, Pruned, Restored, Verified};
 use std::io::{self, Write};
 
 /// Characters of an identity that are shown: enough to name the backup.
@@ -31,6 +31,22 @@ pub fn print_restored(out: &mut dyn Write, restored: &Restored) -> io::Result<()
         write!(out, ", {} restored before", size(restored.resumed))?;
     }
     writeln!(out, " in {:.1} s", restored.seconds)
+}
+
+/// Prints a disk that can be used while its content arrives.
+pub fn print_live(out: &mut dyn Write, restored: &LiveRestored) -> io::Result<()> {
+    let LiveRestored { disk, source, .. } = restored;
+    let copy = match (restored.known, restored.served) {
+        (true, true) => "its content is arriving already; the server tries again what has failed",
+        (true, false) => "its content is arriving already, while a server serves the datastore",
+        (false, true) => "the server copies it meanwhile",
+        (false, false) => "a server of the datastore copies it",
+    };
+    writeln!(out, "{disk} can be used, with the content of {source}: {copy}")?;
+    if let Some(why) = &restored.unprotected {
+        writeln!(out, "keep the backup until then: the repository could not record that it is needed ({why})")?;
+    }
+    Ok(())
 }
 
 /// Prints the result of a verification.

@@ -5,7 +5,7 @@ use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
     Compression, CompressionState, CompressionStatus, Deduplication, DetectZeroes, DiskDefaults, DiskInfo,
-    DiskStatistics, DiskUser, ImageDetails, OnFull, Provisioning, Reclaimed, WaitingWrites,
+    DiskStatistics, DiskUser, ImageDetails, LiveProgress, OnFull, Provisioning, Reclaimed, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -207,6 +207,20 @@ fn clients(disk: &DiskInfo) -> String {
     }
 }
 
+/// How far the content of a disk has come.
+fn arrived(live: &LiveProgress) -> String {
+    let passed = match live.total {
+        0 => "not begun since the server started".to_owned(),
+        total => format!("the first {} of {}", size(live.done), size(total)),
+    };
+    match (&live.error, live.running) {
+        (None, true) => passed,
+        (None, false) => format!("{passed}; no server copies it now"),
+        (Some(error), true) => format!("{passed}; failed, and is tried again: {error}"),
+        (Some(error), false) => format!("{passed}; ended, and begins again when the command is repeated: {error}"),
+    }
+}
+
 fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     let mut facts = vec![
         ("base", image.kind.clone()),
@@ -223,7 +237,12 @@ fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     facts.push(("dead", size(image.dead)));
     if image.importing {
         let until = "until the copy is complete, the disk takes no snapshots and keeps its size";
-        facts.push(("live import", format!("the server copies the images into the datastore; {until}")));
+        let source = image.live.as_ref().and_then(|live| live.source.as_ref());
+        facts.push(match source {
+            Some(source) => ("live restore", format!("the server copies the content of {source}; {until}")),
+            None => ("live import", format!("the server copies the images into the datastore; {until}")),
+        });
+        facts.extend(image.live.iter().map(|live| ("arrived", arrived(live))));
     }
     if image.consolidation_needed {
         facts.push(("consolidation", "needed: the chain has levels that no snapshot needs".into()));

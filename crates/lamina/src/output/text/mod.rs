@@ -79,6 +79,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Backups(backups) => backup::print_all(out, backups),
         Reply::Verified(verified) => backup::print_verified(out, verified),
         Reply::Restored(restored) => backup::print_restored(out, restored),
+        Reply::RestoredLive(restored) => backup::print_live(out, restored),
         Reply::BackupKey { path, id } => writeln!(out, "made key {id} in {}", path.display()),
         Reply::Pruned(pruned) => backup::print_pruned(out, pruned),
         Reply::Sent(sent) => send::print(out, sent),
