@@ -7,10 +7,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-/// How long a QEMU without a machine may take to answer.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a QEMU without a machine may take to answer, for each attempt. A QEMU was seen that greeted and then did not
+/// answer, so the second attempt starts another process; it has more time, because the host may be overloaded.
+const PATIENCE: [Duration; 2] = [Duration::from_secs(20), Duration::from_secs(100)];
+/// How often the socket of a QEMU that is starting is looked for.
+const START_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,6 +70,26 @@ struct Probe {
     folder: PathBuf,
 }
 
+impl Probe {
+    /// Waits until QEMU listens.
+    fn wait_for(&mut self, socket: &Path, program: &Path, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
+        while !socket.exists() {
+            let ended = self.child.try_wait().during(|| format!("waiting for '{}'", program.display()))?;
+            if let Some(status) = ended {
+                let text = format!("'{}' ended before it could be queried ({status})", program.display());
+                return Err(Error::new(ErrorKind::Unsupported, text));
+            }
+            if Instant::now() >= deadline {
+                let text = format!("'{}' did not listen within {patience:?}", program.display());
+                return Err(Error::new(ErrorKind::Io, text));
+            }
+            thread::sleep(START_INTERVAL);
+        }
+        Ok(())
+    }
+}
+
 impl Drop for Probe {
     fn drop(&mut self) {
         // The probed QEMU has no disks and no guest, so it can be killed.
@@ -78,6 +102,20 @@ impl Drop for Probe {
 impl Features {
     /// Queries `program`; `folder` is used for a temporary socket.
     pub fn detect(program: &Path, folder: &Path) -> Result<Self> {
+        Self::detect_within(program, folder, PATIENCE)
+    }
+
+    fn detect_within(program: &Path, folder: &Path, [first, second]: [Duration; 2]) -> Result<Self> {
+        match Self::query(program, folder, first) {
+            Err(error) if error.kind() == ErrorKind::Io => {
+                tracing::warn!(%error, "QEMU did not tell its features; trying again");
+                Self::query(program, folder, second)
+            }
+            found => found,
+        }
+    }
+
+    fn query(program: &Path, folder: &Path, patience: Duration) -> Result<Self> {
         let folder = folder.join(format!("probe-{}", std::process::id()));
         private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
         let socket = folder.join("qmp");
@@ -89,8 +127,9 @@ impl Features {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         let child = private::spawn(&mut command).map_err(|e| missing(program, e))?;
-        let _probe = Probe { child, folder };
-        let mut client = Client::connect(&socket, PATIENCE)?;
+        let mut probe = Probe { child, folder };
+        probe.wait_for(&socket, program, patience)?;
+        let mut client = Client::connect(&socket, patience)?;
         let version = client.execute("query-version", json!({}))?;
         let schema = Schema(client.execute("query-qmp-schema", json!({}))?);
         let capabilities = client.execute("query-migrate-capabilities", json!({}))?;
@@ -202,6 +241,7 @@ impl Schema {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn features_of_the_installed_qemu() {
@@ -211,6 +251,37 @@ mod tests {
         assert!(features.ignore_shared && features.save_devices && features.sandbox, "{features:?}");
         assert_eq!(features.accelerator == Accelerator::Kvm, features.why_not_kvm.is_none());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    /// A program in `folder` with these lines of shell.
+    fn program(folder: &Path, lines: &str) -> PathBuf {
+        let path = folder.join("qemu");
+        std::fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_qemu_that_does_not_answer_is_queried_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mark = folder.path().join("tried").display().to_string();
+        let lines = format!("[ -e {mark} ] || {{ touch {mark}; exec sleep 1000; }}\nexec qemu-system-x86_64 \"$@\"");
+        let program = program(folder.path(), &lines);
+        let run = folder.path().join("run");
+        let patience = [Duration::from_secs(1), PATIENCE[1]];
+        let error = Features::query(&program, &run, patience[0]).unwrap_err();
+        assert!(error.to_string().contains("did not listen within 1s"), "{error}");
+        std::fs::remove_file(&mark).unwrap();
+        let features = Features::detect_within(&program, &run, patience).unwrap();
+        assert_eq!(features.program, program);
+    }
+
+    #[test]
+    fn a_program_that_ends_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Features::detect(&program(folder.path(), "exit 3"), &folder.path().join("run")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("ended before it could be queried (exit status: 3)"), "{error}");
     }
 
     #[test]
