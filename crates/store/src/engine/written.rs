@@ -8,8 +8,8 @@
 //! ```
 //!
 //! 1. A write sets the stamp of its parts after its data is in the buffer or in the map. A pass takes parts first, and
-//!    then brings what is buffered into the map. So every write is in the map that the pass processes, or its part has a
-//!    stamp when the pass has ended.
+//!    then brings what is buffered into the map. So every write is in the map that the pass processes, or its part has
+//!    a stamp when the pass has ended.
 //! 2. A part that was taken and not processed gets its stamp back.
 //! 3. The record is in memory only. In a new one all parts count as written at its beginning.
 

@@ -10,8 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a QEMU without a machine may take to answer, for each attempt. A QEMU was seen that greeted and then did not
-/// answer, so the second attempt starts another process; it has more time, because the host may be overloaded.
+/// How long a QEMU without a machine may take to answer, for each attempt. A QEMU was seen that greeted and then did
+/// not answer, so the second attempt starts another process; it has more time, because the host may be overloaded.
 const PATIENCE: [Duration; 2] = [Duration::from_secs(20), Duration::from_secs(100)];
 /// How often the socket of a QEMU that is starting is looked for.
 const START_INTERVAL: Duration = Duration::from_millis(5);
