@@ -14,8 +14,8 @@
 //! 4. Damaged parts of the source are left out. While there are any, the disk keeps its source.
 
 use super::handover::Handover;
-use super::import::{OVERLAY, Overlay, Purpose};
-use super::intent::{Copy, Intent, Stage};
+use super::import::{Overlay, Purpose};
+use super::intent::{Copy, Intent, OVERLAY, Stage};
 use super::live_source::LiveSourceRecord;
 use super::mirror::stopped;
 use super::run::{Migration, Source, Target, Turned};

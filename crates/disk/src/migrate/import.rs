@@ -9,6 +9,7 @@
 //!    its disk is not in the list of disks yet, or not any more ([`Datastore::keep_overlay`]).
 //! 4. An interrupted migration is started again when the datastore is served again ([`super::background`]).
 
+use super::intent::OVERLAY;
 use super::live_source::{LiveSourceRecord, SourceLayer};
 use super::native_layer::NativeLayer;
 use super::run::{MigrateOptions, Source, Target};
@@ -28,9 +29,6 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use work::{NoProgress, Progress, Throttled};
-
-/// Name prefix of the hidden overlays above images.
-pub(crate) const OVERLAY: &str = ".overlay-";
 
 /// How an import uses the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

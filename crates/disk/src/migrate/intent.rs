@@ -17,7 +17,6 @@
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
-use super::import::OVERLAY;
 use crate::location::{Location, holds_datastore};
 use crate::sealed::{self, Kind, TEMPORARY};
 use crate::spare::Spare;
@@ -34,6 +33,8 @@ const PREFIX: &str = "migration-";
 const KIND: Kind = Kind { word: "migration", version: 1, length_max: 64 << 10 };
 /// Limit of the number of migrations that a datastore records.
 pub(crate) const INTENTS_MAX: usize = 256;
+/// Prefix of the names of hidden overlays above images.
+pub(crate) const OVERLAY: &str = ".overlay-";
 
 /// Stage of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use super::super::background::Background;
 use super::super::handover::Handover;
 use super::super::import::Purpose;
-use super::super::intent::{Copy, Intent, Intents, Stage};
+use super::super::intent::{Copy, Intent, Intents, OVERLAY, Stage};
 use super::super::live_source::{DataRun, LiveSource, LiveSourceKind, LiveSourceRecord, register_live_source};
 use super::super::{NativeLayer, NewArrivingDisk, Overlay};
 use crate::device::Device;
@@ -89,7 +89,7 @@ impl LiveSource for Memory {
         let mut at = range.start;
         while at < range.end && runs.len() < most {
             let end = ((at / MIB + 1) * MIB).min(range.end);
-            runs.push(DataRun { length: end - at, data: at / MIB % 2 == 0 });
+            runs.push(DataRun { length: end - at, data: (at / MIB).is_multiple_of(2) });
             at = end;
         }
         Ok(runs)
@@ -181,7 +181,7 @@ impl Room {
 
     fn is_native_and_clean(&self) {
         assert_eq!(self.datastore().disk("vm").unwrap().format, "native");
-        assert_eq!(self.datastore().native.hidden(super::super::import::OVERLAY), Vec::<String>::new());
+        assert_eq!(self.datastore().native.hidden(OVERLAY), Vec::<String>::new());
         let report = self.datastore().check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
         assert!(report.findings.is_empty(), "{:?}", report.findings);
     }
@@ -320,7 +320,7 @@ fn a_committed_arrival_is_completed_when_the_datastore_is_opened() {
     // As a crash leaves it after the record was committed.
     let entry = room.datastore().foreign.find("vm").unwrap();
     let intent = Intent {
-        id: room.overlay().native.trim_start_matches(super::super::import::OVERLAY).to_owned(),
+        id: room.overlay().native.trim_start_matches(OVERLAY).to_owned(),
         stage: Stage::Committed,
         disk: "vm".into(),
         source: Some(Copy::Images { folder: entry.folder.clone() }),

@@ -1,7 +1,7 @@
 //! Background migrations of live imports.
 
 use super::super::background::Background;
-use super::super::import::OVERLAY;
+use super::super::intent::OVERLAY;
 use super::super::{ImportMode, ImportOptions, MigrateOptions, Overlay};
 use crate::testbed::options;
 use crate::{Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice};
