@@ -218,18 +218,21 @@ impl Meta {
         adopted.into_iter().try_for_each(|run| self.nodes(effects).drop_data_references(run.start, run.blocks))
     }
 
-    /// Called before blocks are shared: gives those blocks of the run that have no reference a first one, and the
-    /// checksums of the blocks from `from` on, which have the same content. There are such blocks only in a repair, if
-    /// the operation that mapped them was left out. The reference keeps them until leaves refer to them.
+    /// Called before blocks are shared, for a repair that left out the operation that mapped or wrote blocks of the
+    /// run. Those that have no reference get a first one, which keeps them until leaves refer to them. Those with
+    /// another checksum than the blocks from `from` on, which have the same content, get that checksum: a block that
+    /// was unwritten, or whose owner is lost, has a reference already.
     fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
         for at in 0..run.blocks {
             let one = Run { start: run.start + at, blocks: 1 };
-            if self.entry(one.start)?.references == 0 {
-                let checksum = self.entry(from + at)?.checksum;
+            let (kept, checksum) = (self.entry(one.start)?, self.entry(from + at)?.checksum);
+            if kept.references == 0 {
                 self.data.adopt(&mut self.pages, one)?;
-                self.note_written(one, &[checksum])?;
                 adopted.push(one);
+            }
+            if kept.references == 0 || kept.checksum != checksum {
+                self.note_written(one, &[checksum])?;
             }
         }
         Ok(adopted)

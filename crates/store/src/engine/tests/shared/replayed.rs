@@ -56,39 +56,52 @@ fn a_repair_replays_a_share_in_a_leaf_that_another_tree_shares() {
     assert_eq!((get(&engine, other, 0).unwrap(), value(&engine, last).unwrap()), (1, 5));
 }
 
-/// The leaf of the kept block is lost, and with it the operation that mapped the block. The other owner has the block.
+/// The leaf of the kept block is lost, and with it the operation that mapped the block, or filled it. The other owner
+/// has the block.
 #[test]
 fn a_repair_keeps_a_shared_block_for_its_other_owner() {
-    let (disk, engine) = with_a_block(256);
-    let other = add_disk(&engine, "other", 64, Provisioning::Thin);
-    engine.write_blocks(&engine.head(other), 0, slice(77, 1)).unwrap();
-    engine.settle(&engine.head(other)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
-    let before = checkpoints(&engine);
-    let replaced = own_block(&engine, other, 0).start;
-    let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
-    write(&engine, 1, 77);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    assert_eq!(share_equal(&engine, [(1, 2), (other, 1)]), 1);
-    let (new, blocks) = reuse(&engine, &[replaced]);
-    assert_eq!(checkpoints(&engine), before);
-    assert_eq!(root, engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap()));
-    // The engine is dropped without closing, as by a kill.
-    drop(engine);
-    (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    let at = root.0 * BLOCK_SIZE as u64;
-    disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
-    let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
-    engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
-    for _ in 0..2 {
-        is_reused(&engine, new, blocks);
-        assert_eq!(get(&engine, other, 0).unwrap(), 77);
-        assert_eq!(value(&engine, 1).unwrap_err().kind(), ErrorKind::Corrupt);
-        engine.close().unwrap();
+    for (unwritten, salvaged) in [(false, false), (true, false), (true, true)] {
+        let (disk, engine) = with_a_block(256);
+        let other = add_disk(&engine, "other", 64, Provisioning::Thin);
+        engine.write_blocks(&engine.head(other), 0, slice(77, 1)).unwrap();
+        engine.settle(&engine.head(other)).unwrap();
+        if unwritten {
+            engine.zero_blocks(&engine.head(1), 1..2).unwrap();
+            engine.settle(&engine.head(1)).unwrap();
+        }
+        engine.flush().unwrap();
+        engine.checkpoint().unwrap();
+        let before = checkpoints(&engine);
+        let replaced = own_block(&engine, other, 0).start;
+        let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
+        write(&engine, 1, 77);
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        assert_eq!(share_equal(&engine, [(1, 2), (other, 1)]), 1);
+        assert_eq!(place(&engine, 1, 1), place(&engine, other, 0));
+        let (new, blocks) = reuse(&engine, &[replaced]);
+        assert_eq!(checkpoints(&engine), before);
+        assert_eq!(root, engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap()));
+        // The engine is dropped without closing, as by a kill.
         drop(engine);
-        engine = open(&disk).unwrap();
+        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
+        let at = root.0 * BLOCK_SIZE as u64;
+        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        if salvaged {
+            is_salvaged(&disk, new, blocks);
+            let salvage = Salvage::open(disk.directory()).unwrap();
+            assert_eq!(salvage.contents(other, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(77));
+        }
+        let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        for _ in 0..2 {
+            is_reused(&engine, new, blocks);
+            assert_eq!(get(&engine, other, 0).unwrap(), 77, "unwritten: {unwritten}");
+            assert_eq!(value(&engine, 1).unwrap_err().kind(), ErrorKind::Corrupt);
+            engine.close().unwrap();
+            drop(engine);
+            engine = open(&disk).unwrap();
+        }
     }
 }
 
