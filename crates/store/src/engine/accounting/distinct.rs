@@ -107,10 +107,10 @@ impl Accounts<'_> {
     /// without a walk over the parts that it shares with those that were counted before, if one tree maps each block
     /// once.
     pub fn distinct_blocks(&mut self, set: &[u64]) -> Result<DistinctBlocks> {
-        let one = match set {
-            [one] if self.repeats == Repeats::Never => one,
-            _ => return Ok(self.distinct(set, 0)?.blocks),
-        };
+        let [one] = set else { return Ok(self.distinct(set, 0)?.blocks) };
+        if self.repeats == Repeats::Possible {
+            return Ok(DistinctBlocks { own: 0, ..self.distinct(set, 0)?.blocks });
+        }
         let space = self.space_of(*one)?;
         let written = space.mapped - space.unwritten - space.packed;
         let ObjectSpace { unwritten, packed, packs, .. } = space;
