@@ -51,7 +51,7 @@ fn compressed(packed: u64, packs: u64, ratio: Option<Ratio>) -> [String; 3] {
 
 /// The lines of a reduction, from the capacity to the stored bytes. Each names what is subtracted or added.
 fn reduction_facts(of: &Reduction, whose: &str) -> Vec<(&'static str, String)> {
-    let less = |bytes: u64, what: &str| format!("-{} {what}", size(bytes));
+    let less = |bytes: u64, what: &str| format!("{}{} {what}", if bytes > 0 { "-" } else { "" }, size(bytes));
     let mut facts = vec![
         ("all capacity", format!("{} of {whose}", size(of.capacity))),
         ("  not mapped", less(of.unmapped, "never written, discarded or zero")),
