@@ -15,19 +15,6 @@ const BLOCK: u64 = 4096;
 const PIECE: u64 = 1 << 20;
 const SIZE: u64 = 200 << 20;
 
-/// Writes pieces of 1 MiB that cannot be compressed.
-fn fill(store: &Store, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u64>) {
-    let mut client = Client::connect(&store.socket(), disk).unwrap();
-    for piece in pieces {
-        client.write(piece * PIECE, &pattern::bytes(seed + piece, PIECE as usize)).unwrap();
-    }
-    client.flush().unwrap();
-}
-
-fn content(store: &Store, export: &str) -> Vec<u8> {
-    Client::connect(&store.socket(), export).unwrap().read_all().unwrap()
-}
-
 /// A folder beside the datastores.
 struct Beside(tempfile::TempDir);
 
@@ -70,9 +57,9 @@ fn a_repository_has_increments_and_restores_each_of_them_equal() {
     {
         let _server = here.serve("");
         here.run(&format!("disk create web {SIZE}")).ok();
-        fill(&here, "web", 1, (0..40).map(|piece| piece * 3));
+        here.fill("web", 1, (0..40).map(|piece| piece * 3));
         here.run("snapshot create web@s0").ok();
-        contents.push(content(&here, "web@s0"));
+        contents.push(here.content("web@s0"));
         let full = here.run(&format!("--json backup create web@s0 {repository}")).json();
         assert_eq!((number(&full, "data"), &full["based_on"]), (40 * PIECE, &Value::Null), "{full}");
         for round in 1..4u64 {
@@ -83,7 +70,7 @@ fn a_repository_has_increments_and_restores_each_of_them_equal() {
             }
             client.flush().unwrap();
             here.run(&format!("snapshot create web@s{round}")).ok();
-            contents.push(content(&here, &format!("web@s{round}")));
+            contents.push(here.content(&format!("web@s{round}")));
             let made = here.run(&format!("--json backup create web@s{round} {repository}")).json();
             assert_eq!(number(&made, "data"), changed * BLOCK, "{made}");
             assert!(number(&made, "stored") <= changed * BLOCK * 102 / 100, "{made}");
@@ -111,10 +98,10 @@ fn a_repository_has_increments_and_restores_each_of_them_equal() {
     {
         let _server = there.serve("");
         for (round, expected) in contents.iter().enumerate() {
-            assert!(content(&there, &format!("r{round}")) == *expected, "r{round}");
-            assert!(content(&there, &format!("r{round}@s{round}")) == *expected, "r{round}@s{round}");
+            assert!(there.content(&format!("r{round}")) == *expected, "r{round}");
+            assert!(there.content(&format!("r{round}@s{round}")) == *expected, "r{round}@s{round}");
         }
-        assert!(content(&there, "web") == contents[3]);
+        assert!(there.content("web") == contents[3]);
     }
     there.is_clean();
     let ids: Vec<&str> = backups.iter().map(|backup| backup["id"].as_str().unwrap()).collect();
@@ -132,7 +119,7 @@ fn the_current_state_is_backed_up_by_a_snapshot_that_the_next_backup_replaces() 
     here.run(&format!("disk create web {SIZE}")).ok();
     let snapshots = || here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
     for round in 0..3u64 {
-        fill(&here, "web", round * 100, [round]);
+        here.fill("web", round * 100, [round]);
         let made = here.run(&format!("--json backup create web {repository}")).json();
         assert_eq!(number(&made, "data"), PIECE);
         assert_eq!(made["based_on"].is_null(), round == 0, "{made}");
@@ -142,7 +129,7 @@ fn the_current_state_is_backed_up_by_a_snapshot_that_the_next_backup_replaces() 
     here.run(&format!("backup create web {}", beside.text("others"))).ok();
     assert_eq!(snapshots(), 2);
     here.run(&format!("backup restore {repository} copy --backup web")).ok();
-    assert!(content(&here, "copy") == content(&here, "web"));
+    assert!(here.content("copy") == here.content("web"));
     // The server makes the backup as a job.
     let job = here.run(&format!("--json --background backup create web {repository}")).json();
     let done = here.run(&format!("job wait {}", job["id"].as_str().unwrap())).ok();
@@ -156,9 +143,9 @@ fn a_killed_or_interrupted_backup_or_restore_continues() {
     let repository = beside.text("backups");
     let mut server = here.serve("");
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(&here, "web", 7, 0..80);
+    here.fill("web", 7, 0..80);
     here.run("snapshot create web@s").ok();
-    let expected = content(&here, "web@s");
+    let expected = here.content("web@s");
     // The rate makes the backup take seconds.
     let slow = |store: &Store, arguments: &str| {
         store.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
@@ -194,7 +181,7 @@ fn a_killed_or_interrupted_backup_or_restore_continues() {
     let restored = there.run(&format!("--json backup restore {repository} web")).json();
     assert!(number(&restored, "resumed") > 0, "{restored}");
     let _server = there.serve("");
-    assert!(content(&there, "web") == expected);
+    assert!(there.content("web") == expected);
 }
 
 #[test]
@@ -202,11 +189,11 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     let (here, there, beside) = (Store::new(), Store::new(), Beside::new());
     let (_here, _there) = (here.serve(""), there.serve(""));
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(&here, "web", 3, [0, 5, 199]);
+    here.fill("web", 3, [0, 5, 199]);
     here.run("snapshot create web@a").ok();
-    fill(&here, "web", 4, [5, 6]);
+    here.fill("web", 4, [5, 6]);
     here.run("snapshot create web@b").ok();
-    let (first, second) = (content(&here, "web@a"), content(&here, "web@b"));
+    let (first, second) = (here.content("web@a"), here.content("web@b"));
     let file = beside.text("web");
     let made = here.run(&format!("--json backup create web@a file:{file}")).json();
     assert_eq!(number(&made, "data"), 3 * PIECE);
@@ -236,14 +223,14 @@ fn a_file_and_a_pipe_carry_backups_and_increments() {
     let listed = run(&format!("--json backup list file:{file}")).json();
     assert_eq!(listed["backups"][0]["snapshot"], "a");
     there.run(&format!("backup restore file:{file} web")).ok();
-    assert!(content(&there, "web") == first);
+    assert!(there.content("web") == first);
     // A pipe: the increment updates the restored disk.
     let mut sender = here.command("backup create web@b - --from a").stdout(Stdio::piped()).spawn().unwrap();
     let mut receiver = there.command("--json backup restore - web --update");
     let received: Done = output(receiver.stdin(Stdio::from(sender.stdout.take().unwrap()))).into();
     assert_eq!(number(&received.json(), "data"), 2 * PIECE);
     assert_eq!(wait(&mut sender), Some(0));
-    assert!(content(&there, "web") == second && content(&there, "web@a") == first);
+    assert!(there.content("web") == second && there.content("web@a") == first);
     // A stream to standard output that is redirected to a file is a backup in a file.
     let piped = File::create(beside.path("piped")).unwrap();
     assert!(here.command("backup create web@a -").stdout(piped).status().unwrap().success());
@@ -267,7 +254,7 @@ fn an_interrupted_command_does_not_wait_for_its_pipe() {
     let here = Store::new();
     let mut server = here.serve("");
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(&here, "web", 9, 0..40);
+    here.fill("web", 9, 0..40);
     here.run("snapshot create web@s").ok();
     let running = || {
         let jobs = here.run("--json job list").json();
@@ -296,7 +283,7 @@ fn rules_delete_old_backups_and_keep_what_others_are_based_on() {
     let _server = here.serve("");
     here.run("disk create web 64M").ok();
     for (round, full) in [(0, ""), (1, ""), (2, "--full"), (3, "")] {
-        fill(&here, "web", round, [round]);
+        here.fill("web", round, [round]);
         here.run(&format!("snapshot create web@s{round}")).ok();
         here.run(&format!("backup create web@s{round} {repository} {full}")).ok();
     }
@@ -316,7 +303,7 @@ fn rules_delete_old_backups_and_keep_what_others_are_based_on() {
     assert_eq!(list(&repository).len(), 2);
     run(&format!("backup verify {repository}")).ok();
     here.run(&format!("backup restore {repository} copy --backup web@s3")).ok();
-    assert!(content(&here, "copy") == content(&here, "web@s3"));
+    assert!(here.content("copy") == here.content("web@s3"));
 }
 
 #[test]
@@ -329,10 +316,10 @@ fn encrypted_backups_are_restored_with_their_key_only() {
     run(&format!("backup key {other}")).ok();
     let (_here, _there) = (here.serve(""), there.serve(""));
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(&here, "web", 3, [0, 40]);
+    here.fill("web", 3, [0, 40]);
     here.run("snapshot create web@a").ok();
     here.run(&format!("backup create web@a {repository} --key-file {key}")).ok();
-    fill(&here, "web", 4, [1]);
+    here.fill("web", 4, [1]);
     here.run("snapshot create web@b").ok();
     here.run(&format!("backup create web@b {repository}")).fails(2, "--key-file");
     let increment = here.run(&format!("--json backup create web@b {repository} --key-file {key}")).json();
@@ -345,7 +332,7 @@ fn encrypted_backups_are_restored_with_their_key_only() {
     }
     there.run(&format!("backup restore {repository} web --key-file {repository}/repository")).fails(2, "not a key");
     there.run(&format!("backup restore {repository} web --key-file {key}")).ok();
-    assert!(content(&there, "web") == content(&here, "web@b"));
+    assert!(there.content("web") == here.content("web@b"));
     // The backup is sent through a pipe, with the key in the environment.
     let mut sender =
         here.command("backup create web@a -").env("LAMINA_BACKUP_KEY", &key).stdout(Stdio::piped()).spawn();
@@ -354,7 +341,7 @@ fn encrypted_backups_are_restored_with_their_key_only() {
     let received: Done = output(receiver.env("LAMINA_BACKUP_KEY", &key).stdin(Stdio::from(pipe))).into();
     received.ok();
     assert_eq!(wait(sender.as_mut().unwrap()), Some(0));
-    assert!(content(&there, "piped") == content(&here, "web@a"));
+    assert!(there.content("piped") == here.content("web@a"));
     let pack = files(Path::new(&repository)).into_iter().find(|name| name.starts_with("pack-")).unwrap();
     let stored = std::fs::read(Path::new(&repository).join(pack)).unwrap();
     let plain = pattern::bytes(3, 64);
@@ -368,7 +355,7 @@ fn damage_in_a_repository_is_found_and_no_disk_is_made_of_it() {
     {
         let _server = here.serve("");
         here.run(&format!("disk create web {SIZE}")).ok();
-        fill(&here, "web", 3, [0, 20, 40]);
+        here.fill("web", 3, [0, 20, 40]);
     }
     here.run("snapshot create web@a").ok();
     here.run(&format!("backup create web@a {repository}")).ok();

@@ -14,19 +14,6 @@ const BLOCK: u64 = 4096;
 const PIECE: u64 = 1 << 20;
 const SIZE: u64 = 120 << 20;
 
-/// Writes pieces of 1 MiB that cannot be compressed.
-fn fill(store: &Store, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u64>) {
-    let mut client = Client::connect(&store.socket(), disk).unwrap();
-    for piece in pieces {
-        client.write(piece * PIECE, &pattern::bytes(seed + piece, PIECE as usize)).unwrap();
-    }
-    client.flush().unwrap();
-}
-
-fn content(store: &Store, export: &str) -> Vec<u8> {
-    Client::connect(&store.socket(), export).unwrap().read_all().unwrap()
-}
-
 fn path(folder: &tempfile::TempDir, name: &str) -> PathBuf {
     folder.path().join(name)
 }
@@ -55,7 +42,7 @@ fn backed_up(here: &Store, repository: &Path, options: &str) -> Vec<u8> {
     let repository = repository.display();
     let _server = here.serve("");
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(here, "web", 1, (0..60).map(|piece| piece * 2));
+    here.fill("web", 1, (0..60).map(|piece| piece * 2));
     let mut random = Random::new(1);
     for round in 0..3 {
         here.run(&format!("snapshot create web@s{round}")).ok();
@@ -70,7 +57,7 @@ fn backed_up(here: &Store, repository: &Path, options: &str) -> Vec<u8> {
             client.flush().unwrap();
         }
     }
-    content(here, "web@s2")
+    here.content("web@s2")
 }
 
 #[test]
@@ -82,8 +69,8 @@ fn a_disk_of_64_gib_serves_its_first_block_while_its_content_arrives() {
     {
         let _server = here.serve("");
         here.run("disk create big 64G").ok();
-        fill(&here, "big", 1, far.iter().flat_map(|offset| (0..1).map(move |piece| offset / PIECE + piece)));
-        fill(&here, "big", 1, 1000..1016);
+        here.fill("big", 1, far.iter().map(|offset| offset / PIECE));
+        here.fill("big", 1, 1000..1016);
         here.run("snapshot create big@s").ok();
         here.run(&format!("backup create big@s {at}")).ok();
     }
@@ -157,13 +144,13 @@ fn writes_and_kills_during_the_restore_leave_an_equal_disk() {
     // The next server continues, although the command was not repeated.
     until("all content has arrived", || is_native(&there, "web"));
     std::fs::remove_dir_all(&repository).unwrap();
-    assert!(content(&there, "web") == model);
+    assert!(there.content("web") == model);
     assert_eq!(copies(&there).last().unwrap()["state"], "done");
     there.run("snapshot create web@x").ok();
     server.kill();
     there.is_clean();
     let _server = there.serve("");
-    assert!(content(&there, "web") == model);
+    assert!(there.content("web") == model);
 }
 
 #[test]
@@ -178,7 +165,7 @@ fn without_a_server_the_disk_is_made_and_the_next_server_copies_its_content() {
     let _server = there.serve("");
     until("all content has arrived", || is_native(&there, "copy"));
     until("the repository knows it", || readers(&repository) == 0);
-    assert!(content(&there, "copy") == expected);
+    assert!(there.content("copy") == expected);
 }
 
 #[test]

@@ -72,10 +72,6 @@ fn fill(store: &Store, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u
     client.flush().unwrap();
 }
 
-fn content(store: &Store, export: &str) -> Vec<u8> {
-    Client::connect(&store.socket(), export).unwrap().read_all().unwrap()
-}
-
 fn disks(store: &Store) -> Vec<String> {
     let list = store.run("--json disk list").json();
     list["disks"].as_array().unwrap().iter().map(|disk| disk["name"].as_str().unwrap().to_owned()).collect()
@@ -97,7 +93,7 @@ fn disks_are_sent_and_sent_again() {
     // Without `--incremental`: no snapshot is left on either side.
     let sent = send("web", "copy", "--streams 2").json();
     assert_eq!((sent["data"].as_u64(), sent["capacity"].as_u64()), (Some(40 * PIECE), Some(SIZE)));
-    assert!(content(&there, "copy") == content(&here, "web"));
+    assert!(there.content("copy") == here.content("web"));
     for (store, disk) in [(&here, "web"), (&there, "copy")] {
         assert_eq!(store.run(&format!("--json snapshot list {disk}")).json()["snapshots"], serde_json::json!([]));
     }
@@ -107,7 +103,7 @@ fn disks_are_sent_and_sent_again() {
         let sent = send("web", "mirror", "--incremental").json();
         assert_eq!(sent["data"].as_u64(), Some(changed * PIECE), "{sent}");
         assert_eq!(sent["incremental"].as_u64(), Some(u64::from(round > 0)));
-        assert!(content(&there, "mirror") == content(&here, "web"));
+        assert!(there.content("mirror") == here.content("web"));
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
     assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
@@ -115,13 +111,13 @@ fn disks_are_sent_and_sent_again() {
     for (round, target) in [(0u64, "mirror-2"), (1, "mirror"), (2, "mirror-2")] {
         fill(&here, "web", 20 + round, 60..61);
         send("web", target, "--incremental").json();
-        assert!(content(&there, target) == content(&here, "web"));
+        assert!(there.content(target) == here.content("web"));
     }
     // Sends a snapshot that exists already.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();
     assert_eq!((sent["data"].as_u64(), sent["incremental"].as_u64()), (Some(0), Some(1)));
-    assert!(content(&there, "weekly@monday") == content(&here, "web@monday"));
+    assert!(there.content("weekly@monday") == here.content("web@monday"));
     let said = here.run(&format!("disk send web@monday {to}other {}", keys.send())).ok();
     assert!(said.starts_with("sent other: "), "{said}");
     // Each of these transfers is refused.
@@ -168,8 +164,8 @@ fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
         here.command(&format!("--json disk send web@s{goal} {to}web --incremental --rate {rate} {}", keys.send()))
     };
     let whole = |goal: u64| {
-        let expected = content(&here, &format!("web@s{goal}"));
-        content(&there, "web") == expected && content(&there, &format!("web@s{goal}")) == expected
+        let expected = here.content(&format!("web@s{goal}"));
+        there.content("web") == expected && there.content(&format!("web@s{goal}")) == expected
     };
     for round in 0..12u64 {
         let mut child = start(command(goal));
@@ -264,8 +260,8 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
             let outcome: Done = process::output(&mut command(&name)).into();
             outcome.json();
         }
-        assert!(content(&there, &name) == content(&here, "web"));
-        assert!(content(&there, &format!("{name}-2")) == content(&here, "data"));
+        assert!(there.content(&name) == here.content("web"));
+        assert!(there.content(&format!("{name}-2")) == here.content("data"));
         assert!(machines().contains(&name));
     }
     assert_eq!(kills, 8);
@@ -310,5 +306,5 @@ fn a_received_disk_is_not_deleted_with_the_rest_of_an_interrupted_command() {
     here.run(&format!("--json disk send web {to}web {}", keys.send())).json();
     assert!(!left.exists(), "the next command about machines would delete the disk");
     there.run("vm list").ok();
-    assert!(content(&there, "web") == content(&here, "web"));
+    assert!(there.content("web") == here.content("web"));
 }

@@ -1,5 +1,7 @@
 //! Runs the built `lamina` program from tests.
 
+use crate::nbd::Client;
+use crate::pattern;
 use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -154,6 +156,20 @@ impl Store {
     /// The datastore's NBD socket, which exists while the datastore is served.
     pub fn socket(&self) -> PathBuf {
         self.path().join("nbd.sock")
+    }
+
+    /// The whole content of an export.
+    pub fn content(&self, export: &str) -> Vec<u8> {
+        Client::connect(&self.socket(), export).unwrap().read_all().unwrap()
+    }
+
+    /// Writes pieces of 1 MiB that cannot be compressed, by their numbers, and flushes them.
+    pub fn fill(&self, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u64>) {
+        let mut client = Client::connect(&self.socket(), disk).unwrap();
+        for piece in pieces {
+            client.write(piece << 20, &pattern::bytes(seed + piece, 1 << 20)).unwrap();
+        }
+        client.flush().unwrap();
     }
 
     /// The URI of an export whose name needs no escaping.

@@ -76,14 +76,7 @@ impl Datastore {
         let above = self.put_overlay(&folder, &disk, new.rate, Purpose::Arrival(new.source.clone()));
         match above {
             Ok(()) => self.open_with_overlay(name, &folder, disk),
-            Err(error) => {
-                if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
-                    tracing::warn!(
-                        "the unfinished disk '{name}' stays until the next opening of the datastore: {second}"
-                    );
-                }
-                Err(error.context(format!("disk '{name}' was not made")))
-            }
+            Err(error) => Err(self.undo_overlay(name, &folder, disk, error)),
         }
     }
 

@@ -228,14 +228,7 @@ impl Datastore {
         match done {
             Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
             Ok(()) => self.open_with_overlay(name, &folder, disk),
-            Err(error) => {
-                if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
-                    tracing::warn!(
-                        "the unfinished disk '{name}' stays until the next opening of the datastore: {second}"
-                    );
-                }
-                Err(error.context(format!("disk '{name}' was not made")))
-            }
+            Err(error) => Err(self.undo_overlay(name, &folder, disk, error)),
         }
     }
 
@@ -302,6 +295,14 @@ impl Datastore {
             self.foreign.complete(folder)
         })();
         made.inspect_err(|_| _ = self.imports.kept.lock().remove(&native))
+    }
+
+    /// Removes a disk that was to get an overlay. Returns the error for the caller of the operation.
+    pub(super) fn undo_overlay(&self, name: &str, folder: &str, disk: Arc<vmdk::Disk>, error: Error) -> Error {
+        if let Err(second) = self.foreign.remove_moved(folder, disk).and_then(|()| self.sweep_overlays()) {
+            tracing::warn!("the unfinished disk '{name}' stays until the next opening of the datastore: {second}");
+        }
+        error.context(format!("disk '{name}' was not made"))
     }
 
     /// Opens a new disk again together with its overlay, and adds it to the list of disks.

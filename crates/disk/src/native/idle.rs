@@ -8,17 +8,17 @@
 //! 3. What is to be processed is in memory only. After a restart, each disk with the setting gets one whole pass, which
 //!    skips what is compressed already.
 
-use super::{Native, is_visible};
+use super::{Native, bytes, is_visible};
 use crate::compression::Compression;
 use crate::info::{CompressionState, CompressionStatus, Reclaimed};
 use crate::names;
-use backend::{BLOCK_SIZE, clock};
+use backend::clock;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
-use store::catalog::{ObjectState, Provisioning};
+use store::catalog::Provisioning;
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
@@ -74,10 +74,6 @@ impl Drop for EndOfPass<'_> {
             of.saved += self.reclaimed.freed;
         }
     }
-}
-
-fn bytes(blocks: u64) -> u64 {
-    blocks * BLOCK_SIZE as u64
 }
 
 impl Native {
@@ -183,7 +179,19 @@ impl Native {
             }
             for (object, end) in &objects {
                 let within = part.start.min(*end)..part.end.min(*end);
-                match self.pack_part(*object, within, &mut packer, &throttle, (done, total), reclaimed) {
+                let first = within.start;
+                let mut pace = |at: u64, moved: u64| {
+                    // A step that only looks at the map counts as a read of one page of it, so that such steps are
+                    // paced too.
+                    match throttle.step(done + bytes(at - first), total, bytes(moved.max(1))) {
+                        ControlFlow::Continue(()) => Ok(()),
+                        ControlFlow::Break(()) => {
+                            let text = "stopped; what was compressed stays compressed, and the server continues later";
+                            Err(Error::new(ErrorKind::Interrupted, text))
+                        }
+                    }
+                };
+                match self.pack(*object, within, &mut packer, reclaimed, &mut pace) {
                     // The snapshot was deleted meanwhile.
                     Err(error) if error.kind() == ErrorKind::NotFound && *object != disk.id => {}
                     Err(error) => return Err(error.context(name)),
@@ -196,42 +204,6 @@ impl Native {
         // The plain blocks become free when the packs are durable.
         if reclaimed.moved > 0 {
             self.engine.checkpoint()?;
-        }
-        Ok(())
-    }
-
-    /// The disk and its snapshots, each with its number of blocks.
-    fn own_objects(&self, disk: u64) -> Vec<(u64, u64)> {
-        let is_whole = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
-        let mut objects: Vec<(u64, u64)> = self.engine.with_catalog(|catalog| {
-            let own = catalog.objects().filter(|object| object.id == disk || object.disk == disk);
-            own.filter(|object| is_whole(object.state)).map(|object| (object.id, object.size_in_blocks())).collect()
-        });
-        objects.sort_by_key(|(id, _)| (*id != disk, *id));
-        objects
-    }
-
-    fn pack_part(
-        &self,
-        object: u64,
-        part: Range<u64>,
-        packer: &mut Packer,
-        throttle: &Throttle<&dyn Progress>,
-        (done, total): (u64, u64),
-        reclaimed: &mut Reclaimed,
-    ) -> Result<()> {
-        let mut at = part.start;
-        while at < part.end {
-            let step = self.engine.pack_step(object, at..part.end, packer)?;
-            at = step.next;
-            reclaimed.freed += bytes(step.packed.saturating_sub(step.stored));
-            reclaimed.moved += bytes(step.packed);
-            // A step that only looks at the map counts as a read of one page of it, so that such steps are paced too.
-            let moved = bytes((step.read + step.stored).max(1));
-            if throttle.step(done + bytes(at.min(part.end) - part.start), total, moved) == ControlFlow::Break(()) {
-                let text = "stopped; what was compressed stays compressed, and the server continues later";
-                return Err(Error::new(ErrorKind::Interrupted, text));
-            }
         }
         Ok(())
     }

@@ -65,6 +65,10 @@ impl Capacity {
     }
 }
 
+fn bytes(blocks: u64) -> u64 {
+    blocks * BLOCK_SIZE as u64
+}
+
 /// Whether users see a disk: it is complete, and is not a hidden part of another disk.
 pub(crate) fn is_visible(disk: &Object) -> bool {
     !disk.incomplete && !disk.name.starts_with('.')

@@ -4,24 +4,19 @@
 //! The disk is compressed first, then its snapshots, whose own blocks remain then. An interrupted pass keeps what it
 //! has done, and a repeated one skips it, except packs of which most blocks were overwritten.
 
-use super::Native;
+use super::{Native, bytes};
 use crate::compression::Compression;
 use crate::deduplication::Deduplication;
 use crate::info::Reclaimed;
-use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use store::catalog::{Object, ObjectState, Provisioning};
 use store::engine::{PRINTS_MAX, SharePass};
-use store::pack::{Codec, Packer};
+use store::pack::Packer;
 use work::{Progress, Throttle};
 
 /// Disks and snapshots, with the ends of their logical blocks.
-type Objects = Vec<(u64, u64)>;
-
-fn bytes(blocks: u64) -> u64 {
-    blocks * BLOCK_SIZE as u64
-}
+pub(super) type Objects = Vec<(u64, u64)>;
 
 fn sum(objects: &Objects) -> u64 {
     bytes(objects.iter().map(|(_, blocks)| blocks).sum())
@@ -29,7 +24,6 @@ fn sum(objects: &Objects) -> u64 {
 
 /// The progress of both parts of the work.
 struct Steps<'a> {
-    name: &'a str,
     throttle: Throttle<&'a dyn Progress>,
     total: u64,
 }
@@ -37,9 +31,7 @@ struct Steps<'a> {
 impl Steps<'_> {
     fn step(&mut self, done: u64, moved: u64) -> Result<()> {
         match self.throttle.step(done, self.total, moved) {
-            ControlFlow::Break(()) => {
-                Err(Error::new(ErrorKind::Interrupted, format!("{}: stopped; what was done so far is kept", self.name)))
-            }
+            ControlFlow::Break(()) => Err(Error::new(ErrorKind::Interrupted, "stopped; what was done so far is kept")),
             ControlFlow::Continue(()) => Ok(()),
         }
     }
@@ -69,7 +61,7 @@ impl Native {
         // What is buffered enters the map, and journalled content its blocks: others are neither compressed nor shared.
         self.engine.flush()?;
         self.engine.checkpoint()?;
-        let own = self.objects(disk.id, &|object| object.id == disk.id || object.disk == disk.id);
+        let own = self.own_objects(disk.id);
         let domain = match deduplication {
             Deduplication::Off => Objects::new(),
             Deduplication::Disk => own.clone(),
@@ -78,18 +70,25 @@ impl Native {
             }
         };
         let compressed = if codec.is_some() { sum(&own) } else { 0 };
-        let mut steps = Steps { name, throttle: Throttle::new(progress), total: sum(&domain) + compressed };
+        let mut steps = Steps { throttle: Throttle::new(progress), total: sum(&domain) + compressed };
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
         if !domain.is_empty() {
-            self.deduplicate(domain, &mut steps, &mut reclaimed)?;
+            self.deduplicate(domain, &mut steps, &mut reclaimed).map_err(|error| error.context(name))?;
         }
         if let Some(codec) = codec {
-            self.compress(disk.id, own, codec, before, &mut steps, &mut reclaimed)?;
+            let mut packer = Packer::new(codec)?;
+            let done = self.compress(disk.id, own, &mut packer, before, &mut steps, &mut reclaimed);
+            done.map_err(|error| error.context(name))?;
         }
         // The old blocks become free when the changes are durable.
         self.engine.checkpoint()?;
         Ok(reclaimed)
+    }
+
+    /// The disk and its snapshots, each with its number of blocks.
+    pub(super) fn own_objects(&self, disk: u64) -> Objects {
+        self.objects(disk, &|object| object.id == disk || object.disk == disk)
     }
 
     /// The disks and snapshots that are `wanted`, beginning with `first`.
@@ -97,7 +96,7 @@ impl Native {
         let is_whole = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
         let mut objects: Objects = self.engine.with_catalog(|catalog| {
             let objects = catalog.objects().filter(|object| is_whole(object.state) && wanted(object));
-            objects.map(|object| (object.id, object.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
+            objects.map(|object| (object.id, object.size_in_blocks())).collect()
         });
         objects.sort_by_key(|(id, _)| (*id != first, *id));
         objects
@@ -107,7 +106,7 @@ impl Native {
         let total = sum(&domain);
         let mut pass = SharePass::new(domain, PRINTS_MAX);
         loop {
-            let step = self.engine.share_step(&mut pass).map_err(|error| error.context(steps.name))?;
+            let step = self.engine.share_step(&mut pass)?;
             reclaimed.shared += bytes(step.shared);
             let done = u128::from(total) * u128::from(pass.position()) / u128::from(SharePass::PARTS);
             steps.step(done as u64, bytes(step.read))?;
@@ -121,26 +120,40 @@ impl Native {
         &self,
         disk: u64,
         objects: Objects,
-        codec: Codec,
+        packer: &mut Packer,
         mut before: u64,
         steps: &mut Steps<'_>,
         reclaimed: &mut Reclaimed,
     ) -> Result<()> {
-        let mut packer = Packer::new(codec)?;
         for (object, blocks) in objects {
-            let mut at = 0;
-            while at < blocks {
-                let step = match self.engine.pack_step(object, at..blocks, &mut packer) {
-                    // The snapshot was deleted meanwhile.
-                    Err(error) if error.kind() == ErrorKind::NotFound && object != disk => break,
-                    step => step.map_err(|error| error.context(steps.name))?,
-                };
-                at = step.next;
-                reclaimed.freed += bytes(step.packed.saturating_sub(step.stored));
-                reclaimed.moved += bytes(step.packed);
-                steps.step(before + bytes(at.min(blocks)), bytes(step.read + step.stored))?;
+            let mut pace = |at: u64, moved: u64| steps.step(before + bytes(at), bytes(moved));
+            match self.pack(object, 0..blocks, packer, reclaimed, &mut pace) {
+                // The snapshot was deleted meanwhile.
+                Err(error) if error.kind() == ErrorKind::NotFound && object != disk => {}
+                packed => packed?,
             }
             before += bytes(blocks);
+        }
+        Ok(())
+    }
+
+    /// Compresses blocks of a disk or snapshot. `pace` is called after each step, with the block that was reached and
+    /// the blocks that were read and stored; its error ends the work.
+    pub(super) fn pack(
+        &self,
+        object: u64,
+        blocks: Range<u64>,
+        packer: &mut Packer,
+        reclaimed: &mut Reclaimed,
+        pace: &mut dyn FnMut(u64, u64) -> Result<()>,
+    ) -> Result<()> {
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let step = self.engine.pack_step(object, at..blocks.end, packer)?;
+            at = step.next;
+            reclaimed.freed += bytes(step.packed.saturating_sub(step.stored));
+            reclaimed.moved += bytes(step.packed);
+            pace(at.min(blocks.end), step.read + step.stored)?;
         }
         Ok(())
     }

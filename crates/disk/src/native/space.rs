@@ -1,9 +1,8 @@
 //! The space of native disks and their snapshots, and what deleting them would free.
 
-use super::{Native, is_visible};
+use super::{Native, bytes, is_visible};
 use crate::info::ReadCacheInfo;
 use crate::space::{DatastoreSpace, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
-use backend::BLOCK_SIZE;
 use error::Result;
 use store::catalog::{Object, ObjectState};
 use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace, ReadCacheStatistics, SetSpace};
@@ -11,10 +10,6 @@ use work::{Progress, Throttle};
 
 /// The most packs that a request examines. Each needs a read of one block.
 const PACKS_EXAMINED: usize = 4096;
-
-fn bytes(blocks: u64) -> u64 {
-    blocks * BLOCK_SIZE as u64
-}
 
 fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
     SpaceUse {
@@ -255,12 +250,10 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<(DiskSpace, Fa
             snapshots.push(SnapshotSpace { name: snapshot.name.clone(), reclaimable: space.exclusive, space });
         }
     }
-    let mut set: Vec<u64> = own.iter().map(|snapshot| snapshot.id).collect();
-    let used_by_snapshots = accounts.would_free(&set)?.data;
-    set.push(disk.id);
-    let reclaimable = accounts.would_free(&set)?.data;
-    set.pop();
-    let family = Family { disk: disk.id, snapshots: set, blocks: disk.size_in_blocks(), sums };
+    let snapshots_of = own.iter().map(|snapshot| snapshot.id).collect();
+    let family = Family { disk: disk.id, snapshots: snapshots_of, blocks: disk.size_in_blocks(), sums };
+    let used_by_snapshots = accounts.would_free(&family.snapshots)?.data;
+    let reclaimable = accounts.would_free(&family.set())?.data;
     let space = DiskSpace {
         growth: None,
         name: disk.name.clone(),
