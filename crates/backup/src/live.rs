@@ -144,7 +144,9 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
         }
     };
     let made = begin(datastore, options, title, backup, reader.clone());
-    if let (Err(_), Some(reader)) = (&made, &reader)
+    // A disk that was made and could not be opened needs the backup when the datastore is opened again.
+    if let (Err(failed), Some(reader)) = (&made, &reader)
+        && failed.kind() != ErrorKind::Stopped
         && let Err(error) = repository.remove_reader(reader)
     {
         tracing::warn!("'{}' keeps a record of a restore that has not begun: {error}", repository.place());

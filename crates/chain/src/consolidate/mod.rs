@@ -324,7 +324,7 @@ impl Chain {
         while at < capacity {
             job.check(progress)?;
             progress.update(at, capacity);
-            let Copied { next, bytes } = self.copy_next(job, at, COPY_STEP)?;
+            let Copied { next, bytes } = self.copy_up_to_damage(job, at)?;
             at = next;
             merged.copied += bytes;
             unflushed += bytes;
@@ -359,6 +359,18 @@ impl Chain {
         let gone = old.stack.iter().filter(|level| job.sources.contains(&level.key()));
         merged.removed = gone.map(|level| Arc::clone(&level.layer)).collect();
         Ok(merged)
+    }
+
+    /// Copies the next range. If a part of it is damaged, copies what is before that part, so that a merge that fails
+    /// has copied everything up to the first damaged grain.
+    fn copy_up_to_damage(&self, job: &Job, at: u64) -> Result<Copied> {
+        let mut most = COPY_STEP;
+        loop {
+            match self.copy_next(job, at, most) {
+                Err(error) if error.kind() == ErrorKind::Corrupt && most > job.target.grain => most /= 2,
+                copied => return copied,
+            }
+        }
     }
 
     /// After the last check, further changes may have failed in the target, or been executed only partly in the top.

@@ -63,7 +63,8 @@ impl Datastore {
     /// starts the copy.
     ///
     /// # Errors
-    /// `Exists` if there is a disk with the name; `Unsupported` if the datastore has no local folder.
+    /// `Exists` if there is a disk with the name; `Unsupported` if the datastore has no local folder. After `Stopped`
+    /// the disk may exist, and may need its source.
     pub fn begin_arrival(&self, new: &NewArrivingDisk) -> Result<DiskInfo> {
         let name = &new.name;
         self.foreign.refuse_foreign_source(&new.source.title)?;
@@ -75,7 +76,10 @@ impl Datastore {
         drop(made);
         let above = self.put_overlay(&folder, &disk, new.rate, Purpose::Arrival(new.source.clone()));
         match above {
-            Ok(()) => self.open_with_overlay(name, &folder, disk),
+            Ok(()) => self.open_with_overlay(name, &folder, disk).map_err(|error| {
+                let text = format!("disk '{name}' was made, and cannot be used until the datastore is opened again");
+                Error::new(ErrorKind::Stopped, format!("{text}: {error}"))
+            }),
             Err(error) => Err(self.undo_overlay(name, &folder, disk, error)),
         }
     }
@@ -84,8 +88,11 @@ impl Datastore {
     pub(super) fn arrive(&self, name: &str, overlay: &Overlay, progress: &dyn Progress) -> Result<DiskInfo> {
         self.end_whole_groups()?;
         let alone = self.uses.alone(name, "restored")?;
-        let missing = || Error::new(ErrorKind::NotFound, format!("there is no disk '{name}' whose content arrives"));
-        let entry = self.foreign.find(name).ok_or_else(missing)?;
+        // Until the disk was used exclusively, it could be renamed, and another disk could get its name. The content of
+        // that disk must not be taken for the content of this overlay. The next attempt finds the new name.
+        let entry = self.foreign.find(name).filter(|entry| self.overlay_of(entry).as_ref() == Some(&overlay.native));
+        let renamed = || Error::new(ErrorKind::Busy, format!("disk '{name}' was renamed or deleted: try again"));
+        let entry = entry.ok_or_else(renamed)?;
         let head = || Ok(entry.head_device()? as Arc<dyn crate::Device>);
         let client = self.switches.attach(entry.identity(None), head)?.of_operation();
         let chain = entry.disk.chain()?;

@@ -27,6 +27,10 @@ const CAPACITY: u64 = 24 * MIB + 512;
 /// A source in memory. A read fails if it touches a damaged range.
 struct Memory {
     content: Vec<u8>,
+    /// Every other piece of this length has data.
+    piece: u64,
+    /// Damage of a byte makes this many bytes unreadable.
+    unit: u64,
     damaged: Mutex<Vec<Range<u64>>>,
     missing: AtomicBool,
     read: AtomicU64,
@@ -44,19 +48,20 @@ impl Memory {
         }
     }
 
-    /// Random data in every other MiB.
-    fn add(name: &str, seed: u64) -> Arc<Self> {
+    /// Random data in every other piece.
+    fn add(name: &str, seed: u64, piece: u64, unit: u64) -> Arc<Self> {
         static REGISTERED: Once = Once::new();
         REGISTERED.call_once(|| {
             register_live_source(LiveSourceKind { name: "memory", open, release }).unwrap();
         });
         let mut random = Random::new(seed);
         let mut content = vec![0; CAPACITY as usize];
-        for piece in content.chunks_mut(MIB as usize).step_by(2) {
-            piece.copy_from_slice(&random.bytes(piece.len()));
+        for data in content.chunks_mut(piece as usize).step_by(2) {
+            data.copy_from_slice(&random.bytes(data.len()));
         }
         let (damaged, missing) = (Mutex::default(), AtomicBool::new(false));
-        let memory = Self { content, damaged, missing, read: AtomicU64::new(0), released: AtomicU64::new(0) };
+        let (read, released) = (AtomicU64::new(0), AtomicU64::new(0));
+        let memory = Self { content, piece, unit, damaged, missing, read, released };
         let memory = Arc::new(memory);
         SOURCES.lock().unwrap().insert(name.to_owned(), Arc::clone(&memory));
         memory
@@ -88,8 +93,8 @@ impl LiveSource for Memory {
         let mut runs = Vec::new();
         let mut at = range.start;
         while at < range.end && runs.len() < most {
-            let end = ((at / MIB + 1) * MIB).min(range.end);
-            runs.push(DataRun { length: end - at, data: (at / MIB).is_multiple_of(2) });
+            let end = ((at / self.piece + 1) * self.piece).min(range.end);
+            runs.push(DataRun { length: end - at, data: (at / self.piece).is_multiple_of(2) });
             at = end;
         }
         Ok(runs)
@@ -107,8 +112,19 @@ impl LiveSource for Memory {
     }
 
     fn unit_end(&self, at: u64) -> u64 {
-        (at / MIB + 1) * MIB
+        (at / self.unit + 1) * self.unit
     }
+}
+
+/// Makes a disk whose content arrives from the source with that name.
+fn begin(datastore: &Datastore, disk: &str, source: &str) {
+    let record = LiveSourceRecord {
+        kind: "memory".into(),
+        title: format!("the source {source}"),
+        place: source.into(),
+        capacity: CAPACITY,
+    };
+    datastore.begin_arrival(&NewArrivingDisk { name: disk.into(), source: record, rate: 0 }).unwrap();
 }
 
 /// A datastore in a folder, and a disk `vm` whose content arrives.
@@ -127,17 +143,15 @@ fn opened(path: &Path) -> Arc<Datastore> {
 
 impl Room {
     fn new(name: &str, seed: u64) -> Self {
+        Self::of_pieces(name, seed, MIB, MIB)
+    }
+
+    fn of_pieces(name: &str, seed: u64, piece: u64, unit: u64) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ds");
         Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
-        let (datastore, source) = (opened(&path), Memory::add(name, seed));
-        let record = LiveSourceRecord {
-            kind: "memory".into(),
-            title: format!("the source {name}"),
-            place: name.into(),
-            capacity: CAPACITY,
-        };
-        datastore.begin_arrival(&NewArrivingDisk { name: "vm".into(), source: record, rate: 0 }).unwrap();
+        let (datastore, source) = (opened(&path), Memory::add(name, seed, piece, unit));
+        begin(&datastore, "vm", name);
         let model = source.content.clone();
         Self { _folder: folder, path, open: Some(datastore), source, model }
     }
@@ -243,6 +257,48 @@ fn what_has_arrived_needs_no_source_and_is_not_copied_again() {
     room.attempt(&Background::default()).unwrap();
     assert_eq!(room.source.read.load(Ordering::SeqCst), before, "everything had arrived");
     room.source.missing.store(true, Ordering::SeqCst);
+    room.is_whole();
+    room.is_native_and_clean();
+}
+
+/// One step of the copy reads several units of the source, and only one of them is damaged.
+#[test]
+fn everything_beside_damage_arrives() {
+    const UNIT: u64 = 64 << 10;
+    for (piece, name) in [(MIB, "long"), (UNIT, "pieces")] {
+        let mut room = Room::of_pieces(name, 21, piece, UNIT);
+        room.source.damaged.lock().unwrap().push(2 * UNIT..2 * UNIT + 1);
+        let error = room.attempt(&Background::default()).unwrap_err();
+        assert!(error.to_string().contains("64 KiB of disk 'vm' cannot be read from its source"), "{error}");
+        room.source.missing.store(true, Ordering::SeqCst);
+        let device = room.device();
+        for at in (0..CAPACITY).step_by(UNIT as usize).filter(|at| *at != 2 * UNIT && (at / piece).is_multiple_of(2)) {
+            let length = UNIT.min(CAPACITY - at) as usize;
+            assert!(device.read(at, length).unwrap() == room.model[at as usize..at as usize + length], "byte {at}");
+        }
+        drop(device);
+        room.source.missing.store(false, Ordering::SeqCst);
+        room.write(2 * UNIT, &[0x33; UNIT as usize]);
+        room.attempt(&Background::default()).unwrap();
+        room.is_whole();
+        room.is_native_and_clean();
+    }
+}
+
+/// An attempt looks up the name of its disk, and uses the disk exclusively only after that.
+#[test]
+fn an_attempt_never_takes_another_disk_that_got_the_name() {
+    let mut room = Room::new("renamed", 22);
+    room.write(MIB, &[0x44; 4096]);
+    let overlay = room.overlay();
+    room.datastore().rename_disk("vm", "old").unwrap();
+    Memory::add("another", 23, MIB, MIB);
+    begin(room.datastore(), "vm", "another");
+    let error = room.datastore().arrive("vm", &overlay, &NoProgress).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    room.datastore().delete_disk("vm", false).unwrap();
+    room.datastore().rename_disk("old", "vm").unwrap();
+    room.attempt(&Background::default()).unwrap();
     room.is_whole();
     room.is_native_and_clean();
 }
