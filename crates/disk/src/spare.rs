@@ -19,6 +19,8 @@ const ROOM: u64 = 1 << 20;
 const STEPS_MORE: usize = 4;
 /// The smallest reservation that is useful.
 const ROOM_MIN: u64 = 64 << 10;
+/// Bytes of the reservation that are released first for work that needs little space (128 KiB).
+const LENT: u64 = 128 << 10;
 
 /// The reserved space of a datastore, for use by its owner.
 pub struct Spare {
@@ -40,17 +42,43 @@ impl Spare {
         given
     }
 
-    /// Runs work that needs little space. If there is none, releases the reserved space, repeats the work, and reserves
-    /// space again.
+    /// Runs work that needs little space. If there is none, releases a part of the reserved space and repeats the work,
+    /// then does the same with all of it, and reserves space again. The part comes first, because writes of disks that
+    /// wait for space take what is released meanwhile.
     pub(crate) fn lend<T>(&self, work: impl Fn() -> Result<T>) -> Result<T> {
-        match work() {
-            Err(error) if error.kind() == ErrorKind::NoSpace && self.give_up() => {
-                let again = work();
-                self.keep();
-                again
-            }
-            outcome => outcome,
+        let lacks_space = |outcome: &Result<T>| outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);
+        let mut outcome = work();
+        if !lacks_space(&outcome) {
+            return outcome;
         }
+        let mut given_up = self.give_up_part();
+        if given_up {
+            outcome = work();
+        }
+        if lacks_space(&outcome) && self.give_up() {
+            given_up = true;
+            outcome = work();
+        }
+        if given_up {
+            self.keep();
+        }
+        outcome
+    }
+
+    /// Releases a part of the reserved space; false if there is no more than that part.
+    fn give_up_part(&self) -> bool {
+        let given = self.directory.open(FILE, IoMode::Buffered).and_then(|file| {
+            let left = file.len()?.saturating_sub(LENT);
+            if left > 0 {
+                file.set_len(left)?;
+            }
+            Ok(left > 0)
+        });
+        let given = given.unwrap_or(false);
+        if given {
+            tracing::warn!("the file system is full: a part of the reserved space is used");
+        }
+        given
     }
 
     /// If the file system or its quota has less available space than the reservation, releases it. Then removes files
@@ -155,5 +183,29 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().len(), ROOM);
         spare.give_up_if_full(None);
         assert_eq!(path.exists(), spare.directory.room().unwrap().available >= ROOM);
+    }
+
+    #[test]
+    fn work_that_lacks_space_gets_a_part_of_the_reserved_space_and_then_all_of_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+        let (spare, path) = (Spare::of(Arc::new(directory)), folder.path().join(FILE));
+        let reserved = || std::fs::metadata(&path).map_or(0, |file| file.len());
+        for enough in [ROOM, ROOM - LENT, 0] {
+            spare.keep();
+            let seen = std::cell::RefCell::new(Vec::new());
+            let work = || {
+                seen.borrow_mut().push(reserved());
+                let lacks = reserved() > enough;
+                if lacks { Err(error::Error::new(ErrorKind::NoSpace, "full")) } else { Ok(()) }
+            };
+            spare.lend(work).unwrap();
+            let steps = [ROOM, ROOM - LENT, 0].into_iter().take_while(|left| *left > enough).chain([enough]);
+            assert_eq!(seen.into_inner(), steps.collect::<Vec<_>>());
+            assert_eq!(reserved(), ROOM, "the space is reserved again");
+        }
+        std::fs::remove_file(&path).unwrap();
+        let full = spare.lend(|| Err::<(), _>(error::Error::new(ErrorKind::NoSpace, "full")));
+        assert!(full.is_err() && !path.exists(), "nothing was reserved, so the work is not repeated");
     }
 }

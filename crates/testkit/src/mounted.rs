@@ -3,6 +3,7 @@
 //! mounts end with the namespace.
 
 use crate::process::tool;
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -12,6 +13,8 @@ const INSIDE: &str = "LAMINA_TEST_FULL";
 /// Runs a script in a mount namespace. The script has the test program as `$0`, the test's name as `$TEST`, and a
 /// folder as `$FOLDER`; `inside` is the environment variable for the inner process and its value.
 pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path, inside: (&str, &Path)) {
+    // A file, because a program that the script leaves behind would keep a pipe open.
+    let mut output = tempfile::tempfile().unwrap();
     let status = Command::new("unshare")
         .args(unshare)
         .args(["sh", "-c", script])
@@ -19,9 +22,17 @@ pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path,
         .env("TEST", test)
         .env("FOLDER", folder)
         .env(inside.0, inside.1)
+        .stdout(output.try_clone().unwrap())
+        .stderr(output.try_clone().unwrap())
         .status()
         .unwrap_or_else(|e| panic!("unshare: {e}; the tests need it"));
-    assert!(status.success(), "the run on a file system of its own failed");
+    if !status.success() {
+        let mut text = Vec::new();
+        output.rewind().and_then(|()| output.read_to_end(&mut text)).unwrap();
+        // The lines are indented, because the summary of the inner process must not be counted with the others.
+        String::from_utf8_lossy(&text).lines().for_each(|line| println!("    {line}"));
+        panic!("the run on a file system of its own failed");
+    }
 }
 
 /// Runs one test again in an inner process, after `script` has mounted a file system on `$FOLDER/mounted`.
