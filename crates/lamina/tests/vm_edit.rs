@@ -302,7 +302,8 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
             room.until_answers("web");
             let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
             let (before, clock) = (now(), room.shell("web", "date +%s").parse::<u64>().unwrap());
-            assert!((before.saturating_sub(5)..=now() + 5).contains(&clock), "{clock}, not {before}");
+            // The clock of a guest that gets little processor time loses seconds.
+            assert!((before.saturating_sub(60)..=now() + 60).contains(&clock), "{clock}, not {before}");
             assert!(!has("/run/changed") && has("/dev/vdb"));
             room.run("vm snapshot delete web@live").ok();
         }
