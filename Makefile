@@ -19,8 +19,7 @@ setup: ## Install the tools that tests and measurements need (apt, idempotent)
 build: ## Build lamina as users run it
 	cargo build --release -p lamina
 
-test: ## Run every test
-	@scripts/setup guest debian clients
+test: setup ## Run every test
 	@scripts/test $(TEST_ARGUMENTS)
 
 lint: deny fuzz-check ## Check the format, clippy, fuzz targets and dependencies
