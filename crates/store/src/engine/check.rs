@@ -451,7 +451,9 @@ impl Engine {
             let counted = counted & !WRITTEN;
             report.blocks += u64::from(counted > 0);
             let Ok(BlockEntry { references: known, .. }) = sight.entry(block) else { continue };
-            if known == counted {
+            // A block that has had more references than the table can count is no damage while something maps it.
+            let uncounted = known == BlockEntry::REFERENCES_MAX && counted > 0 && !repair;
+            if known == counted || uncounted {
                 continue;
             }
             if counted == 0 {
@@ -541,7 +543,8 @@ fn count_tree(
             let to = (stored.physical + stored.blocks).min(window.range.end);
             for block in from..to {
                 let count = &mut window.counts[(block - window.range.start) as usize];
-                *count += 1;
+                // The table counts no further either.
+                *count += u32::from(*count & !WRITTEN < BlockEntry::REFERENCES_MAX);
                 if !mapping.unwritten {
                     *count |= WRITTEN;
                 }

@@ -338,20 +338,24 @@ impl Space {
         Ok(())
     }
 
-    /// Adds a reference to each block of a run.
+    /// Adds a reference to each block of a run. The count of a data block ends at [`BlockEntry::REFERENCES_MAX`], and
+    /// never decreases from there, because the number of its references is then not known any more.
     pub fn add_references(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         self.check_range(run)?;
+        let holds_data = self.kind == SpaceKind::Data;
         self.change(pages, run, |block, entry| {
-            if entry.references == 0 || entry.references == BlockEntry::REFERENCES_MAX {
-                return Err(impossible(self.table, block, entry.references));
+            match entry.references {
+                BlockEntry::REFERENCES_MAX if holds_data => {}
+                references @ (0 | BlockEntry::REFERENCES_MAX) => return Err(impossible(self.table, block, references)),
+                _ => entry.references += 1,
             }
-            entry.references += 1;
             Ok(())
         })
     }
 
     /// Removes a reference from each block of a run. Blocks without references are added to `freed` and stay
-    /// unallocatable, the others are added to `left`.
+    /// unallocatable, the others are added to `left`. Data blocks with [`BlockEntry::REFERENCES_MAX`] references keep
+    /// them.
     pub fn drop_references(
         &mut self,
         pages: &mut Pages,
@@ -361,6 +365,7 @@ impl Space {
     ) -> Result<()> {
         self.check_range(run)?;
         let (first, first_left) = (freed.len(), left.len());
+        let holds_data = self.kind == SpaceKind::Data;
         // The bitmaps must be loaded before the table entries become free: until release they mark the blocks as used.
         // A region that has lost a part of its table is not used for allocation.
         for (number, _, _) in region::parts(run) {
@@ -376,7 +381,9 @@ impl Space {
                 if entry.references == 0 {
                     return Err(impossible(self.table, block, 0));
                 }
-                entry.references -= 1;
+                if !(holds_data && entry.references == BlockEntry::REFERENCES_MAX) {
+                    entry.references -= 1;
+                }
                 let (list, first) = if entry.references == 0 { (&mut *freed, first) } else { (&mut *left, first_left) };
                 if entry.references == 0 {
                     entry.clear_notes();

@@ -36,7 +36,9 @@ pub struct BlockEntry {
 }
 
 impl BlockEntry {
-    /// The highest reference count.
+    /// The highest reference count. A data block may have more references than this. Its count then stays, so the block
+    /// is neither freed nor overwritten in place until a repair has counted its references. If such a change failed
+    /// instead, it would stop the store, because it is found in the middle of an operation.
     pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
 
     /// Clears the checksum and the suspect mark of a freed block. The held flag stays until the operations that

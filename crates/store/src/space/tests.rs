@@ -361,18 +361,37 @@ fn blocks_freed_in_a_rebuilt_region_are_not_allocated_before_they_are_released()
 }
 
 #[test]
-fn reference_counts_below_zero_and_above_the_maximum_are_errors() {
+fn reference_counts_below_zero_and_of_nodes_above_the_maximum_are_errors() {
+    for kind in [SpaceKind::Data, SpaceKind::Map] {
+        let mut world = World::new(kind, 1);
+        world.extend();
+        let run = Run { start: 0, blocks: 1 };
+        let mut freed = Vec::new();
+        let none = world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap_err();
+        assert_eq!(none.kind(), ErrorKind::Corrupt);
+        assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
+        world.space.adopt(&mut world.pages, run).unwrap();
+        world.space.repair_references(&mut world.pages, 0, BlockEntry::REFERENCES_MAX).unwrap();
+        let more = world.space.add_references(&mut world.pages, run);
+        assert_eq!(more.map_err(|error| error.kind()).err(), (kind == SpaceKind::Map).then_some(ErrorKind::Corrupt));
+        assert_eq!(world.space.entry(&mut world.pages, 0).unwrap().references, BlockEntry::REFERENCES_MAX);
+    }
+}
+
+/// Otherwise the block would be free although something refers to it.
+#[test]
+fn a_data_block_whose_references_could_not_be_counted_is_never_freed() {
     let mut world = World::new(SpaceKind::Data, 1);
     world.extend();
-    let run = Run { start: 0, blocks: 1 };
-    let mut freed = Vec::new();
-    let none = world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap_err();
-    assert_eq!(none.kind(), ErrorKind::Corrupt);
-    assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
+    let run = Run { start: 0, blocks: 2 };
     world.space.adopt(&mut world.pages, run).unwrap();
-    world.space.repair_references(&mut world.pages, 0, BlockEntry::REFERENCES_MAX).unwrap();
-    assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
-    assert_eq!(world.space.entry(&mut world.pages, 0).unwrap().references, BlockEntry::REFERENCES_MAX);
+    world.space.repair_references(&mut world.pages, 1, BlockEntry::REFERENCES_MAX - 1).unwrap();
+    world.space.add_references(&mut world.pages, run).unwrap();
+    let (mut freed, mut left) = (Vec::new(), Vec::new());
+    world.space.drop_references(&mut world.pages, run, &mut freed, &mut left).unwrap();
+    world.space.drop_references(&mut world.pages, run, &mut freed, &mut left).unwrap();
+    assert_eq!((freed, left), (vec![Run { start: 0, blocks: 1 }], vec![run, Run { start: 1, blocks: 1 }]));
+    assert_eq!(world.space.entry(&mut world.pages, 1).unwrap().references, BlockEntry::REFERENCES_MAX);
 }
 
 #[test]

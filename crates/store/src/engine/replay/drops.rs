@@ -19,7 +19,7 @@ use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::patiently;
-use crate::space::Run;
+use crate::space::{BlockEntry, Run};
 use crate::tree::NodeId;
 use crate::{Result, is_lost};
 use std::collections::BTreeSet;
@@ -154,6 +154,10 @@ impl Meta {
         for block in self.described(run) {
             let one = Run { start: block, blocks: 1 };
             let (mut freed, mut left) = (Vec::new(), Vec::new());
+            if self.entry(block)?.references == BlockEntry::REFERENCES_MAX {
+                // This count does not decrease. Only damage can have given it to a block that was free.
+                self.data.repair_references(&mut self.pages, block, 1)?;
+            }
             while self.entry(block)?.references > 0 {
                 self.data.drop_references(&mut self.pages, one, &mut freed, &mut left)?;
             }

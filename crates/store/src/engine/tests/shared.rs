@@ -1,6 +1,7 @@
 //! Shared blocks: the content of disks, snapshots and clones stays the same whatever is shared, overwritten, deleted,
 //! packed or cut off in between, and a shared block is free when nothing maps it any more.
 
+mod counted;
 mod histories;
 mod opened;
 mod replayed;
