@@ -18,6 +18,11 @@
 //!
 //! If snapshots separate the changes into several layers, a node that the changes of one layer have made may be copied
 //! for the next layer. Nodes that a change frees can be reused at once, but the limit does not rely on this reuse.
+//!
+//! Packs and shares are not counted, although the entries that they add use up the room of a half in 3. That is correct
+//! because the limit holds from any state of the trees, however full their nodes are. A pack or a share is carried out
+//! only if, under the same lock, the free nodes suffice for itself and for all counted changes that are left
+//! ([`super::pack()`], [`super::share()`]). Afterwards the limit holds for these changes from the new state.
 
 use super::balance::SPLIT_ROOM;
 use super::page::ENTRIES_MAX;

@@ -4,7 +4,9 @@
 use super::memory::Memory;
 use crate::testbed::Random;
 use crate::tree::page::{self, ENTRIES_MAX};
-use crate::tree::{Forest, NodeId, NodeStore, create, levels, nodes_needed, replace};
+use crate::tree::{
+    Forest, NODES_PER_STEP, NodeId, NodeStore, Share, create, levels, lookup, nodes_needed, replace, share,
+};
 
 /// The changes that a discard counts as, see `crate::buffer::DISCARD_CHANGES`.
 const DISCARD: u64 = 3;
@@ -70,6 +72,32 @@ impl TreeTrial {
     fn share(&mut self, tree: usize) {
         self.store.add_reference(self.roots[tree]).unwrap();
         self.others.push(self.roots[tree]);
+    }
+
+    /// Maps one block of the first tree to another one with the same content, as deduplication does.
+    fn redirect(&mut self, block: u64) {
+        let mut extents = Vec::new();
+        lookup(&mut self.store, self.roots[0], block..block + 1, &mut extents).unwrap();
+        let Some(extent) = extents.first() else { return };
+        self.store.skip_data();
+        let to = self.store.allocate_data(1);
+        let what = Share { logical: block, blocks: 1, from: extent.physical, to };
+        self.store.packing = true;
+        self.roots[0] = share(&mut self.store, self.roots[0], block..block + 1, &what).unwrap();
+        self.store.packing = false;
+        self.store.drop_data_references(to, 1).unwrap();
+    }
+
+    /// The number of entries in the leaf of a block of the first tree, if the other block is in the same leaf.
+    fn entries_beside(&mut self, block: u64, other: u64) -> Option<usize> {
+        let [leaf, same] = [block, other].map(|at| leaf_of(&mut self.store, self.roots[0], at..at + 1).unwrap().id);
+        (leaf == same).then(|| page::count(self.store.page(leaf)))
+    }
+
+    /// Nodes that the engine requires to be free before a share, with this number of counted changes.
+    fn spare(&mut self, changes: u64) -> u64 {
+        self.begin(1);
+        4 * NODES_PER_STEP as u64 + nodes_needed(&self.forest, changes)
     }
 
     /// Adds a tree that begins as a copy of another.
@@ -175,4 +203,45 @@ fn a_descending_fill_behind_a_full_leaf_fills_leaves() {
     let root = run.roots[0];
     assert!(run.store.live_pages() < 60, "{} nodes", run.store.live_pages());
     assert_eq!(page::level(run.store.page(root)), 1);
+}
+
+/// Shares fill the leaf of each change before it. The free nodes are compared with the limit before each share, so they
+/// suffice for the changes after it. Without this comparison they do not.
+#[test]
+fn shares_between_changes_leave_enough_nodes_for_the_changes() {
+    const EXTENTS: u64 = 100;
+    let mut short = 0;
+    for seed in 0..4 {
+        let mut random = Random(seed);
+        let mut run = TreeTrial::new(1);
+        run.begin(1);
+        (run.forest.used, run.forest.levels) = (1 << 20, 9);
+        (0..EXTENTS).for_each(|i| run.map(0, i * 300, 250));
+        let mut changes = 60;
+        let mut free = run.spare(changes) as i64;
+        // The free nodes if those for the counted changes are compared with the limit at the beginning only.
+        let mut once = nodes_needed(&run.forest, changes) as i64;
+        while changes > 0 {
+            let at = 200 + random.below(EXTENTS * 300 - 400);
+            for _ in 0..1000 {
+                if run.entries_beside(at, at) >= Some(ENTRIES_MAX - 1) {
+                    break;
+                }
+                let block = at - 200 + random.below(400);
+                if run.entries_beside(at, block).is_some() {
+                    free = free.max(run.spare(changes) as i64);
+                    run.redirect(block);
+                    free -= run.store.live_pages() as i64 - run.before as i64;
+                }
+            }
+            run.begin(1);
+            run.map(0, at, 1);
+            changes -= 1;
+            let used = run.store.live_pages() as i64 - run.before as i64;
+            (free, once) = (free - used, once - used);
+            assert!(free >= 0, "seed {seed}, {changes} changes are left");
+        }
+        short += u32::from(once < 0);
+    }
+    assert!(short > 0, "the shares have not filled the leaves");
 }
