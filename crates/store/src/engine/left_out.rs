@@ -70,6 +70,11 @@ impl LeftOut {
         Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
     }
 
+    /// Which operations may be left out.
+    pub fn tolerance(&self) -> Tolerance {
+        self.tolerance
+    }
+
     /// Whether the parts of operations below lost nodes are left out.
     pub fn leaves_out_parts(&self) -> bool {
         self.tolerance == Tolerance::LostObjects
@@ -165,7 +170,8 @@ impl LeftOut {
         true
     }
 
-    fn lose(&mut self, id: u64, range: Range<u64>) {
+    /// Notes that blocks of an object have wrong content.
+    pub fn lose(&mut self, id: u64, range: Range<u64>) {
         self.ranges.entry(id).or_default().push(range);
     }
 

@@ -8,6 +8,7 @@
 
 mod drops;
 mod parts;
+mod redirects;
 
 use self::drops::Drops;
 use super::left_out::LeftOut;
@@ -68,24 +69,15 @@ impl Engine {
     ) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
-        let ready = self.drop_before(meta, doubts, drops, operation);
+        let ready = self.drop_before(meta, doubts, drops, left_out, operation);
         if left_out.leaves_out(meta, operation)? {
             drops.note_left_out();
             return Ok(());
         }
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
-            Operation::Pack { .. } | Operation::Share { .. } if left_out.leaves_out_parts() => {
-                self.redirect_parts(meta, doubts, drops, operation)
-            }
             Operation::Pack { .. } | Operation::Share { .. } => {
-                match left_out.redirect_where_readable(meta, operation) {
-                    Some(rest) => {
-                        drops.note_left_out();
-                        self.carry_out_again(meta, doubts, &rest, position)
-                    }
-                    None => self.carry_out_again(meta, doubts, operation, position),
-                }
+                self.redirect_again(meta, doubts, drops, left_out, operation, position)
             }
             _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
             _ => self.carry_out_again(meta, doubts, operation, position),

@@ -162,67 +162,64 @@ impl Meta {
         Ok(())
     }
 
-    /// Maps blocks to a new pack, in these ranges of objects. The first reference of the pack keeps it allocated until
-    /// the leaves refer to it, and is dropped then.
-    pub(crate) fn pack(
+    /// Maps blocks as a pack or a share says, in these ranges of objects. The first reference of a pack keeps it
+    /// allocated until the leaves refer to it, and is dropped then.
+    pub(crate) fn redirect_in(
         &mut self,
+        operation: &Operation,
         parts: impl Iterator<Item = (u64, Range<u64>)>,
-        logical: u64,
-        run: Run,
-        checksums: &[u32],
-        sources: &[tree::Source],
         effects: &mut Effects,
     ) -> Result<()> {
-        self.data.adopt(&mut self.pages, run)?;
-        self.note_written(run, checksums)?;
-        // The blocks may have been an earlier pack, of which blocks are still cached.
-        self.read_cache.forget(run);
-        let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
-        for (object, range) in parts {
-            // An object whose record is lost keeps the plain blocks.
-            let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { continue };
-            let mut nodes = self.nodes(effects);
-            let root = tree::pack(&mut nodes, old, range, logical, pack, sources)?;
-            if root != old {
-                nodes.note_change(root);
-                self.catalog.set_root(object, Some(root));
-            }
+        if let Operation::Pack { run, checksums, .. } = operation {
+            self.data.adopt(&mut self.pages, *run)?;
+            self.note_written(*run, checksums)?;
+            // The blocks may have been an earlier pack, of which blocks are still cached.
+            self.read_cache.forget(*run);
         }
-        self.levels = self.levels.max(effects.levels);
-        self.nodes(effects).drop_data_references(run.start, run.blocks)
+        for (object, range) in parts {
+            self.redirect(operation, object, range, effects)?;
+        }
+        match operation {
+            Operation::Pack { run, .. } => self.nodes(effects).drop_data_references(run.start, run.blocks),
+            _ => Ok(()),
+        }
     }
 
-    /// Maps blocks to other blocks with the same content, in these ranges of objects. `from` is the first of the blocks
-    /// that the leaves map before.
-    pub(crate) fn share(
+    /// Maps blocks as a pack or a share says, in a range of one object.
+    pub(crate) fn redirect(
         &mut self,
-        parts: impl Iterator<Item = (u64, Range<u64>)>,
-        logical: u64,
-        run: Run,
-        from: u64,
+        operation: &Operation,
+        object: u64,
+        range: Range<u64>,
         effects: &mut Effects,
     ) -> Result<()> {
-        let adopted = self.adopt_left_out(run, from)?;
-        let share = tree::Share { logical, blocks: run.blocks, from, to: run.start };
-        for (object, range) in parts {
-            // An object whose record is lost keeps the old blocks.
-            let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { continue };
-            let mut nodes = self.nodes(effects);
-            let root = tree::share(&mut nodes, old, range, &share)?;
-            if root != old {
-                nodes.note_change(root);
-                self.catalog.set_root(object, Some(root));
+        // An object whose record is lost keeps the old blocks.
+        let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { return Ok(()) };
+        let mut nodes = self.nodes(effects);
+        let root = match operation {
+            Operation::Pack { logical, run, sources, .. } => {
+                let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
+                tree::pack(&mut nodes, old, range, *logical, pack, sources)?
             }
+            Operation::Share { logical, run, from, .. } => {
+                let share = tree::Share { logical: *logical, blocks: run.blocks, from: *from, to: run.start };
+                tree::share(&mut nodes, old, range, &share)?
+            }
+            _ => return Ok(()),
+        };
+        if root != old {
+            nodes.note_change(root);
+            self.catalog.set_root(object, Some(root));
         }
         self.levels = self.levels.max(effects.levels);
-        adopted.into_iter().try_for_each(|run| self.nodes(effects).drop_data_references(run.start, run.blocks))
+        Ok(())
     }
 
-    /// Called before blocks are shared, for a repair that left out the operation that mapped or wrote blocks of the
-    /// run. Those that have no reference get a first one, which keeps them until leaves refer to them. Those with
-    /// another checksum than the blocks from `from` on, which have the same content, get that checksum: a block that
-    /// was unwritten, or whose owner is lost, has a reference already.
-    fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
+    /// Called before replay shares blocks, because a repair or a salvage may have left out the operation that mapped or
+    /// wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
+    /// reference when leaves refer to them. Those with another checksum than the blocks from `from` on, which have the
+    /// same content, get that checksum: a block that was unwritten, or whose owner is lost, has a reference already.
+    pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
         for at in 0..run.blocks {
             let one = Run { start: run.start + at, blocks: 1 };
@@ -415,13 +412,10 @@ impl Meta {
                     None => self.catalog.remove(*object),
                 }
             }
-            Operation::Pack { logical, blocks, run, checksums, sources, objects } => {
-                let all = objects.iter().map(|object| (*object, *logical..*logical + *blocks));
-                self.pack(all, *logical, *run, checksums, sources, effects)?;
-            }
-            Operation::Share { logical, run, from, objects } => {
-                let all = objects.iter().map(|object| (*object, *logical..*logical + run.blocks));
-                self.share(all, *logical, *run, *from, effects)?;
+            Operation::Pack { objects, .. } | Operation::Share { objects, .. } => {
+                let range = operation.redirects().map_or(0..0, |(range, _)| range);
+                let all = objects.iter().map(|object| (*object, range.clone()));
+                self.redirect_in(operation, all, effects)?;
             }
         }
         self.note_growth(operation, &effects.freed[first..]);

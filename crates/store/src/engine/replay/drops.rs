@@ -10,11 +10,14 @@
 //! 1. No drop fails because of the tree that it drops. What is left of the tree is dropped after recovery.
 //! 2. When an operation allocates blocks, no deleted tree has references on them. Until then, parts of deleted trees
 //!    are dropped earlier than the journal says. This changes no content, because nothing is read from these trees.
+//!    The same is done for deleted trees that a pack or a share has not changed (`redirects`).
 //! 3. References that no drop can remove, because a leaf is lost, are removed only after the object was removed from
 //!    the catalog: otherwise, a later drop of the leaf would take references from the new owner of the blocks. The
 //!    other blocks of the tree stay allocated until a repair counts all references. The same is done with references
 //!    that a node has of which a repair has made the page invalid (`parts`).
 
+use super::redirects::Unread;
+use crate::engine::left_out::LeftOut;
 use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
@@ -36,6 +39,8 @@ pub(super) struct Drops {
     /// Whether nodes that are never read again, or are read by a salvage only, may have references on blocks that other
     /// trees get.
     abandoned: bool,
+    /// Trees that may map blocks which other trees get.
+    unread: Vec<Unread>,
 }
 
 impl Drops {
@@ -43,6 +48,26 @@ impl Drops {
     pub(super) fn note_lost_node(&mut self, id: NodeId) -> bool {
         self.abandoned = true;
         self.nodes.insert(id)
+    }
+
+    /// Called for a deleted tree that may have references on blocks which other trees get.
+    pub(super) fn begin(&mut self, object: u64) {
+        self.begun.insert(object);
+    }
+
+    /// Called for a tree that cannot be read, and may map blocks which other trees get.
+    pub(super) fn note_unread(&mut self, unread: Unread) {
+        self.unread.push(unread);
+    }
+
+    /// Removes one of the noted trees for which the function is true.
+    pub(super) fn take_unread(&mut self, which: impl FnMut(&Unread) -> bool) -> Option<Unread> {
+        self.unread.iter().position(which).map(|at| self.unread.swap_remove(at))
+    }
+
+    /// Whether trees may have references on blocks that an operation allocates.
+    fn may_have_references(&self) -> bool {
+        self.abandoned || !self.begun.is_empty() || !self.unread.is_empty()
     }
 
     /// Called after an operation was left out. References that it drops remain.
@@ -97,6 +122,7 @@ impl Engine {
         meta: &mut Meta,
         doubts: &mut Doubts,
         drops: &mut Drops,
+        left_out: &mut LeftOut,
         operation: &Operation,
     ) -> Result<()> {
         let run = match operation {
@@ -106,13 +132,16 @@ impl Engine {
             | Operation::Unwritten { run, fresh: true, .. } => *run,
             _ => return Ok(()),
         };
-        while (drops.abandoned || !drops.begun.is_empty()) && meta.is_referenced(run)? {
+        while drops.may_have_references() && meta.is_referenced(run)? {
             let mut dropped = false;
             // The trees take turns, because a single leaf of one of them may have the references.
             for object in drops.begun.clone() {
                 dropped |= self.drop_part(meta, doubts, drops, object)?;
             }
             if !dropped {
+                if self.lose_unread(meta, drops, left_out, run)? {
+                    continue;
+                }
                 return meta.take_from_lost(doubts, drops, run);
             }
         }
@@ -127,7 +156,7 @@ impl Meta {
         run.start..(run.start + run.blocks).min(self.data.blocks())
     }
 
-    fn is_referenced(&mut self, run: Run) -> Result<bool> {
+    pub(super) fn is_referenced(&mut self, run: Run) -> Result<bool> {
         for block in self.described(run) {
             if self.entry(block)?.references > 0 {
                 return Ok(true);

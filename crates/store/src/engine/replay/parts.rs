@@ -49,15 +49,16 @@ impl Engine {
         Ok(())
     }
 
-    /// Replays a pack or a share, except below lost nodes.
+    /// Replays a pack or a share, except below lost nodes. True if there are such nodes: then the change was made in
+    /// all trees, and not only in those that are named.
     pub(super) fn redirect_parts(
         &self,
         meta: &mut Meta,
         doubts: &mut Doubts,
         drops: &mut Drops,
         operation: &Operation,
-    ) -> Result<()> {
-        let Some((whole, objects)) = operation.redirects() else { return Ok(()) };
+    ) -> Result<bool> {
+        let Some((whole, objects)) = operation.redirects() else { return Ok(false) };
         self.ensure_nodes(meta, NODES_PER_OPERATION)?;
         let (mut parts, mut left_out) = (Vec::new(), false);
         for object in objects {
@@ -75,24 +76,23 @@ impl Engine {
             }
         }
         let mut effects = Effects::default();
-        let new = match operation {
-            Operation::Pack { logical, run, checksums, sources, .. } => {
-                meta.forget_logged(*run);
-                meta.pack(parts.into_iter(), *logical, *run, checksums, sources, &mut effects)?;
-                (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
-                *run
-            }
-            Operation::Share { logical, run, from, .. } => {
-                meta.share(parts.into_iter(), *logical, *run, *from, &mut effects)?;
-                *run
-            }
-            _ => return Ok(()),
-        };
+        if let Operation::Pack { run, .. } = operation {
+            meta.forget_logged(*run);
+        }
+        meta.redirect_in(operation, parts.into_iter(), &mut effects)?;
         for run in &effects.freed {
             meta.forget_logged(*run);
         }
         meta.release_again(doubts, effects.freed);
-        meta.doubt(doubts, new)
+        match operation {
+            Operation::Pack { run, .. } => {
+                (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
+                meta.doubt(doubts, *run)?;
+            }
+            Operation::Share { run, .. } => meta.doubt(doubts, *run)?,
+            _ => {}
+        }
+        Ok(left_out)
     }
 
     /// Adds the parts of a range of an object that do not lie below lost nodes. True if a part or the object is lost.
@@ -115,7 +115,13 @@ impl Engine {
     }
 
     /// The parts of a range of a disk that lie below lost nodes, in ascending order. Makes these nodes invalid.
-    fn lose_parts(&self, meta: &mut Meta, drops: &mut Drops, disk: u64, range: &Range<u64>) -> Result<Vec<Range<u64>>> {
+    pub(super) fn lose_parts(
+        &self,
+        meta: &mut Meta,
+        drops: &mut Drops,
+        disk: u64,
+        range: &Range<u64>,
+    ) -> Result<Vec<Range<u64>>> {
         let Some(root) = meta.catalog.find(disk).and_then(|object| object.root) else { return Ok(Vec::new()) };
         let (mut effects, mut mappings, mut found) = (Effects::default(), Vec::new(), Vec::new());
         tree::find_unreadable(

@@ -5,7 +5,7 @@ use super::super::unreadable::{grown, leaves};
 use super::*;
 
 /// Shares the blocks of the second object that are equal to those of the first one. Returns their number.
-fn share_equal(engine: &Engine, objects: [(u64, u64); 2]) -> u64 {
+pub(super) fn share_equal(engine: &Engine, objects: [(u64, u64); 2]) -> u64 {
     let mut pass = SharePass::new(objects.to_vec(), PRINTS_MAX);
     let mut shared = 0;
     loop {
