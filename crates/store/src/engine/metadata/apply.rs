@@ -215,8 +215,8 @@ impl Meta {
         Ok(())
     }
 
-    /// Called before replay shares blocks, because a repair or a salvage may have left out the operation that mapped or
-    /// wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
+    /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
+    /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
     /// reference when leaves refer to them. Those with another checksum than the blocks from `from` on, which have the
     /// same content, get that checksum: a block that was unwritten, or whose owner is lost, has a reference already.
     pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {

@@ -63,8 +63,10 @@ impl Engine {
         operation: &Operation,
         position: u64,
     ) -> Result<()> {
+        // In an ordinary opening every operation is replayed that mapped or wrote the kept blocks. If they have no
+        // reference there, the metadata is damaged, and the opening fails.
         let adopted = match operation {
-            Operation::Share { run, from, .. } => meta.adopt_left_out(*run, *from)?,
+            Operation::Share { run, from, .. } if left_out.may_leave_out() => meta.adopt_left_out(*run, *from)?,
             _ => Vec::new(),
         };
         if left_out.leaves_out_parts() {

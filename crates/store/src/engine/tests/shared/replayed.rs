@@ -203,3 +203,30 @@ fn a_repair_keeps_a_shared_block_with_journalled_payload_for_its_other_owner() {
         assert_eq!(get(&engine, other, 0).unwrap(), 77, "seed {seed}");
     }
 }
+
+/// Only a repair or a salvage may find such an operation, because it leaves out others. In an ordinary opening it means
+/// that the table is damaged.
+#[test]
+fn an_ordinary_opening_adopts_no_block_for_a_share() {
+    let (disk, engine) = filled([4, 4, 5]);
+    assert_eq!(share(&engine, &[1]), 1);
+    quiet(&engine);
+    engine.checkpoint().unwrap();
+    let before = checkpoints(&engine);
+    let from = place(&engine, 1, 2);
+    {
+        let mut meta = engine.meta.lock();
+        let free = (0..).find(|block| meta.entry(*block).unwrap().references == 0).unwrap();
+        let run = Run { start: free, blocks: 1 };
+        let operation = Operation::Share { logical: 2, run, from, objects: vec![1] };
+        // The operation reaches the journal only.
+        meta.pending.push(operation, 0, 0, Vec::new(), Vec::new());
+    }
+    engine.commit_changes().unwrap();
+    assert_eq!(checkpoints(&engine), before);
+    // The engine is dropped without closing, as by a kill.
+    drop(engine);
+    assert_eq!(open(&disk).err().unwrap().kind(), ErrorKind::Corrupt);
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    assert_eq!([0, 1].map(|block| value(&engine, block).unwrap()), [4, 4]);
+}
