@@ -88,11 +88,7 @@ impl Datastore {
     pub(super) fn arrive(&self, name: &str, overlay: &Overlay, progress: &dyn Progress) -> Result<DiskInfo> {
         self.end_whole_groups()?;
         let alone = self.uses.alone(name, "restored")?;
-        // Until the disk was used exclusively, it could be renamed, and another disk could get its name. The content of
-        // that disk must not be taken for the content of this overlay. The next attempt finds the new name.
-        let entry = self.foreign.find(name).filter(|entry| self.overlay_of(entry).as_ref() == Some(&overlay.native));
-        let renamed = || Error::new(ErrorKind::Busy, format!("disk '{name}' was renamed or deleted: try again"));
-        let entry = entry.ok_or_else(renamed)?;
+        let entry = self.disk_with_overlay(name, overlay)?;
         let head = || Ok(entry.head_device()? as Arc<dyn crate::Device>);
         let client = self.switches.attach(entry.identity(None), head)?.of_operation();
         let chain = entry.disk.chain()?;

@@ -236,7 +236,7 @@ impl Datastore {
             let paced = self.background(&watched);
             let progress = Throttled { progress: &paced, rate: overlay.rate };
             info = Some(match &overlay.purpose {
-                Purpose::Import(target) => self.migrate(&name, target, &progress)?,
+                Purpose::Import(target) => self.migrate_import(&name, overlay, target, &progress)?,
                 Purpose::Arrival(_) => self.arrive(&name, overlay, &progress)?,
             });
             Ok(())

@@ -333,6 +333,17 @@ impl Datastore {
         }
     }
 
+    /// The disk with that name, which the caller uses exclusively, if it has this overlay.
+    ///
+    /// # Errors
+    /// `Busy` if it has not. Until the disk was used exclusively, it could be renamed, and another disk could get its
+    /// name. That disk must neither be moved nor get the content of this overlay. The next attempt finds the new name.
+    pub(super) fn disk_with_overlay(&self, name: &str, overlay: &Overlay) -> Result<Arc<ForeignDisk>> {
+        let entry = self.foreign.find(name).filter(|entry| self.overlay_of(entry).as_ref() == Some(&overlay.native));
+        let renamed = || Error::new(ErrorKind::Busy, format!("disk '{name}' was renamed or deleted: try again"));
+        entry.ok_or_else(renamed)
+    }
+
     /// The hidden native disk above the images of a disk, if it has one.
     pub(crate) fn overlay_of(&self, entry: &ForeignDisk) -> Option<String> {
         Overlay::of(&entry.disk.record()).ok().flatten().map(|overlay| overlay.native)

@@ -21,7 +21,7 @@ use super::mirror::stopped;
 use super::tree::{Original, Replica, TreeCopy};
 use crate::datastore::Datastore;
 use crate::device::Device;
-use crate::foreign::{ForeignOriginal, ForeignReplica};
+use crate::foreign::{ForeignDisk, ForeignOriginal, ForeignReplica};
 use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
 use crate::location::Location;
 use crate::names;
@@ -156,6 +156,21 @@ impl Datastore {
         self.migrate_to(name, options, None, progress)
     }
 
+    /// As [`Datastore::migrate`], for a live import, whose disk has this overlay.
+    ///
+    /// # Errors
+    /// `Busy` if the disk with the name is another one.
+    pub(super) fn migrate_import(
+        &self,
+        name: &str,
+        overlay: &Overlay,
+        options: &MigrateOptions,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let find = || self.disk_with_overlay(name, overlay).and_then(|entry| self.original(Some(entry), name));
+        self.migrate_source(name, find, options, None, progress)
+    }
+
     /// As [`Datastore::migrate`], to another datastore if `away` is set.
     pub(crate) fn migrate_to(
         &self,
@@ -164,13 +179,30 @@ impl Datastore {
         away: Option<&Peer>,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
+        self.migrate_source(name, || self.original(self.foreign.find(name), name), options, away, progress)
+    }
+
+    /// The disk in one of VMware's formats, or else the native disk with that name, as the source of a migration.
+    fn original(&self, entry: Option<Arc<ForeignDisk>>, name: &str) -> Result<Source> {
+        Ok(match entry {
+            Some(entry) => Source::Foreign(self.foreign.original(entry)?),
+            None => Source::Native(self.native.original(name)?),
+        })
+    }
+
+    /// Migrates the disk that `find` returns once the name is used exclusively.
+    fn migrate_source(
+        &self,
+        name: &str,
+        find: impl FnOnce() -> Result<Source>,
+        options: &MigrateOptions,
+        away: Option<&Peer>,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
         self.end_whole_groups()?;
         let alone = self.uses.alone(name, "migrated")?;
         let _name = away.map(|peer| peer.datastore.reserve(name)).transpose()?;
-        let source = match self.foreign.find(name) {
-            Some(entry) => Source::Foreign(self.foreign.original(entry)?),
-            None => Source::Native(self.native.original(name)?),
-        };
+        let source = find()?;
         let client = self.switches.attach(source.original().identity(None)?, || source.head())?.of_operation();
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);

@@ -5,6 +5,7 @@ use super::super::intent::OVERLAY;
 use super::super::{ImportMode, ImportOptions, MigrateOptions, Overlay};
 use crate::testbed::options;
 use crate::{Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice};
+use error::ErrorKind;
 use layer::image::Place;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -92,5 +93,36 @@ fn a_live_import_follows_its_disk_and_moves_no_other() {
     assert!(datastore.device("renamed", true).unwrap().read(0, 8192).unwrap() == [7u8; 8192][..]);
     // The disk no longer needs its images, so it stays in the format that a user chooses.
     assert!(attempt().is_none());
+    datastore.close().unwrap();
+}
+
+/// An attempt looks up the name of its disk, and uses the disk exclusively only after that.
+#[test]
+fn an_attempt_never_moves_another_disk_that_got_the_name() {
+    let (_folder, datastore, image) = made();
+    let import = live(image);
+    let uuid = datastore.import("web", &import, &NoProgress).unwrap().uuid;
+    let overlay = Overlay::of(&datastore.foreign.find("web").unwrap().disk.record()).unwrap().unwrap();
+    let attempt = || datastore.migrate_import("web", &overlay, &import.target, &NoProgress);
+    datastore.rename_disk("web", "renamed").unwrap();
+    assert_eq!(attempt().unwrap_err().kind(), ErrorKind::Busy, "no disk has the name");
+    let format = "thin".parse().unwrap();
+    let new = NewDisk { capacity: 1 << 20, provisioning: Provisioning::Thin, format, delta: None };
+    datastore.create_disk("web", &new, &NoProgress).unwrap();
+    assert_eq!(attempt().unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(datastore.disk("web").unwrap().format, "vmdk");
+    // Another live import, and a native disk.
+    datastore.delete_disk("web", false).unwrap();
+    let other = import.path.with_file_name("other.img");
+    std::fs::copy(&import.path, &other).unwrap();
+    datastore.import("web", &live(other), &NoProgress).unwrap();
+    assert_eq!(attempt().unwrap_err().kind(), ErrorKind::Busy);
+    assert!(datastore.foreign.find("web").is_some());
+    datastore.delete_disk("web", false).unwrap();
+    datastore.create_disk("web", &NewDisk::native(1 << 20, Provisioning::ZeroedThick), &NoProgress).unwrap();
+    assert_eq!(attempt().unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(datastore.disk("web").unwrap().provisioning, Provisioning::ZeroedThick);
+    let after = datastore.move_in_once(&uuid, &overlay, &Background::default()).unwrap().unwrap();
+    assert_eq!((after.name.as_str(), after.format.as_str()), ("renamed", "native"));
     datastore.close().unwrap();
 }
