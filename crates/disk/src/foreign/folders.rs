@@ -5,9 +5,13 @@
 //!    folder, and root would read, create and remove files there. A folder is checked after it was opened, by its
 //!    handle, so that no other folder can take its place.
 //! 2. Folders and marks are created and removed through handles.
+//! 3. A new disk gets no folder that the record of a migration names. The record stays if the last steps of the
+//!    migration have failed, and the next opening of the datastore would take the new disk for the old copy, and remove
+//!    it.
 
 use super::{IMAGES, INCOMPLETE};
 use crate::location::Location;
+use crate::migrate;
 use backend::{Access, Directory, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Folder;
@@ -126,7 +130,8 @@ impl ImageFolders {
         self.open(self.path()?, Path::new(IMAGES))
     }
 
-    /// Creates a folder named like the disk, or with a number in addition if there is such a folder. Returns its name.
+    /// Creates a folder named like the disk, or with a number in addition if there is such a folder, or if a record of
+    /// a migration names it. Returns the folder's name.
     pub fn create(&self, disk: &str) -> Result<String> {
         let making = |folder: &str| format!("making the folder '{IMAGES}{folder}' of the datastore");
         self.path()?;
@@ -139,11 +144,20 @@ impl ImageFolders {
         let (mut name, mut number) = (disk.to_owned(), 2);
         loop {
             match images.directory().create_folder(&name) {
-                Ok(()) => return Ok(name),
-                // The folder belongs to a disk that was renamed after its creation, so another folder name is tried.
-                Err(error) if error.kind() == IoKind::AlreadyExists => name = format!("{disk}-{number}"),
+                // The records are read once the folder exists: a record that is written later cannot name it, because
+                // a migration records only folders that it has found or made itself.
+                Ok(()) => match migrate::is_folder_recorded(&self.datastore, &name) {
+                    Ok(false) => return Ok(name),
+                    recorded => {
+                        images.directory().remove_folder(&name).during(|| making(&format!("/{name}")))?;
+                        recorded?;
+                    }
+                },
+                // The folder belongs to a disk that was renamed after its creation.
+                Err(error) if error.kind() == IoKind::AlreadyExists => {}
                 Err(error) => return Err(Error::io(making(&format!("/{name}")), error)),
             }
+            name = format!("{disk}-{number}");
             number += 1;
         }
     }

@@ -10,7 +10,8 @@
 //! 1. The file is durable before any part of the target is created, and is removed after every step that its stage
 //!    requires is completed. So as long as parts of both copies exist, the file exists too.
 //! 2. The file is replaced atomically (temporary name, flush, rename, flush of the folder).
-//! 3. The steps that a stage requires are idempotent.
+//! 3. The steps that a stage requires are idempotent, and are applied to the copies by the names in the file. So while
+//!    the file exists, no other disk gets the folder of a copy ([`is_folder_recorded`]).
 //! 4. If the target is in another datastore, that datastore also has a file, with stage `arriving`. This file names the
 //!    source's datastore, and the file there decides: if it has the stage `committed`, the target is kept; otherwise,
 //!    or if it does not exist, the target is removed. So the source's file is removed last.
@@ -204,6 +205,26 @@ impl Intents {
         }
         Ok(intent)
     }
+}
+
+/// Whether the record of a migration in the folder of a datastore names this folder of images. A record that is damaged
+/// has no effect on folders, so it is left out here.
+pub(crate) fn is_folder_recorded(directory: &Arc<dyn Directory>, folder: &str) -> Result<bool> {
+    let names = directory.list().during(|| "looking for records of migrations".into())?;
+    for name in names.iter().filter(|name| name.starts_with(PREFIX) && !name.ends_with(TEMPORARY)) {
+        let Some(bytes) = KIND.read(&**directory, name)? else { continue };
+        match KIND.decode_mending(&bytes, |bytes| decode_as(name, bytes)) {
+            Ok((intent, _)) => {
+                let copies = intent.source.iter().chain([&intent.target]);
+                if copies.into_iter().any(|copy| matches!(copy, Copy::Images { folder: named } if named == folder)) {
+                    return Ok(true);
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::Corrupt => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(false)
 }
 
 /// Decodes the record in the content of the file `name`.

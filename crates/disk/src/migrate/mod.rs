@@ -56,6 +56,7 @@ pub(crate) use background::Imports;
 pub use background::{Attempt, AttemptRunner};
 pub(crate) use import::Overlay;
 pub use import::{ImportMode, ImportOptions};
+pub(crate) use intent::is_folder_recorded;
 pub use live_source::{DataRun, LiveSource, LiveSourceKind, LiveSourceRecord, register_live_source};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;

@@ -344,3 +344,36 @@ fn a_migration_whose_new_copy_does_not_get_its_name_loses_no_copy() {
     assert!(Intents::new(Arc::clone(datastore.directory())).all().unwrap().0.is_empty());
     datastore.close().unwrap();
 }
+
+#[test]
+fn a_new_disk_is_not_taken_for_the_old_copy_of_a_migration_that_was_not_completed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let home = path.join("images/a");
+    Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    let format = "thin".parse().unwrap();
+    let image = NewDisk { capacity: 8 << 20, provisioning: Provisioning::Thin, format, delta: None };
+    datastore.create_disk("a", &image, &NoProgress).unwrap();
+    // A file of a user, because of which the folder of the source cannot be removed.
+    std::fs::write(home.join("notes"), "").unwrap();
+    let native = MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::Thin, delta: None };
+    assert_eq!(datastore.migrate("a", &native, &NoProgress).unwrap().format, "native");
+    let records = || Intents::new(Arc::clone(datastore.directory())).all().unwrap().0;
+    assert_eq!(records().len(), 1, "the next opening completes the migration");
+    std::fs::remove_dir_all(&home).unwrap();
+    datastore.rename_disk("a", "old").unwrap();
+    datastore.create_disk("a", &image, &NoProgress).unwrap();
+    assert_eq!(datastore.foreign.find("a").unwrap().folder, "a-2");
+    assert!(!home.exists());
+    datastore.device("a", false).unwrap().write(0, placed(0, &[7; 8192]), true).unwrap();
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    let mut names: Vec<String> = datastore.disks().unwrap().into_iter().map(|disk| disk.name).collect();
+    names.sort();
+    assert_eq!(names, ["a", "old"]);
+    assert!(datastore.device("a", true).unwrap().read(0, 8192).unwrap() == [7; 8192]);
+    assert!(Intents::new(Arc::clone(datastore.directory())).all().unwrap().0.is_empty());
+    datastore.close().unwrap();
+}
