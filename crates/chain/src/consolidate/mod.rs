@@ -320,7 +320,8 @@ impl Chain {
         let mut unflushed = 0;
         // The top may have been written since the checkpoint, and the dirty log of the earlier attempt is lost.
         let from = if self.levels().job_is_live { 0 } else { from };
-        let mut at = from.min(capacity) / job.target.grain * job.target.grain;
+        // From the end on nothing is left, also not of a last grain that the capacity cuts.
+        let mut at = if from >= capacity { capacity } else { from / job.target.grain * job.target.grain };
         while at < capacity {
             job.check(progress)?;
             progress.update(at, capacity);

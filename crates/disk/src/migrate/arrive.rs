@@ -11,12 +11,13 @@
 //!    client has written is never filled from the source.
 //! 3. The overlay becomes the disk by the record of a migration, which is committed when the overlay has all content
 //!    durably. Before that, the disk can always be opened with its source; after a crash, the arrival continues.
-//! 4. Damaged parts of the source are left out. While there are any, the disk keeps its source.
+//! 4. Damaged parts of the source are left out, however many they are, and all else arrives. While there are any, the
+//!    disk keeps its source, and the error of the attempt says how much is missing.
 
 use super::handover::Handover;
 use super::import::{Overlay, Purpose};
 use super::intent::{Copy, Intent, OVERLAY, Stage};
-use super::live_source::LiveSourceRecord;
+use super::live_source::{GRAIN, LiveSourceRecord};
 use super::mirror::stopped;
 use super::run::{Migration, Source, Target, Turned};
 use crate::datastore::Datastore;
@@ -33,8 +34,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use work::{NoProgress, Progress};
 
-/// Most parts of the source that one attempt finds damaged.
-const DAMAGED_MAX: usize = 1024;
 /// Bytes of one read that looks for damage.
 const PROBE: u64 = 256 << 10;
 /// Most extents of one query that looks for damage.
@@ -189,25 +188,59 @@ fn fill(chain: &Chain, name: &str, progress: &dyn Progress, commit: &mut dyn FnM
         return Err(Error::new(ErrorKind::Corrupt, format!("disk '{name}' has no source of its content")));
     };
     let below = chain.layer(source).ok_or_else(stopped)?;
-    let (mut from, mut damaged): (u64, Vec<(Range<u64>, Error)>) = (0, Vec::new());
+    let (mut from, mut damage): (u64, Option<Damage>) = (0, None);
     loop {
         let position = Position { progress, at: AtomicU64::new(from) };
-        let merged = chain.merge_up(top, base, from, &position, &mut || match damaged.first() {
-            Some((_, first)) => Err(first.repeated()),
+        let merged = chain.merge_up(top, base, from, &position, &mut || match &damage {
+            Some(damage) => Err(damage.error.repeated()),
             None => commit(),
         });
         let Err(error) = merged else { return Ok(()) };
         let reached = position.at.into_inner();
-        let is_damage = error.kind() == ErrorKind::Corrupt;
-        if is_damage && reached >= chain.capacity() && !damaged.is_empty() {
-            return Err(incomplete(name, &damaged));
-        }
-        if !is_damage || reached >= chain.capacity() || damaged.len() >= DAMAGED_MAX {
-            return Err(error);
+        let is_at_end = reached >= chain.capacity();
+        match &damage {
+            Some(damage) if is_at_end && error.kind() == ErrorKind::Corrupt => return Err(damage.describe(name)),
+            _ if is_at_end || error.kind() != ErrorKind::Corrupt => return Err(error),
+            _ => {}
         }
         let Some(part) = damaged_part(&*below, reached) else { return Err(error) };
-        from = part.end;
-        damaged.push((part, error));
+        // The top gets whole grains, so the rest of a grain with damage cannot arrive either.
+        let end = part.end.next_multiple_of(GRAIN).min(chain.capacity());
+        if end <= from {
+            return Err(error);
+        }
+        from = end;
+        let damage = damage.get_or_insert_with(|| Damage { at: part.start, error, parts: 0, bytes: 0 });
+        damage.parts += 1;
+        damage.bytes += end - part.start;
+    }
+}
+
+/// What an attempt had to leave out. Only sums are kept, so their number needs no limit.
+struct Damage {
+    /// The first damaged byte.
+    at: u64,
+    /// Why it cannot be read.
+    error: Error,
+    /// Number of damaged parts.
+    parts: u64,
+    bytes: u64,
+}
+
+impl Damage {
+    /// The error of an arrival that had to leave this out.
+    fn describe(&self, name: &str) -> Error {
+        let (bytes, at) = (size(self.bytes), self.at);
+        let parts = match self.parts {
+            1 => format!("at byte {at}"),
+            parts => format!("the first of {parts} parts at byte {at}"),
+        };
+        let text = format!(
+            "{bytes} of disk '{name}' cannot be read from its source and gives errors until it is written; the rest \
+             has arrived; {parts}: {}",
+            self.error
+        );
+        Error::new(ErrorKind::Corrupt, text)
     }
 }
 
@@ -235,17 +268,4 @@ fn damaged_part(layer: &dyn Layer, at: u64) -> Option<Range<u64>> {
         at = unit_end;
     }
     None
-}
-
-/// The error of an arrival that had to leave out damaged parts.
-fn incomplete(name: &str, damaged: &[(Range<u64>, Error)]) -> Error {
-    let bytes: u64 = damaged.iter().map(|(part, _)| part.end - part.start).sum();
-    let first = damaged.first().map(|(part, error)| format!("; the first at byte {}: {error}", part.start));
-    let text = format!(
-        "{} of disk '{name}' cannot be read from its source and gives errors until it is written; the rest has \
-         arrived{}",
-        size(bytes),
-        first.unwrap_or_default()
-    );
-    Error::new(ErrorKind::Corrupt, text)
 }

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Unit in which a layer over a source maps: the block size of native disks.
-const GRAIN: u64 = backend::BLOCK_SIZE as u64;
+pub(super) const GRAIN: u64 = backend::BLOCK_SIZE as u64;
 
 /// The registered kinds of sources.
 static KINDS: RwLock<Vec<LiveSourceKind>> = RwLock::new(Vec::new());

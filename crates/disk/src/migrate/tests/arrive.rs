@@ -285,6 +285,40 @@ fn everything_beside_damage_arrives() {
     }
 }
 
+/// The source has more damaged parts than could be listed, also in the last block, which the capacity cuts.
+#[test]
+fn any_number_of_damaged_parts_leaves_out_only_these() {
+    const UNIT: u64 = 4096;
+    const PARTS: u64 = 1500;
+    let room = Room::of_pieces("shredded", 24, UNIT, UNIT);
+    let is_damaged = |at: u64| (at / UNIT).is_multiple_of(4) && (at / UNIT / 4 < PARTS - 1 || at == 24 * MIB);
+    let damaged = (0..CAPACITY).step_by(UNIT as usize).filter(|at| is_damaged(*at));
+    room.source.damaged.lock().unwrap().extend(damaged.map(|at| at..at + 1));
+    assert_eq!(room.source.damaged.lock().unwrap().len() as u64, PARTS);
+    let error = room.attempt(&Background::default()).unwrap_err().to_string();
+    assert!(error.contains("the first of 1500 parts at byte 0: "), "{error}");
+    let missing = error::text::size((PARTS - 1) * UNIT + CAPACITY % UNIT);
+    assert!(error.contains(&format!("{missing} of disk 'vm' cannot be read")), "{error}");
+    let info = room.datastore().disk("vm").unwrap();
+    assert!(info.image.unwrap().live.is_some(), "the disk keeps its source");
+    room.source.missing.store(true, Ordering::SeqCst);
+    let device = room.device();
+    for at in (0..CAPACITY).step_by(2 * UNIT as usize) {
+        let length = UNIT.min(CAPACITY - at) as usize;
+        match device.read(at, length) {
+            Ok(bytes) => assert!(bytes == room.model[at as usize..at as usize + length], "byte {at}"),
+            Err(error) => assert!(is_damaged(at), "byte {at}: {error}"),
+        }
+    }
+    drop(device);
+    // The source comes back without the damage.
+    room.source.missing.store(false, Ordering::SeqCst);
+    room.source.damaged.lock().unwrap().clear();
+    room.attempt(&Background::default()).unwrap();
+    room.is_whole();
+    room.is_native_and_clean();
+}
+
 /// An attempt looks up the name of its disk, and uses the disk exclusively only after that.
 #[test]
 fn an_attempt_never_takes_another_disk_that_got_the_name() {
