@@ -93,6 +93,11 @@ fn decode(place: &str) -> Result<BackupLocation> {
         .map_err(|error| Error::new(ErrorKind::Corrupt, format!("the record of the backup cannot be read: {error}")))
 }
 
+fn encode(place: &BackupLocation) -> Result<String> {
+    serde_json::to_string(place)
+        .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))
+}
+
 fn open(place: &str) -> Result<Arc<dyn LiveSource>> {
     let place = decode(place)?;
     let repository = Repository::open(Arc::new(Folder::open(&place.repository)?))?;
@@ -107,7 +112,7 @@ fn release(place: &str) -> Result<()> {
 }
 
 /// Makes a disk that can be used at once, while its content arrives from a backup in a repository. The same call for a
-/// disk that is being restored from this backup changes nothing.
+/// disk that is being restored from this backup changes only where the repository and the file of the key are.
 ///
 /// # Errors
 /// `NotFound` if there is no such backup; `Invalid` without the key of an encrypted backup; `Exists` if there is
@@ -129,21 +134,25 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
         served: false,
         unprotected: None,
     };
-    if datastore.is_arriving_from(options.name, &title)? {
+    let ids: Vec<&str> = manifests.iter().map(|manifest| manifest.backup.id.as_str()).collect();
+    let protect = || match repository.add_reader(&ids, options.name, &options.datastore) {
+        Ok(reader) => Ok((Some(reader), None)),
+        // Another command may be deleting the backup.
+        Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::NotFound) => Err(error),
+        // Nothing can be written to a repository on a medium that is only read, so nothing is deleted there either.
+        Err(error) => Ok((None, Some(error.to_string()))),
+    };
+    if let Some((source, known)) = arriving(datastore, options.name, &backup.id)? {
+        let place = BackupLocation { reader: known.reader.clone(), ..location(options, backup) };
+        if place != known {
+            restored.unprotected = move_source(datastore, options.name, &repository, protect, (source, title, place))?;
+        }
         return Ok(restored);
     }
-    let ids: Vec<&str> = manifests.iter().map(|manifest| manifest.backup.id.as_str()).collect();
-    let reader = match repository.add_reader(&ids, options.name, &options.datastore) {
-        Ok(reader) => Some(reader),
-        // Another command may be deleting the backup.
-        Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::NotFound) => return Err(error),
-        // Nothing can be written to a repository on a medium that is only read, so nothing is deleted there either.
-        Err(error) => {
-            restored.unprotected = Some(error.to_string());
-            None
-        }
-    };
-    let made = begin(datastore, options, title, backup, reader.clone());
+    let (reader, unprotected) = protect()?;
+    restored.unprotected = unprotected;
+    let place = BackupLocation { reader: reader.clone(), ..location(options, backup) };
+    let made = begin(datastore, options, title, backup, &place);
     // A disk that was made and could not be opened needs the backup when the datastore is opened again.
     if let (Err(failed), Some(reader)) = (&made, &reader)
         && failed.kind() != ErrorKind::Stopped
@@ -156,22 +165,59 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
     Ok(restored)
 }
 
+/// Where the options say that the backup is.
+fn location(options: &LiveRestoreOptions<'_>, backup: &Description) -> BackupLocation {
+    BackupLocation {
+        repository: options.repository.to_owned(),
+        backup: backup.id.clone(),
+        key: options.key.filter(|_| backup.key.is_some()).map(Path::to_owned),
+        reader: None,
+    }
+}
+
+/// The source of a disk and its location, if the content of the disk arrives from this backup.
+fn arriving(datastore: &Datastore, disk: &str, backup: &str) -> Result<Option<(LiveSourceRecord, BackupLocation)>> {
+    let Some(source) = datastore.arrival_source(disk)?.filter(|source| source.kind == KIND) else { return Ok(None) };
+    let known = decode(&source.place)?;
+    Ok((known.backup == backup).then_some((source, known)))
+}
+
+/// Records another place of the source of a disk: the source as it was, its title and its place now. Returns why the
+/// backup is not protected there from deletion. The former place is left as it is, because it may not answer.
+fn move_source(
+    datastore: &Datastore,
+    disk: &str,
+    repository: &Repository,
+    protect: impl Fn() -> Result<(Option<String>, Option<String>)>,
+    (source, title, mut place): (LiveSourceRecord, String, BackupLocation),
+) -> Result<Option<String>> {
+    // A repository that was moved has the reader's record, and a copy of the repository may lack it.
+    let is_protected = place.reader.as_ref().is_some_and(|reader| repository.has_reader(reader));
+    let (mut added, mut unprotected) = (None, None);
+    if !is_protected {
+        (added, unprotected) = protect()?;
+        place.reader.clone_from(&added);
+    }
+    let to = LiveSourceRecord { title, place: encode(&place)?, ..source.clone() };
+    let moved = datastore.move_arrival_source(disk, &source, to);
+    // After any other error the record of the disk may name the new place.
+    if let (Err(failed), Some(reader)) = (&moved, &added)
+        && failed.kind() == ErrorKind::Busy
+        && let Err(error) = repository.remove_reader(reader)
+    {
+        tracing::warn!("'{}' keeps a record of a restore that does not use it: {error}", repository.place());
+    }
+    moved.map(|()| unprotected)
+}
+
 fn begin(
     datastore: &Datastore,
     options: &LiveRestoreOptions<'_>,
     title: String,
     backup: &Description,
-    reader: Option<String>,
+    place: &BackupLocation,
 ) -> Result<DiskInfo> {
-    let place = BackupLocation {
-        repository: options.repository.to_owned(),
-        backup: backup.id.clone(),
-        key: options.key.filter(|_| backup.key.is_some()).map(Path::to_owned),
-        reader,
-    };
-    let place = serde_json::to_string(&place)
-        .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))?;
-    let source = LiveSourceRecord { kind: KIND.to_owned(), title, place, capacity: backup.capacity };
+    let source = LiveSourceRecord { kind: KIND.to_owned(), title, place: encode(place)?, capacity: backup.capacity };
     datastore.begin_arrival(&NewArrivingDisk { name: options.name.to_owned(), source, rate: options.rate })
 }
 

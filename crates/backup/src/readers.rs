@@ -81,6 +81,11 @@ impl Repository {
         Ok(record.id)
     }
 
+    /// Whether the repository has the record of a reader. False if that cannot be found out.
+    pub(crate) fn has_reader(&self, id: &str) -> bool {
+        parse_id(id).is_some() && self.objects().length(&format!("{READER}{id}")).is_ok_and(|found| found.is_some())
+    }
+
     /// Removes the record of a reader, which may be gone.
     pub(crate) fn remove_reader(&self, id: &str) -> Result<()> {
         if parse_id(id).is_none() {

@@ -227,6 +227,34 @@ fn damage_and_a_missing_repository_fail_only_what_has_not_arrived() {
 }
 
 #[test]
+fn a_repository_and_a_key_that_were_moved_are_followed_also_by_the_next_server() {
+    let (here, there, beside) = (Store::new(), Store::new(), tempfile::tempdir().unwrap());
+    let (repository, key) = (path(&beside, "backups"), path(&beside, "key"));
+    run(&format!("backup key {}", key.display())).ok();
+    let expected = backed_up(&here, &repository, &format!("--key-file {}", key.display()));
+    let restore = |repository: &Path, key: &Path| {
+        let (at, key) = (repository.display(), key.display());
+        there.run(&format!("--json backup restore {at} web --live --rate 64K --key-file {key}")).json()
+    };
+    let mut server = there.serve("");
+    assert_eq!(restore(&repository, &key)["known"], false);
+    let (moved, moved_key) = (path(&beside, "moved"), path(&beside, "moved-key"));
+    std::fs::rename(&repository, &moved).unwrap();
+    std::fs::rename(&key, &moved_key).unwrap();
+    assert_eq!(restore(&moved, &moved_key)["known"], true);
+    let source = show(&there, "web")["image"]["live"]["source"].to_string();
+    assert!(source.contains(moved.to_str().unwrap()), "{source}");
+    assert!(there.content("web") == expected);
+    server.kill();
+    let _server = there.serve("");
+    assert!(there.content("web") == expected);
+    assert!(!is_native(&there, "web"), "what was read came from the backup");
+    assert_eq!(readers(&moved), 1);
+    there.run("disk delete web").ok();
+    assert_eq!(readers(&moved), 0);
+}
+
+#[test]
 fn wrong_input_is_refused_and_a_forced_deletion_ends_the_protection() {
     let (here, there, beside) = (Store::new(), Store::new(), tempfile::tempdir().unwrap());
     let repository = path(&beside, "backups");

@@ -216,3 +216,72 @@ fn a_restored_disk_can_be_used_at_once_and_is_complete_later() {
     assert_eq!(there.datastore.disk("copy").unwrap().format, "native");
     assert!(there.content_of("copy") == content);
 }
+
+/// Where the record of the disk `copy` says that its backup is.
+fn recorded(there: &Fixture) -> BackupLocation {
+    decode(&there.datastore.arrival_source("copy").unwrap().unwrap().place).unwrap()
+}
+
+#[test]
+fn the_repeated_restore_follows_a_repository_and_a_key_that_were_moved() {
+    let _ = disk::migrate::register_live_source(LIVE_SOURCE);
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let key = Arc::new(Key::create(&path("key")).unwrap());
+    let repository = Repository::open_or_create(Arc::new(Folder::open_or_create(&path("backups")).unwrap())).unwrap();
+    let content = chain_of_three(&repository, 8, Some(&key));
+    let there = Fixture::empty(CAPACITY);
+    let restore = |backups: &str, key: &str| {
+        let (backups, key) = (path(backups), path(key));
+        let options = LiveRestoreOptions {
+            repository: &backups,
+            which: "vm",
+            key: Some(&key),
+            name: "copy",
+            rate: 0,
+            datastore: "/srv/store".into(),
+        };
+        restore_live(&there.datastore, &options)
+    };
+    assert!(!restore("backups", "key").unwrap().known);
+    let first = recorded(&there);
+    std::fs::rename(path("backups"), path("moved")).unwrap();
+    std::fs::rename(path("key"), path("moved-key")).unwrap();
+    let readers = |backups: &str| {
+        let names = Folder::open(&path(backups)).unwrap().list().unwrap();
+        names.into_iter().filter(|name| name.starts_with("reader-")).count()
+    };
+    let device = there.datastore.device("copy", true).unwrap();
+    let reads = || (0..CAPACITY >> 20).filter(|at| device.read(at << 20, 1 << 20).is_ok()).count() as u64;
+    assert_eq!(reads(), 0);
+    Key::create(&path("wrong-key")).unwrap();
+    assert_eq!(restore("moved", "wrong-key").unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(recorded(&there), first, "a refused command changes nothing");
+    let again = restore("moved", "moved-key").unwrap();
+    assert_eq!((again.known, again.unprotected), (true, None));
+    let moved = BackupLocation { repository: path("moved"), key: Some(path("moved-key")), ..first.clone() };
+    assert_eq!(recorded(&there), moved);
+    assert_eq!(readers("moved"), 1);
+    // Clients that have the disk open use the new place at once.
+    assert_eq!(reads(), CAPACITY >> 20);
+    assert!(there.content_of("copy") == content);
+    // A copy of the repository that lacks the record of the reader gets one.
+    std::fs::create_dir(path("copied")).unwrap();
+    for name in Folder::open(&path("moved")).unwrap().list().unwrap() {
+        if !name.starts_with("reader-") {
+            std::fs::copy(path("moved").join(&name), path("copied").join(&name)).unwrap();
+        }
+    }
+    assert!(restore("copied", "moved-key").unwrap().known);
+    assert_eq!(readers("copied"), 1);
+    std::fs::remove_dir_all(path("moved")).unwrap();
+    assert!(there.content_of("copy") == content);
+    // A place that was changed meanwhile is not changed back.
+    let known = there.datastore.arrival_source("copy").unwrap().unwrap();
+    let stale = LiveSourceRecord { place: encode(&moved).unwrap(), ..known.clone() };
+    let late = there.datastore.move_arrival_source("copy", &stale, known).unwrap_err();
+    assert_eq!(late.kind(), ErrorKind::Busy);
+    drop(device);
+    there.datastore.delete_disk("copy", false).unwrap();
+    assert_eq!(readers("copied"), 0);
+}

@@ -37,7 +37,7 @@ pub(crate) use folders::ImageFolders;
 pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
-use crate::migrate::Overlay;
+use crate::migrate::{LiveSourceRecord, Overlay, SourceLayer};
 use crate::names;
 use crate::native::Native;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
@@ -73,12 +73,25 @@ pub(crate) struct ForeignDisk {
     snapshots: Mutex<()>,
     /// The capacity when the images were last open; 0 if they were not open yet.
     capacity: AtomicU64,
+    /// The source outside the datastore from which the content arrives, if there is one.
+    source: Option<Arc<SourceLayer>>,
 }
 
 impl ForeignDisk {
     fn new(folder: String, disk: Arc<vmdk::Disk>) -> Arc<Self> {
+        Self::with_source(folder, disk, None)
+    }
+
+    fn with_source(folder: String, disk: Arc<vmdk::Disk>, source: Option<Arc<SourceLayer>>) -> Arc<Self> {
         let (head, capacity) = (Mutex::default(), AtomicU64::new(0));
-        Arc::new(Self { folder, disk, head, clients: Mutex::default(), snapshots: Mutex::default(), capacity })
+        Arc::new(Self { folder, disk, head, clients: Mutex::default(), snapshots: Mutex::default(), capacity, source })
+    }
+
+    /// After the record of the disk was changed: tells the open disk where the source of its content is now.
+    pub fn move_source(&self, source: LiveSourceRecord) {
+        if let Some(layer) = &self.source {
+            layer.move_to(source);
+        }
     }
 
     /// The identity under which clients of the head, or of a snapshot, are counted.
@@ -164,8 +177,8 @@ impl Foreign {
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
                     tracing::warn!(folder, %error, "files left by a crash could not be removed");
                 }
-                let disk = self.with_overlay(disk, home)?;
-                let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));
+                let (disk, source) = self.with_overlay(disk, home)?;
+                let (name, entry) = (disk.name(), ForeignDisk::with_source(folder.to_owned(), disk, source));
                 names::check_existing("disk", &name)?;
                 let mut disks = self.disks.write();
                 if disks.contains_key(&name) {
@@ -183,17 +196,18 @@ impl Foreign {
     }
 
     /// Opens the disk again together with the native overlay above its images, if it has one, and the source of its
-    /// content.
-    fn with_overlay(&self, disk: Arc<vmdk::Disk>, home: Folder) -> Result<Arc<vmdk::Disk>> {
-        let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
+    /// content, which is returned.
+    fn with_overlay(&self, disk: Arc<vmdk::Disk>, home: Folder) -> Result<(Arc<vmdk::Disk>, Option<Arc<SourceLayer>>)> {
+        let Some(overlay) = Overlay::of(&disk.record())? else { return Ok((disk, None)) };
         if let Some(source) = overlay.source() {
             self.refuse_foreign_source(&source.title)?;
         }
-        let options = vmdk::Options { overlay: overlay.layers(&self.native)?, ..self.options.clone() };
+        let (layers, source) = overlay.layers(&self.native)?;
+        let options = vmdk::Options { overlay: layers, ..self.options.clone() };
         disk.close()?;
         // Dropping the disk releases its lock, so that it can be opened again.
         drop(disk);
-        vmdk::Disk::open(home, &options)
+        Ok((vmdk::Disk::open(home, &options)?, source))
     }
 
     /// Fails if root may not open what the record of a disk names as the source of its content.

@@ -51,11 +51,31 @@ pub struct NewArrivingDisk {
 }
 
 impl Datastore {
-    /// Whether the content of a disk arrives from the source with this title.
-    pub fn is_arriving_from(&self, disk: &str, title: &str) -> Result<bool> {
-        let Some(entry) = self.foreign.find(disk) else { return Ok(false) };
-        let overlay = Overlay::of(&entry.disk.record())?;
-        Ok(overlay.as_ref().and_then(Overlay::source).is_some_and(|source| source.title == title))
+    /// The source from which the content of a disk arrives; `None` if there is none.
+    pub fn arrival_source(&self, disk: &str) -> Result<Option<LiveSourceRecord>> {
+        let Some(entry) = self.foreign.find(disk) else { return Ok(None) };
+        Ok(Overlay::of(&entry.disk.record())?.and_then(|overlay| overlay.source().cloned()))
+    }
+
+    /// Records durably that the source of a disk's content, which was `from`, is at another place, and uses it there
+    /// from now on. The caller has checked that the content is the same.
+    ///
+    /// # Errors
+    /// `Busy` if the disk has another source, or none any more: nothing has changed.
+    pub fn move_arrival_source(&self, disk: &str, from: &LiveSourceRecord, to: LiveSourceRecord) -> Result<()> {
+        self.foreign.refuse_foreign_source(&to.title)?;
+        if (&from.kind, from.capacity) != (&to.kind, to.capacity) {
+            let text = format!("{} is not the content of disk '{disk}'", to.title);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let _only_one = self.imports.sources.lock();
+        let other = || Error::new(ErrorKind::Busy, format!("the source of disk '{disk}' has changed: try again"));
+        let entry = self.foreign.find(disk).ok_or_else(other)?;
+        let overlay = Overlay::of(&entry.disk.record())?.filter(|overlay| overlay.source() == Some(from));
+        let overlay = Overlay { purpose: Purpose::Arrival(to.clone()), ..overlay.ok_or_else(other)? };
+        entry.disk.set_overlay(Some(overlay.encode()?))?;
+        entry.move_source(to);
+        Ok(())
     }
 
     /// Creates a disk that can be used at once, while its content arrives from a source. [`Datastore::start_imports`]

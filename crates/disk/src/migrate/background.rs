@@ -38,6 +38,8 @@ pub(crate) struct Imports {
     runner: OnceLock<Box<AttemptRunner>>,
     /// Overlays that are in use although their disks may not be in the list of disks.
     pub(super) kept: parking_lot::Mutex<BTreeSet<String>>,
+    /// Locked while the place of a source is changed.
+    pub(super) sources: parking_lot::Mutex<()>,
 }
 
 /// The background work of one disk.

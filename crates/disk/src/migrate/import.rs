@@ -146,13 +146,13 @@ impl Overlay {
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))
     }
 
-    /// The layers above the images, newest first: the overlay, and the source of its content if there is one.
-    pub fn layers(&self, native: &Arc<Native>) -> Result<Vec<Arc<dyn Layer>>> {
+    /// The layers above the images, newest first: the overlay, and the source of its content if there is one, which is
+    /// also returned by itself.
+    pub fn layers(&self, native: &Arc<Native>) -> Result<(Vec<Arc<dyn Layer>>, Option<Arc<SourceLayer>>)> {
         let mut layers: Vec<Arc<dyn Layer>> = vec![Arc::new(NativeLayer::new(native.hidden_device(&self.native)?))];
-        if let Purpose::Arrival(source) = &self.purpose {
-            layers.push(Arc::new(SourceLayer::new(source.clone())));
-        }
-        Ok(layers)
+        let source = self.source().map(|source| Arc::new(SourceLayer::new(source.clone())));
+        layers.extend(source.iter().map(|source| Arc::clone(source) as Arc<dyn Layer>));
+        Ok((layers, source))
     }
 
     /// Reports to the source, if there is one, that the disk does not need it any more.

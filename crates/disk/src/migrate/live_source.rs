@@ -114,26 +114,55 @@ impl LiveSourceRecord {
     }
 }
 
+/// Where a source is. The number grows when the place changes.
+struct CurrentPlace {
+    number: u64,
+    record: LiveSourceRecord,
+}
+
+/// A source that was opened at the place with this number.
+struct OpenedSource {
+    number: u64,
+    source: Arc<dyn LiveSource>,
+}
+
 /// A source as a layer of a chain.
 pub(crate) struct SourceLayer {
-    record: LiveSourceRecord,
-    opened: Mutex<Option<Arc<dyn LiveSource>>>,
+    capacity: u64,
+    /// Never locked while the source is opened: a place that does not answer can be changed.
+    place: Mutex<CurrentPlace>,
+    opened: Mutex<Option<OpenedSource>>,
 }
 
 impl SourceLayer {
     /// The layer of a source, which is opened when it is first needed.
     pub fn new(record: LiveSourceRecord) -> Self {
-        Self { record, opened: Mutex::default() }
+        let capacity = record.capacity;
+        Self { capacity, place: Mutex::new(CurrentPlace { number: 0, record }), opened: Mutex::default() }
+    }
+
+    /// Changes the place of the source; the content there is the same. Later requests use the new place.
+    pub fn move_to(&self, record: LiveSourceRecord) {
+        let mut place = self.place.lock();
+        *place = CurrentPlace { number: place.number + 1, record };
+    }
+
+    fn title(&self) -> String {
+        self.place.lock().record.title.clone()
     }
 
     fn source(&self) -> Result<Arc<dyn LiveSource>> {
         // The lock is held while the source is opened, so that only one request opens it.
         let mut opened = self.opened.lock();
-        if let Some(source) = &*opened {
-            return Ok(Arc::clone(source));
+        let (number, record) = {
+            let place = self.place.lock();
+            (place.number, place.record.clone())
+        };
+        if let Some(known) = opened.as_ref().filter(|known| known.number == number) {
+            return Ok(Arc::clone(&known.source));
         }
-        let source = self.record.open()?;
-        *opened = Some(Arc::clone(&source));
+        let source = record.open()?;
+        *opened = Some(OpenedSource { number, source: Arc::clone(&source) });
         Ok(source)
     }
 
@@ -147,13 +176,13 @@ impl SourceLayer {
             ErrorKind::Corrupt => ErrorKind::Corrupt,
             _ => ErrorKind::Io,
         };
-        Error::new(kind, format!("{}: {error}", self.record.title))
+        Error::new(kind, format!("{}: {error}", self.title()))
     }
 }
 
 impl Layer for SourceLayer {
     fn capacity(&self) -> u64 {
-        self.record.capacity
+        self.capacity
     }
 
     fn grain(&self) -> u64 {
@@ -188,12 +217,12 @@ impl Layer for SourceLayer {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn backend::File>> {
-        Err(Error::new(ErrorKind::Invalid, format!("{} has no file {index}", self.record.title)))
+        Err(Error::new(ErrorKind::Invalid, format!("{} has no file {index}", self.title())))
     }
 
     fn damage_end(&self, at: u64) -> u64 {
-        let unit_end = self.opened.lock().as_ref().map(|source| source.unit_end(at));
-        unit_end.unwrap_or((at / GRAIN + 1) * GRAIN).clamp(at + 1, self.record.capacity.max(at + 1))
+        let unit_end = self.opened.lock().as_ref().map(|opened| opened.source.unit_end(at));
+        unit_end.unwrap_or((at / GRAIN + 1) * GRAIN).clamp(at + 1, self.capacity.max(at + 1))
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {

@@ -57,6 +57,7 @@ pub use background::{Attempt, AttemptRunner};
 pub(crate) use import::Overlay;
 pub use import::{ImportMode, ImportOptions};
 pub(crate) use intent::is_folder_recorded;
+pub(crate) use live_source::SourceLayer;
 pub use live_source::{DataRun, LiveSource, LiveSourceKind, LiveSourceRecord, register_live_source};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;
