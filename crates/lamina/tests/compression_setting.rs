@@ -5,9 +5,11 @@
 
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
-use testkit::nbd::Client;
+use testkit::mounted::{leave, make_room, on_tmpfs};
+use testkit::nbd::{Client, ENOSPC, Failure};
 use testkit::pattern;
 use testkit::process::{Store, until};
 
@@ -121,6 +123,59 @@ fn servers_that_are_killed_continue_and_lose_nothing() {
     for export in ["vm", "vm@s"] {
         assert!(Client::connect(&store.socket(), export).unwrap().read(0, data.len() as u32).unwrap() == data);
     }
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
+#[test]
+fn a_pass_on_a_full_file_system_loses_nothing_and_continues_with_room() {
+    on_tmpfs("a_pass_on_a_full_file_system_loses_nothing_and_continues_with_room", 64, on_full);
+}
+
+fn on_full(folder: &Path) {
+    const BLOCK: usize = 4096;
+    let store = Store::at(folder, "4M");
+    let mut server = store.serve("--optimize-after never");
+    store.run("disk create vm 32M --compression zstd:1").ok();
+    store.run("disk create other 64M").ok();
+    let data = content(6, 16 * MIB);
+    let mut client = Client::connect(&store.socket(), "vm").unwrap();
+    client.write(0, &data).unwrap();
+    client.flush().unwrap();
+    leave(folder, "rest", 64 << 10);
+    // The other disk takes what the datastore has allocated and not used.
+    let mut other = Client::connect(&store.socket(), "other").unwrap();
+    let block = |at: usize| pattern::bytes(1000 + at as u64, BLOCK);
+    let full = (0..64 * MIB / BLOCK).find(|at| match other.write((at * BLOCK) as u64, &block(*at)) {
+        Ok(()) => false,
+        Err(Failure::Errno(ENOSPC)) => true,
+        Err(failure) => panic!("{failure:?}"),
+    });
+    let full = full.unwrap();
+    other.flush().unwrap();
+    drop((client, other));
+    let is_whole = |store: &Store| {
+        assert!(Client::connect(&store.socket(), "vm").unwrap().read(0, data.len() as u32).unwrap() == data);
+        let mut other = Client::connect(&store.socket(), "other").unwrap();
+        (0..full).for_each(|at| assert!(other.read((at * BLOCK) as u64, BLOCK as u32).unwrap() == block(at)));
+    };
+    // A kill while the pass finds no space, or compresses into the space that it frees step by step.
+    for _ in 0..2 {
+        server.kill();
+        server = store.serve("--optimize-after 1s");
+        let ended = |job: &Value| job["state"] != "running" && job["state"] != "waiting";
+        until("a pass has ended", || passes(&store).iter().any(ended));
+        for job in passes(&store) {
+            let is_full = job["state"] == "failed" && job["error"].to_string().contains("full");
+            assert!(is_full || job["state"] != "failed", "{job}");
+        }
+        is_whole(&store);
+    }
+    make_room(folder, "rest");
+    server.kill();
+    server = store.serve("--optimize-after 1s");
+    until("all data is compressed", || packed(&store, "vm") == data.len() as u64);
+    is_whole(&store);
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }

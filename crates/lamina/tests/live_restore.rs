@@ -1,11 +1,12 @@
 //! Disks that can be used while they are restored from a backup, with the command line: the first read, writes
-//! meanwhile, kills, damaged and missing repositories, and the protection of the backup.
+//! meanwhile, kills, a full file system, damaged, missing and moved repositories, and the protection of the backup.
 
 #![allow(clippy::unwrap_used)]
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use testkit::mounted::{leave, make_room, on_tmpfs};
 use testkit::nbd::Client;
 use testkit::process::{Store, files, run, until};
 use testkit::{Random, pattern};
@@ -151,6 +152,89 @@ fn writes_and_kills_during_the_restore_leave_an_equal_disk() {
     there.is_clean();
     let _server = there.serve("");
     assert!(there.content("web") == model);
+}
+
+/// How far the copy has come, in percent; `None` if the disk is native.
+fn arrived(store: &Store, disk: &str) -> Option<u64> {
+    let live = show(store, disk)["image"]["live"].clone();
+    let number = |member: &str| live[member].as_u64();
+    Some(number("done")? * 100 / number("total")?.max(1))
+}
+
+/// Nothing slows the copy here, so the last kills meet its end, where the disk becomes a native one.
+#[test]
+fn a_server_that_is_killed_anywhere_in_an_arrival_leaves_a_disk_that_becomes_complete() {
+    let (here, there, beside) = (Store::new(), Store::new(), tempfile::tempdir().unwrap());
+    let repository = path(&beside, "backups");
+    let expected = backed_up(&here, &repository, "");
+    let at = repository.display();
+    let mut server = there.serve("");
+    let mut within = 0;
+    for (round, (percent, rate)) in [(1, "--rate 40M"), (50, "--rate 40M"), (99, ""), (100, "")].into_iter().enumerate()
+    {
+        let disk = format!("vm{round}");
+        there.run(&format!("backup restore {at} {disk} --backup web --live {rate}")).ok();
+        // What a client has flushed must survive, wherever the copy is.
+        let mut client = Client::connect(&there.socket(), &disk).unwrap();
+        let (offset, bytes) = (17 * PIECE + 100, vec![round as u8; 9000]);
+        client.write(offset, &bytes).unwrap();
+        client.flush().unwrap();
+        drop(client);
+        until("the copy has come far enough", || arrived(&there, &disk).is_none_or(|done| done >= percent));
+        server.kill();
+        server = there.serve("");
+        within += u64::from(!is_native(&there, &disk));
+        until("all content has arrived", || is_native(&there, &disk));
+        let mut model = expected.clone();
+        model[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+        assert!(there.content(&disk) == model, "killed at {percent} %");
+        until("the backup is not protected any more", || readers(&repository) == 0);
+        there.run(&format!("disk delete {disk}")).ok();
+    }
+    assert!(within > 0, "no kill was before the end of a copy");
+    assert_eq!(server.stop("TERM"), Some(0));
+    there.is_clean();
+}
+
+#[test]
+fn an_arrival_on_a_full_file_system_fails_clearly_and_goes_on_with_room() {
+    on_tmpfs("an_arrival_on_a_full_file_system_fails_clearly_and_goes_on_with_room", 160, on_full);
+}
+
+fn on_full(folder: &Path) {
+    let (here, there, beside) = (Store::new(), Store::at(folder, "4M"), tempfile::tempdir().unwrap());
+    let repository = path(&beside, "backups");
+    let mut expected = backed_up(&here, &repository, "");
+    let at = repository.display();
+    let mut server = there.serve("");
+    leave(folder, "rest", 30 << 20);
+    there.run(&format!("backup restore {at} web --live")).ok();
+    let failed = |there: &Store| copies(there).iter().any(|job| job["state"] == "failed");
+    until("the file system is full", || failed(&there));
+    let error = copies(&there)[0]["error"].to_string();
+    assert!(error.contains("full"), "{error}");
+    let live = show(&there, "web")["image"]["live"].clone();
+    assert!(live["error"].as_str().is_some_and(|error| error.contains("full")), "{live}");
+    assert!(there.run("disk show web").ok().contains("failed, and is tried again"));
+    // Clients read all content, and overwrite what has arrived.
+    assert!(there.content("web") == expected);
+    let mut client = Client::connect(&there.socket(), "web").unwrap();
+    client.write(BLOCK, &vec![0x5a; BLOCK as usize]).unwrap();
+    client.flush().unwrap();
+    expected[BLOCK as usize..2 * BLOCK as usize].fill(0x5a);
+    drop(client);
+    // Also the next server begins on the full file system.
+    server.kill();
+    server = there.serve("");
+    until("the file system is full", || failed(&there));
+    assert!(there.content("web") == expected);
+    make_room(folder, "rest");
+    there.run(&format!("backup restore {at} web --live")).ok();
+    until("all content has arrived", || is_native(&there, "web"));
+    until("the backup is not protected any more", || readers(&repository) == 0);
+    assert!(there.content("web") == expected);
+    assert_eq!(server.stop("TERM"), Some(0));
+    there.is_clean();
 }
 
 #[test]
