@@ -7,8 +7,9 @@
 //!    ranges that are in the datastore can be read.
 //! 3. A range that cannot be looked up in the source is reported as data, so reading it fails, and a range of a level
 //!    above hides it as ever.
-//! 4. Every failure of the source is an error of the medium for clients (`Io`, or `Corrupt` for damage), whatever its
-//!    cause: `NotFound` would mean that the disk does not exist.
+//! 4. Every failure of the source is an error of the medium for clients (`Io`, or `Corrupt` for damage of a part),
+//!    whatever its cause: `NotFound` would mean that the disk does not exist. A source that cannot be opened is `Io`: as
+//!    damage, each grain of it would be tried and left out.
 
 use error::{Error, ErrorKind, Result};
 use layer::{Content, Extent, Layer, Usage};
@@ -166,16 +167,17 @@ impl SourceLayer {
         Ok(source)
     }
 
-    /// The error for the client. After an error that is no damage, the source is opened again by the next request: it
-    /// may have been replaced, as by a mount.
-    fn failed(&self, error: Error) -> Error {
-        if error.kind() != ErrorKind::Corrupt {
-            *self.opened.lock() = None;
+    /// The error of a read, for the client. After an error that is no damage, the source is opened again by the next
+    /// request: it may have been replaced, as by a mount.
+    fn failed(&self, error: &Error) -> Error {
+        if error.kind() == ErrorKind::Corrupt {
+            return self.medium(ErrorKind::Corrupt, error);
         }
-        let kind = match error.kind() {
-            ErrorKind::Corrupt => ErrorKind::Corrupt,
-            _ => ErrorKind::Io,
-        };
+        *self.opened.lock() = None;
+        self.medium(ErrorKind::Io, error)
+    }
+
+    fn medium(&self, kind: ErrorKind, error: &Error) -> Error {
         Error::new(kind, format!("{}: {error}", self.title()))
     }
 }
@@ -226,7 +228,8 @@ impl Layer for SourceLayer {
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
-        self.source().and_then(|source| source.read(start, out)).map_err(|error| self.failed(error))
+        let source = self.source().map_err(|error| self.medium(ErrorKind::Io, &error))?;
+        source.read(start, out).map_err(|error| self.failed(&error))
     }
 
     fn usage(&self) -> Result<Usage> {

@@ -33,6 +33,9 @@ struct Memory {
     unit: u64,
     damaged: Mutex<Vec<Range<u64>>>,
     missing: AtomicBool,
+    /// Whether the source is damaged so that it cannot be opened.
+    unopenable: AtomicBool,
+    opened: AtomicU64,
     read: AtomicU64,
     released: AtomicU64,
 }
@@ -59,9 +62,9 @@ impl Memory {
         for data in content.chunks_mut(piece as usize).step_by(2) {
             data.copy_from_slice(&random.bytes(data.len()));
         }
-        let (damaged, missing) = (Mutex::default(), AtomicBool::new(false));
-        let (read, released) = (AtomicU64::new(0), AtomicU64::new(0));
-        let memory = Self { content, piece, unit, damaged, missing, read, released };
+        let (damaged, missing, unopenable) = (Mutex::default(), AtomicBool::new(false), AtomicBool::new(false));
+        let (opened, read, released) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        let memory = Self { content, piece, unit, damaged, missing, unopenable, opened, read, released };
         let memory = Arc::new(memory);
         SOURCES.lock().unwrap().insert(name.to_owned(), Arc::clone(&memory));
         memory
@@ -75,7 +78,11 @@ fn find(name: &str) -> Arc<Memory> {
 fn open(name: &str) -> Result<Arc<dyn LiveSource>> {
     let memory = find(name);
     memory.check()?;
-    Ok(memory)
+    memory.opened.fetch_add(1, Ordering::SeqCst);
+    match memory.unopenable.load(Ordering::SeqCst) {
+        true => Err(Error::new(ErrorKind::Corrupt, "the source has no beginning")),
+        false => Ok(memory),
+    }
 }
 
 fn release(name: &str) -> Result<()> {
@@ -314,6 +321,21 @@ fn any_number_of_damaged_parts_leaves_out_only_these() {
     // The source comes back without the damage.
     room.source.missing.store(false, Ordering::SeqCst);
     room.source.damaged.lock().unwrap().clear();
+    room.attempt(&Background::default()).unwrap();
+    room.is_whole();
+    room.is_native_and_clean();
+}
+
+/// An attempt that took it for damage would open it once for each block of the disk.
+#[test]
+fn a_source_that_cannot_be_opened_ends_the_attempt() {
+    let room = Room::new("unopenable", 25);
+    room.source.unopenable.store(true, Ordering::SeqCst);
+    let error = room.attempt(&Background::default()).unwrap_err();
+    assert!(error.kind() == ErrorKind::Io && error.to_string().contains("the source has no beginning"), "{error}");
+    let opened = room.source.opened.load(Ordering::SeqCst);
+    assert!(opened < 50, "opened {opened} times");
+    room.source.unopenable.store(false, Ordering::SeqCst);
     room.attempt(&Background::default()).unwrap();
     room.is_whole();
     room.is_native_and_clean();
