@@ -8,8 +8,8 @@
 //! 3. A range that cannot be looked up in the source is reported as data, so reading it fails, and a range of a level
 //!    above hides it as ever.
 //! 4. Every failure of the source is an error of the medium for clients (`Io`, or `Corrupt` for damage of a part),
-//!    whatever its cause: `NotFound` would mean that the disk does not exist. A source that cannot be opened is `Io`: as
-//!    damage, each grain of it would be tried and left out.
+//!    whatever its cause: `NotFound` would mean that the disk does not exist. A source that cannot be opened is `Io`,
+//!    because each grain of a damaged source would be tried and left out.
 
 use error::{Error, ErrorKind, Result};
 use layer::{Content, Extent, Layer, Usage};

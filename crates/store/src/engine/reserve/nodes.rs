@@ -8,8 +8,8 @@
 //! 2. When one more change is admitted, the free nodes, less [`KEPT`], suffice for all counted changes. Changes are
 //!    added to the count first and compared with [`Reserves::changes_max`] afterwards. Code that uses nodes publishes
 //!    the new maximum first and removes its changes from the count afterwards. So at any time either the nodes that a
-//!    change uses are subtracted from the maximum, or the change still counts. Packs and shares, which make nodes fuller,
-//!    are compared with the spare nodes under the same lock under which they are carried out.
+//!    change uses are subtracted from the maximum, or the change still counts. Packs and shares, which make nodes
+//!    fuller, are compared with the spare nodes under the same lock under which they are carried out.
 //! 3. Admitted changes never need more nodes later: each uses no more nodes than were counted for it, and a later
 //!    snapshot only separates these changes from later ones.
 //! 4. A write to blocks that are all written, and that only its disk maps, needs no nodes. It is admitted even if no

@@ -5,7 +5,7 @@ use super::memory::Memory;
 use crate::testbed::Random;
 use crate::tree::page::{self, ENTRIES_MAX};
 use crate::tree::{
-    Forest, NODES_PER_STEP, NodeId, NodeStore, Share, create, levels, lookup, nodes_needed, replace, share,
+    Forest, NODES_PER_STEP, NodeId, NodeStore, Share, create, leaf_of, levels, lookup, nodes_needed, replace, share,
 };
 
 /// The changes that a discard counts as, see `crate::buffer::DISCARD_CHANGES`.
