@@ -230,7 +230,7 @@ fn fill(chain: &Chain, name: &str, progress: &dyn Progress, commit: &mut dyn FnM
             return Err(error);
         }
         from = end;
-        let damage = damage.get_or_insert_with(|| Damage { at: part.start, error, parts: 0, bytes: 0 });
+        let damage = damage.get_or_insert(Damage { at: part.start, error, parts: 0, bytes: 0 });
         damage.parts += 1;
         damage.bytes += end - part.start;
     }

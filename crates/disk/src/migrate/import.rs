@@ -30,6 +30,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use work::{NoProgress, Progress, Throttled};
 
+/// The layers above the images of a disk, and the one of them that reads the source, if there is a source.
+type OverlayLayers = (Vec<Arc<dyn Layer>>, Option<Arc<SourceLayer>>);
+
 /// How an import uses the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -148,7 +151,7 @@ impl Overlay {
 
     /// The layers above the images, newest first: the overlay, and the source of its content if there is one, which is
     /// also returned by itself.
-    pub fn layers(&self, native: &Arc<Native>) -> Result<(Vec<Arc<dyn Layer>>, Option<Arc<SourceLayer>>)> {
+    pub fn layers(&self, native: &Arc<Native>) -> Result<OverlayLayers> {
         let mut layers: Vec<Arc<dyn Layer>> = vec![Arc::new(NativeLayer::new(native.hidden_device(&self.native)?))];
         let source = self.source().map(|source| Arc::new(SourceLayer::new(source.clone())));
         layers.extend(source.iter().map(|source| Arc::clone(source) as Arc<dyn Layer>));
