@@ -75,11 +75,6 @@ impl LeftOut {
         self.tolerance
     }
 
-    /// Whether any operation may be left out.
-    pub fn may_leave_out(&self) -> bool {
-        self.tolerance != Tolerance::Nothing
-    }
-
     /// Whether the parts of operations below lost nodes are left out.
     pub fn leaves_out_parts(&self) -> bool {
         self.tolerance == Tolerance::LostObjects

@@ -170,9 +170,10 @@ impl Engine {
 }
 
 impl Meta {
-    /// Makes the blocks that an operation has freed allocatable.
+    /// Makes the blocks that an operation has freed allocatable, and forgets journalled payload for them.
     fn release_again(&mut self, doubts: &mut Doubts, freed: Vec<Run>) {
         for run in freed {
+            self.forget_logged(run);
             blocks(&run).for_each(|block| doubts.told(block));
             self.data.release(run);
         }

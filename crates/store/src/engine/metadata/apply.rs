@@ -412,8 +412,8 @@ impl Meta {
                     None => self.catalog.remove(*object),
                 }
             }
-            Operation::Pack { objects, .. } | Operation::Share { objects, .. } => {
-                let range = operation.redirects().map_or(0..0, |(range, _)| range);
+            Operation::Pack { .. } | Operation::Share { .. } => {
+                let (range, objects) = operation.redirects().unwrap_or_default();
                 let all = objects.iter().map(|object| (*object, range.clone()));
                 self.redirect_in(operation, all, effects)?;
             }

@@ -86,7 +86,7 @@ impl Engine {
         object: u64,
         steps: u32,
     ) -> Result<()> {
-        drops.begun.insert(object);
+        drops.begin(object);
         for _ in 0..steps.max(1) {
             if !self.drop_part(meta, doubts, drops, object)? {
                 break;
@@ -190,11 +190,7 @@ impl Meta {
             while self.entry(block)?.references > 0 {
                 self.data.drop_references(&mut self.pages, one, &mut freed, &mut left)?;
             }
-            for run in freed {
-                self.forget_logged(run);
-                doubts.told(block);
-                self.data.release(run);
-            }
+            self.release_again(doubts, freed);
         }
         Ok(())
     }

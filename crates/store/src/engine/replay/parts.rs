@@ -80,9 +80,6 @@ impl Engine {
             meta.forget_logged(*run);
         }
         meta.redirect_in(operation, parts.into_iter(), &mut effects)?;
-        for run in &effects.freed {
-            meta.forget_logged(*run);
-        }
         meta.release_again(doubts, effects.freed);
         match operation {
             Operation::Pack { run, .. } => {

@@ -66,7 +66,9 @@ impl Engine {
         // In an ordinary opening every operation is replayed that mapped or wrote the kept blocks. If they have no
         // reference there, the metadata is damaged, and the opening fails.
         let adopted = match operation {
-            Operation::Share { run, from, .. } if left_out.may_leave_out() => meta.adopt_left_out(*run, *from)?,
+            Operation::Share { run, from, .. } if left_out.tolerance() != Tolerance::Nothing => {
+                meta.adopt_left_out(*run, *from)?
+            }
             _ => Vec::new(),
         };
         if left_out.leaves_out_parts() {
@@ -83,9 +85,6 @@ impl Engine {
         let mut effects = Effects::default();
         for run in adopted {
             meta.nodes(&mut effects).drop_data_references(run.start, run.blocks)?;
-        }
-        for run in &effects.freed {
-            meta.forget_logged(*run);
         }
         meta.release_again(doubts, effects.freed);
         Ok(())
@@ -104,7 +103,7 @@ impl Engine {
             return Ok(());
         };
         // A pack that no tree maps has no reference any more, so it cannot be mapped.
-        if !meta.is_any_referenced(&blocks)? || !meta.is_any_referenced(&[Run { start: new.start, blocks: 1 }])? {
+        if !meta.is_any_referenced(&blocks)? || !meta.is_referenced(Run { start: new.start, blocks: 1 })? {
             return Ok(());
         }
         let others = meta.catalog.objects().filter(|object| !named.contains(&object.id));
@@ -121,9 +120,6 @@ impl Engine {
             self.ensure_nodes(meta, NODES_PER_OPERATION)?;
             let mut effects = Effects::default();
             meta.redirect(operation, object, whole.clone(), &mut effects)?;
-            for run in &effects.freed {
-                meta.forget_logged(*run);
-            }
             meta.release_again(doubts, effects.freed);
         }
         Ok(())
