@@ -107,7 +107,9 @@ impl Chain {
 
     /// The manifests of the chain of a backup, the newest first: at least one.
     pub(crate) fn manifests(repository: &Repository, which: &str) -> Result<Vec<Arc<Manifest>>> {
-        let chain = repository.chain(repository.find(which)?)?;
+        let manifest = repository.find(which)?;
+        manifest.backup.refuse_machine()?;
+        let chain = repository.chain(manifest)?;
         let newest = &chain[0];
         if let Some(other) = chain.iter().find(|manifest| manifest.backup.key != newest.backup.key) {
             let (id, base) = (&newest.backup.id, &other.backup.id);

@@ -100,6 +100,11 @@ impl Created {
     }
 }
 
+/// The program that makes a backup, for its description.
+pub(crate) fn program() -> String {
+    concat!("lamina ", env!("CARGO_PKG_VERSION")).to_owned()
+}
+
 /// Describes a new backup of a snapshot.
 pub fn describe(
     outgoing: &Outgoing,
@@ -117,7 +122,8 @@ pub fn describe(
         key: options.key.map(|key| key.id().to_owned()),
         begun: clock::seconds(),
         number: 0,
-        program: concat!("lamina ", env!("CARGO_PKG_VERSION")).to_owned(),
+        program: program(),
+        machine: None,
     })
 }
 
@@ -178,10 +184,8 @@ pub(crate) fn run(
     progress: &dyn Progress,
 ) -> Result<Created> {
     let begun = Instant::now();
-    if !(1..=LEVEL_MAX).contains(&options.level) {
-        let text = format!("the level of compression is {}: 1 to {LEVEL_MAX} can be used", options.level);
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
+    // A wrong level is refused before anything is read.
+    compressor(options.level)?;
     let resumed = written.stored();
     let key = options.key.map(|key| &**key);
     let base = description.parent.as_ref().map(|parent| parent.point.uuid.as_str());
@@ -214,7 +218,8 @@ pub(crate) fn run(
         deliver(builder, (id, all), key, &mut written, sink)?;
     }
     let Written { packs, data, zeros } = written;
-    let manifest = Manifest { backup: description.clone(), finished: clock::seconds(), data, zeros, packs };
+    let backup = description.clone();
+    let manifest = Manifest { backup, finished: clock::seconds(), data, zeros, packs, disks: Vec::new() };
     sink.finish(&manifest)?;
     Ok(Created::of(&manifest, resumed, begun))
 }
@@ -317,12 +322,12 @@ impl Reader<'_> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = jobs.len().min(cores).min(THREADS_MAX);
         if threads <= 1 {
-            let mut compressor = self.compressor()?;
+            let mut compressor = compressor(self.level)?;
             return jobs.iter().map(|job| self.make(job, &mut compressor)).collect();
         }
         let next = AtomicUsize::new(0);
         let work = || -> Result<Vec<(usize, Made)>> {
-            let mut compressor = self.compressor()?;
+            let mut compressor = compressor(self.level)?;
             let mut made = Vec::new();
             loop {
                 let place = next.fetch_add(1, Ordering::Relaxed);
@@ -350,11 +355,7 @@ impl Reader<'_> {
         Ok(all.into_iter().map(|(_, made)| made).collect())
     }
 
-    fn compressor(&self) -> Result<zstd::bulk::Compressor<'static>> {
-        zstd::bulk::Compressor::new(self.level).map_err(|error| Error::io("starting the compressor", error))
-    }
-
-    fn make(&self, job: &Job, compressor: &mut zstd::bulk::Compressor<'static>) -> Result<Made> {
+    fn make(&self, job: &Job, compressor: &mut Compressor) -> Result<Made> {
         let start = u64::from(job.number) * CHUNK;
         let capacity = self.outgoing.capacity();
         let mut plain = Vec::with_capacity(job.runs.iter().map(|run| run.blocks() * BLOCK_SIZE).sum());
@@ -377,16 +378,35 @@ impl Reader<'_> {
         if plain.is_empty() {
             return Ok(Made { chunk: None, zeros });
         }
-        let compressed = compressor.compress(&plain);
-        let compressed = compressed.map_err(|error| Error::io("compressing data of a backup", error))?;
-        let plain_sum = checksum(&plain);
-        let (codec, stored) =
-            if compressed.len() < plain.len() { (Codec::Zstd, compressed) } else { (Codec::Plain, plain) };
-        let stored_sum = if codec == Codec::Plain { plain_sum } else { checksum(&stored) };
-        let chunk =
-            Chunk { number: job.number, runs, codec, stored: stored.len() as u32, stored_sum, plain_sum, offset: 0 };
-        Ok(Made { chunk: Some((chunk, stored)), zeros })
+        Ok(Made { chunk: Some(compress(job.number, runs, plain, compressor)?), zeros })
     }
+}
+
+pub(crate) type Compressor = zstd::bulk::Compressor<'static>;
+
+pub(crate) fn compressor(level: i32) -> Result<Compressor> {
+    if !(1..=LEVEL_MAX).contains(&level) {
+        let text = format!("the level of compression is {level}: 1 to {LEVEL_MAX} can be used");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Compressor::new(level).map_err(|error| Error::io("starting the compressor", error))
+}
+
+/// The chunk of the blocks `plain`, which are the given runs of the chunk's range, with its stored bytes.
+pub(crate) fn compress(
+    number: u32,
+    runs: Vec<BlockRun>,
+    plain: Vec<u8>,
+    compressor: &mut Compressor,
+) -> Result<(Chunk, Vec<u8>)> {
+    let compressed = compressor.compress(&plain);
+    let compressed = compressed.map_err(|error| Error::io("compressing data of a backup", error))?;
+    let plain_sum = checksum(&plain);
+    let (codec, stored) =
+        if compressed.len() < plain.len() { (Codec::Zstd, compressed) } else { (Codec::Plain, plain) };
+    let stored_sum = if codec == Codec::Plain { plain_sum } else { checksum(&stored) };
+    let chunk = Chunk { number, runs, codec, stored: stored.len() as u32, stored_sum, plain_sum, offset: 0 };
+    Ok((chunk, stored))
 }
 
 /// Adds the blocks of an extent, which may begin and end within a block, to the jobs of its segment.

@@ -4,6 +4,7 @@
 //!  create     reads a snapshot, or its differences from another, into packs
 //!     |-- stored     a repository: each pack is an object     (repository, objects)
 //!     `-- stream     one sequence of bytes
+//!  machine    the backup of a machine: its files, and the backups of its disks
 //!  level      one backup that is read, pack by pack
 //!  chain      a backup with those on which it is based, as one range of bytes
 //!     |-- restore    a disk of a datastore, received as a disk from another datastore is
@@ -26,6 +27,7 @@ mod chain;
 mod create;
 mod level;
 mod live;
+mod machine;
 mod manifest;
 mod objects;
 mod pack;
@@ -46,6 +48,10 @@ pub use chain::{Blocks, Chain, SegmentPlan};
 pub use create::{CreateOptions, Created, LEVEL_DEFAULT, LEVEL_MAX};
 pub use level::Level;
 pub use live::{LIVE_SOURCE, LiveBackup, LiveRestoreOptions, LiveRestored, restore_live};
+pub use machine::{
+    FILES_MAX, MachineBackupInfo, MachineContent, MachineCreated, MachineDescription, MachineDisk, MachineFile,
+    MachinePoint,
+};
 pub use manifest::{Description, Manifest, PackRecord, Parent, RepositoryRecord};
 pub use objects::{Folder, Objects};
 pub use pack::Content;

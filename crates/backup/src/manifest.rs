@@ -1,7 +1,12 @@
 //! What a backup is: its description, which is known when it begins, and its manifest, which is written when it is
 //! complete. Both are records with a version and a checksum ([`disk::sealed`]); `docs/format/backup.md` lists the
 //! members.
+//!
+//! The records of a machine's backup have version 2, those of a disk's backup version 1. A program that reads version 1
+//! only does not delete what the backup of a machine needs: it deletes no backup as long as there is a manifest that it
+//! cannot read.
 
+use crate::machine::{MachineDescription, MachineDisk};
 use crate::pack::{BODY_MAX, HEAD};
 use crate::seal::Key;
 use disk::Provisioning;
@@ -14,9 +19,15 @@ use uuid::Uuid;
 
 const DESCRIPTION: Kind = Kind { word: "backup description", version: 1, length_max: 64 << 10 };
 const MANIFEST: Kind = Kind { word: "backup", version: 1, length_max: 512 << 20 };
+/// The description of a machine's backup.
+const MACHINE_DESCRIPTION: Kind = Kind { version: 2, ..DESCRIPTION };
+/// The manifest of a machine's backup.
+const MACHINE_MANIFEST: Kind = Kind { version: 2, ..MANIFEST };
+/// Prefix of the name of a machine's backup. The name of a disk has no colon.
+pub(crate) const MACHINE: &str = "machine:";
 const REPOSITORY: Kind = Kind { word: "backup repository", version: 1, length_max: 4096 };
 /// Longest name in a record, in bytes.
-const NAME_MAX: usize = 512;
+pub(crate) const NAME_MAX: usize = 512;
 
 /// The record of a repository.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,13 +55,14 @@ pub struct Parent {
 pub struct Description {
     /// The backup's identity, a UUID.
     pub id: String,
-    /// Name of the disk.
+    /// Name of the disk, or of the machine.
     pub disk: String,
-    /// Capacity of the disk in bytes.
+    /// Capacity of the disk in bytes; for a machine, the bytes of its files.
     pub capacity: u64,
     /// The disk's provisioning type.
     pub provisioning: Provisioning,
-    /// The snapshot whose content the backup has.
+    /// The snapshot whose content the backup has. The snapshots of machines have no identity, so the one of a machine
+    /// here is that of the attempt.
     pub point: SnapshotIdentity,
     /// The state on which the backup is based; `None` for a backup of all data.
     pub parent: Option<Parent>,
@@ -62,6 +74,9 @@ pub struct Description {
     pub number: u64,
     /// The program that made the backup.
     pub program: String,
+    /// The machine; `None` for the backup of a disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<MachineDescription>,
 }
 
 /// A pack of a backup.
@@ -90,6 +105,20 @@ pub struct Manifest {
     pub zeros: u64,
     /// The packs.
     pub packs: Vec<PackRecord>,
+    /// The disks of the machine with their backups; empty for the backup of a disk.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<MachineDisk>,
+}
+
+/// The kind of a record that has one version for disks and another one for machines, by its first line.
+fn kind_of(bytes: &[u8], of_disk: &'static Kind, of_machine: &'static Kind) -> &'static Kind {
+    let first = format!("lamina {} {} ", of_disk.word, of_disk.version);
+    if bytes.starts_with(first.as_bytes()) { of_disk } else { of_machine }
+}
+
+/// Whether a text can be a name in a record.
+pub(crate) fn is_name(text: &str) -> bool {
+    !text.is_empty() && text.len() <= NAME_MAX && !text.chars().any(char::is_control)
 }
 
 /// The bytes of a UUID in its usual text form.
@@ -124,9 +153,14 @@ impl RepositoryRecord {
 }
 
 impl Description {
-    /// The name `disk@snapshot`.
+    /// The name `disk@snapshot`, or `machine:machine@snapshot`.
     pub fn source(&self) -> String {
-        format!("{}@{}", self.disk, self.point.name)
+        let prefix = if self.machine.is_some() { MACHINE } else { "" };
+        format!("{prefix}{}@{}", self.disk, self.point.name)
+    }
+
+    fn kind(&self) -> &'static Kind {
+        if self.machine.is_some() { &MACHINE_DESCRIPTION } else { &DESCRIPTION }
     }
 
     /// The key for reading the backup, if it needs one.
@@ -152,17 +186,17 @@ impl Description {
     }
 
     fn holds(&self) -> bool {
-        let name = |text: &str| !text.is_empty() && text.len() <= NAME_MAX && !text.chars().any(char::is_control);
-        let point = |point: &SnapshotIdentity| parse_id(&point.uuid).is_some() && name(&point.name);
+        let point = |point: &SnapshotIdentity| parse_id(&point.uuid).is_some() && is_name(&point.name);
         let parent = |parent: &Parent| {
             point(&parent.point) && parent.backup.as_deref().is_none_or(|id| parse_id(id).is_some() && id != self.id)
         };
         parse_id(&self.id).is_some()
-            && name(&self.disk)
+            && is_name(&self.disk)
             && point(&self.point)
             && self.parent.as_ref().is_none_or(parent)
             && (1..=u64::from(u32::MAX) * SEGMENT).contains(&self.capacity)
             && self.program.len() <= NAME_MAX
+            && self.machine.as_ref().is_none_or(|machine| self.parent.is_none() && machine.holds(self.capacity))
             && self
                 .key
                 .as_deref()
@@ -171,13 +205,15 @@ impl Description {
 
     /// The encoded record.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        DESCRIPTION.encode(self)
+        self.kind().encode(self)
     }
 
     /// Decodes and checks a record. Any input gives a consistent description or an error.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let description: Self = DESCRIPTION.decode(bytes)?;
-        if description.holds() { Ok(description) } else { Err(contradiction(&DESCRIPTION)) }
+        let kind = kind_of(bytes, &DESCRIPTION, &MACHINE_DESCRIPTION);
+        let description: Self = kind.decode(bytes)?;
+        let right = description.holds() && description.kind().version == kind.version;
+        if right { Ok(description) } else { Err(contradiction(kind)) }
     }
 
     /// Most bytes of an encoded record.
@@ -192,7 +228,22 @@ impl Manifest {
             last = pack.end;
             fits
         });
-        self.backup.holds() && ordered && last == segments(self.backup.capacity)
+        let disks = match &self.backup.machine {
+            Some(_) => MachineDisk::hold(&self.disks, &self.backup.id),
+            None => self.disks.is_empty(),
+        };
+        self.backup.holds() && ordered && last == segments(self.backup.capacity) && disks
+    }
+
+    fn kind(&self) -> &'static Kind {
+        if self.backup.machine.is_some() { &MACHINE_MANIFEST } else { &MANIFEST }
+    }
+
+    /// Identities of the backups without which this one is of no use: the one on which it is based, and those of a
+    /// machine's disks.
+    pub(crate) fn needs(&self) -> impl Iterator<Item = &String> {
+        let parent = self.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref());
+        parent.into_iter().chain(self.disks.iter().map(|disk| &disk.backup))
     }
 
     /// Bytes of all packs.
@@ -208,7 +259,7 @@ impl Manifest {
 
     /// The encoded record.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let bytes = MANIFEST.encode(self)?;
+        let bytes = self.kind().encode(self)?;
         if bytes.len() as u64 > Self::LENGTH_MAX {
             let text = format!("the manifest of the backup of '{}' is too long", self.backup.source());
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -218,8 +269,10 @@ impl Manifest {
 
     /// Decodes and checks a record. Any input gives a consistent manifest or an error.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let manifest: Self = MANIFEST.decode(bytes)?;
-        if manifest.holds() { Ok(manifest) } else { Err(contradiction(&MANIFEST)) }
+        let kind = kind_of(bytes, &MANIFEST, &MACHINE_MANIFEST);
+        let manifest: Self = kind.decode(bytes)?;
+        let right = manifest.holds() && manifest.kind().version == kind.version;
+        if right { Ok(manifest) } else { Err(contradiction(kind)) }
     }
 
     /// Most bytes of an encoded record.
@@ -237,7 +290,9 @@ mod tests {
         let page = include_str!("../../../docs/format/backup.md");
         let manifest = testbed::manifest(40 << 20);
         let repository = RepositoryRecord { id: manifest.backup.id.clone(), created: 1_794_800_000 };
-        for bytes in [manifest.backup.encode(), manifest.encode(), repository.encode()].map(Result::unwrap) {
+        let machine = testbed::machine_manifest();
+        let records = [manifest.backup.encode(), manifest.encode(), repository.encode(), machine.encode()];
+        for bytes in records.map(Result::unwrap) {
             let example = String::from_utf8(bytes).unwrap();
             assert!(page.contains(&example), "docs/format/backup.md should show:\n{example}");
         }
@@ -266,6 +321,45 @@ mod tests {
         ];
         for (number, change) in changes.into_iter().enumerate() {
             let mut bad = manifest.clone();
+            change(&mut bad);
+            assert_eq!(Manifest::decode(&bad.encode().unwrap()).unwrap_err().kind(), ErrorKind::Corrupt, "{number}");
+        }
+    }
+
+    #[test]
+    fn the_records_of_a_machine_have_a_version_of_their_own_and_contradictions_are_found() {
+        let machine = testbed::machine_manifest();
+        let good = machine.encode().unwrap();
+        assert_eq!(Manifest::decode(&good).unwrap(), machine);
+        assert_eq!(Description::decode(&machine.backup.encode().unwrap()).unwrap(), machine.backup);
+        // A program that knows version 1 only refuses the record.
+        assert_eq!(MANIFEST.decode::<Manifest>(&good).unwrap_err().kind(), ErrorKind::Unsupported);
+        let later = String::from_utf8(good.clone()).unwrap().replacen("backup 2", "backup 3", 1);
+        let error = Manifest::decode(later.as_bytes()).unwrap_err();
+        assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("reads 2"), "{error}");
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x04;
+            assert!(Manifest::decode(&bad).is_err(), "byte {at}");
+        }
+        // The version of the one with the members of the other.
+        for (kind, record) in [(&MANIFEST, &machine), (&MACHINE_MANIFEST, &testbed::manifest(40 << 20))] {
+            assert!(Manifest::decode(&kind.encode(record).unwrap()).is_err());
+        }
+        let parent = testbed::manifest(40 << 20).backup.parent;
+        let changes: [&dyn Fn(&mut Manifest); 9] = [
+            &|m| m.disks[1].disk = m.disks[0].disk.clone(),
+            &|m| m.disks[0].backup = m.backup.id.clone(),
+            &|m| m.disks[0].backup.push('x'),
+            &|m| m.backup.capacity += 1,
+            &|m| m.backup.parent = parent.clone(),
+            &|m| m.backup.machine.as_mut().unwrap().uuid.clear(),
+            &|m| m.backup.machine.as_mut().unwrap().files[0].length = u64::MAX,
+            &|m| m.backup.machine.as_mut().unwrap().files[1].name = "machine.toml".into(),
+            &|m| m.backup.machine.as_mut().unwrap().files.clear(),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut bad = machine.clone();
             change(&mut bad);
             assert_eq!(Manifest::decode(&bad.encode().unwrap()).unwrap_err().kind(), ErrorKind::Corrupt, "{number}");
         }

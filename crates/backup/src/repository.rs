@@ -11,10 +11,12 @@
 //! 1. The order of a backup: `unfinished-ID`, the packs in ascending order, `backup-ID`; then `unfinished-ID` is
 //!    removed. So an interruption leaves packs 0 to N, each complete, and the next attempt continues after them.
 //! 2. The order of a deletion: `backup-ID`, then the packs.
-//! 3. A backup is deleted only if no other backup is based on it, and no disk is being restored from it.
+//! 3. A backup is deleted only if no other backup is based on it, no backup of a machine needs it, and no disk is being
+//!    restored from it.
 //! 4. One writer at a time changes a repository in a folder. Readers need no lock, because objects never change.
 
-use crate::manifest::{Description, Manifest, RepositoryRecord, parse_id};
+use crate::machine::MachineBackupInfo;
+use crate::manifest::{Description, MACHINE, Manifest, RepositoryRecord, parse_id};
 use crate::objects::Objects;
 use crate::readers::READER;
 use backend::Lock;
@@ -60,6 +62,10 @@ pub struct BackupInfo {
     pub stored: u64,
     /// Why the backup cannot be used.
     pub problem: Option<String>,
+    /// For the backup of a machine: the machine, and its disks, to which the sizes above belong. `disk` is the name of
+    /// the machine then.
+    #[serde(default)]
+    pub machine: Option<MachineBackupInfo>,
 }
 
 impl BackupInfo {
@@ -69,6 +75,9 @@ impl BackupInfo {
         info.finished = Some(manifest.finished);
         info.data = manifest.data;
         info.stored = manifest.stored();
+        if let Some(machine) = &mut info.machine {
+            machine.disks.clone_from(&manifest.disks);
+        }
         info
     }
 
@@ -78,12 +87,14 @@ impl BackupInfo {
             disk: backup.disk.clone(),
             snapshot: backup.point.name.clone(),
             parent: backup.parent.as_ref().and_then(|parent| parent.backup.clone()),
-            capacity: backup.capacity,
+            // The capacity of a machine is that of its disks.
+            capacity: if backup.machine.is_some() { 0 } else { backup.capacity },
             taken: backup.point.created,
             finished: None,
             data: 0,
             stored: 0,
             problem: None,
+            machine: backup.machine.as_ref().map(MachineBackupInfo::of),
         }
     }
 
@@ -99,6 +110,7 @@ impl BackupInfo {
             data: 0,
             stored: 0,
             problem: Some(error.to_string()),
+            machine: None,
         }
     }
 }
@@ -192,7 +204,7 @@ impl Repository {
         self.objects.read(name, 0..length)
     }
 
-    fn manifest(&self, id: &str) -> Result<Manifest> {
+    pub(crate) fn manifest(&self, id: &str) -> Result<Manifest> {
         let name = format!("{BACKUP}{id}");
         let manifest = self.record(&name, Manifest::LENGTH_MAX).and_then(|bytes| Manifest::decode(&bytes));
         let manifest = manifest.map_err(|error| error.context(format!("backup {id} in '{}'", self.place())))?;
@@ -229,6 +241,7 @@ impl Repository {
                 info.problem = Some(format!("backup {parent}, on which it is based, is missing or damaged"));
             }
         }
+        MachineBackupInfo::complete(&mut complete);
         for found in self.found()? {
             if let Err(error) = found.manifest {
                 complete.push(BackupInfo::damaged(&found.id, &error));
@@ -271,7 +284,7 @@ impl Repository {
     }
 
     /// The backup that a user names: an identity or its beginning, `DISK` for the newest backup of a disk, or
-    /// `DISK@SNAPSHOT`.
+    /// `DISK@SNAPSHOT`; `machine:MACHINE` or `machine:MACHINE@SNAPSHOT` for the backup of a machine.
     pub fn find(&self, which: &str) -> Result<Manifest> {
         let ids = self.ids(BACKUP)?;
         let hits: Vec<&String> = match which.len() >= PREFIX_MIN {
@@ -286,12 +299,17 @@ impl Repository {
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
         }
-        let (disk, snapshot) = match which.split_once('@') {
+        let name = which.strip_prefix(MACHINE);
+        let is_machine = name.is_some();
+        let name = name.unwrap_or(which);
+        let (disk, snapshot) = match name.split_once('@') {
             Some((disk, snapshot)) => (disk, Some(snapshot)),
-            None => (which, None),
+            None => (name, None),
         };
         let fits = |manifest: &Manifest| {
-            manifest.backup.disk == disk && snapshot.is_none_or(|snapshot| manifest.backup.point.name == snapshot)
+            manifest.backup.machine.is_some() == is_machine
+                && manifest.backup.disk == disk
+                && snapshot.is_none_or(|snapshot| manifest.backup.point.name == snapshot)
         };
         self.manifests()?.into_iter().rfind(fits).ok_or_else(|| {
             let text = format!(
@@ -328,8 +346,9 @@ impl Repository {
         Ok(chain)
     }
 
-    /// Deletes backups, newer ones before those on which they are based. `Busy` if another backup is based on one of
-    /// them, or a disk is being restored from one of them. The caller holds the lock.
+    /// Deletes backups, newer ones before those on which they are based, and those of machines before those of their
+    /// disks. `Busy` if another backup needs one of them, or a disk is being restored from one of them. The caller
+    /// holds the lock.
     pub fn delete(&self, manifests: &[Manifest]) -> Result<()> {
         let all = self.found()?;
         let gone: BTreeSet<&String> = manifests.iter().map(|manifest| &manifest.backup.id).collect();
@@ -346,10 +365,10 @@ impl Repository {
                 );
                 Error::new(ErrorKind::Corrupt, text)
             })?;
-            let parent = other.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref());
-            if let Some(parent) = parent.filter(|parent| gone.contains(parent)) {
+            if let Some(needed) = other.needs().find(|needed| gone.contains(needed)) {
+                let why = if other.backup.machine.is_some() { "needs it" } else { "is based on it" };
                 let text = format!(
-                    "backup {parent} cannot be deleted: backup {} of '{}' is based on it",
+                    "backup {needed} cannot be deleted: backup {} of '{}' {why}",
                     found.id,
                     other.backup.source()
                 );
@@ -360,12 +379,9 @@ impl Repository {
         let mut left: BTreeMap<&String, &Manifest> =
             manifests.iter().map(|manifest| (&manifest.backup.id, manifest)).collect();
         while !left.is_empty() {
-            let parents: BTreeSet<&String> = left
-                .values()
-                .filter_map(|manifest| manifest.backup.parent.as_ref().and_then(|parent| parent.backup.as_ref()))
-                .collect();
+            let needed: BTreeSet<&String> = left.values().flat_map(|manifest| manifest.needs()).collect();
             // Backups that are based on each other in a circle are damaged, and deleted in any order.
-            let next: Vec<&String> = left.keys().copied().filter(|id| !parents.contains(id)).collect();
+            let next: Vec<&String> = left.keys().copied().filter(|id| !needed.contains(id)).collect();
             let next = if next.is_empty() { left.keys().copied().collect() } else { next };
             for id in next {
                 self.remove(id)?;

@@ -78,6 +78,7 @@ pub fn restore(
     progress: &dyn Progress,
 ) -> Result<Restored> {
     let begun = Instant::now();
+    description.refuse_machine()?;
     let base = description.parent.as_ref().filter(|_| alone).map(|parent| &parent.point);
     let arrival = NewArrival {
         name: options.name.clone(),

@@ -1,10 +1,12 @@
-//! Retention: which backups of each disk are kept, and which are deleted.
+//! Retention: which backups of each disk and of each machine are kept, and which are deleted.
 //!
 //! 1. Each rule keeps the newest backup of each of its newest periods that have a backup. Periods are those of the
 //!    calendar in UTC; weeks begin on Monday. The time of a backup is the time at which its snapshot was taken.
-//! 2. A backup on which a kept backup is based is kept too.
+//! 2. A backup on which a kept backup is based is kept too, and so are the backups of the disks of a machine whose
+//!    backup is kept.
 //! 3. Without rules, no backup is deleted.
 
+use crate::machine::MachineBackupInfo;
 use crate::manifest::Manifest;
 use crate::repository::{BackupInfo, Repository};
 use error::{Error, ErrorKind, Result};
@@ -14,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
-/// How many backups of each disk are kept.
+/// How many backups of each disk and of each machine are kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Keep {
@@ -37,8 +39,9 @@ pub struct Keep {
 pub struct Judged {
     /// The backup.
     pub backup: BackupInfo,
-    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup, `restoring` if
-    /// a disk is being restored from it. Empty for a backup that is deleted.
+    /// The rules that keep the backup, such as `daily`; `base` if a kept backup is based on this backup, `machine` if
+    /// the kept backup of a machine needs it, `restoring` if a disk is being restored from it. Empty for a backup that
+    /// is deleted.
     pub reasons: Vec<String>,
 }
 
@@ -136,8 +139,10 @@ impl Keep {
 
     /// For each backup that is kept, the reasons.
     fn judge(&self, manifests: &[Manifest]) -> BTreeMap<String, Vec<String>> {
-        let mut disks: BTreeMap<&str, Vec<&Manifest>> = BTreeMap::new();
-        manifests.iter().for_each(|manifest| disks.entry(&manifest.backup.disk).or_default().push(manifest));
+        // A machine and a disk can have the same name.
+        let of = |manifest: &Manifest| (manifest.backup.machine.is_some(), manifest.backup.disk.clone());
+        let mut disks: BTreeMap<(bool, String), Vec<&Manifest>> = BTreeMap::new();
+        manifests.iter().for_each(|manifest| disks.entry(of(manifest)).or_default().push(manifest));
         let mut kept: BTreeMap<String, Vec<String>> = BTreeMap::new();
         let mut keep = |manifest: &Manifest, reason: &str| {
             kept.entry(manifest.backup.id.clone()).or_default().push(reason.to_owned());
@@ -155,6 +160,13 @@ impl Keep {
                         keep(manifest, name);
                     }
                 }
+            }
+        }
+        let machines: Vec<&Manifest> = manifests.iter().filter(|known| kept.contains_key(&known.backup.id)).collect();
+        for disk in machines.into_iter().flat_map(|machine| &machine.disks) {
+            let reasons = kept.entry(disk.backup.clone()).or_default();
+            if !reasons.iter().any(|reason| reason == "machine") {
+                reasons.push("machine".to_owned());
             }
         }
         let parents: BTreeMap<&String, &String> = manifests
@@ -208,8 +220,10 @@ impl Repository {
             backup: BackupInfo::of(manifest),
             reasons: kept.get(&manifest.backup.id).cloned().unwrap_or_default(),
         };
+        let mut backups: Vec<Judged> = manifests.iter().map(judged).collect();
+        MachineBackupInfo::complete_all(&mut backups, |judged| &mut judged.backup);
         Ok(Pruned {
-            backups: manifests.iter().map(judged).collect(),
+            backups,
             deleted: gone.len() as u64,
             freed: gone.iter().map(Manifest::stored).sum(),
             swept,

@@ -72,15 +72,38 @@ impl Repository {
         progress: &dyn Progress,
     ) -> Result<Created> {
         let _lock = self.lock()?;
-        let manifests = self.manifests()?;
-        let wanted = options.key.map(|key| key.id());
-        if wanted.is_none() && manifests.iter().any(|manifest| manifest.backup.key.is_some()) {
+        self.create_locked(outgoing, disk, full, options, progress)
+    }
+
+    /// Refuses to store data unencrypted by mistake.
+    pub(crate) fn check_key(&self, manifests: &[Manifest], options: CreateOptions<'_>) -> Result<()> {
+        if options.key.is_none() && manifests.iter().any(|manifest| manifest.backup.key.is_some()) {
             let text =
                 format!("the backups in '{}' are encrypted: give the file of their key with --key-file", self.place());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
+        Ok(())
+    }
+
+    /// Whether a disk can be restored from a backup, and all backups of its chain have the same key as the new one.
+    pub(crate) fn is_usable(&self, manifest: &Manifest, options: CreateOptions<'_>) -> bool {
+        let wanted = options.key.map(|key| key.id());
         let same_key = |manifest: &Manifest| manifest.backup.key.as_deref() == wanted;
-        let usable = |manifest: &Manifest| self.chain(manifest.clone()).is_ok_and(|chain| chain.iter().all(same_key));
+        self.chain(manifest.clone()).is_ok_and(|chain| chain.iter().all(same_key))
+    }
+
+    /// As [`Repository::create`]; the caller holds the lock.
+    pub(crate) fn create_locked(
+        &self,
+        outgoing: &Outgoing,
+        disk: &str,
+        full: bool,
+        options: CreateOptions<'_>,
+        progress: &dyn Progress,
+    ) -> Result<Created> {
+        let manifests = self.manifests()?;
+        self.check_key(&manifests, options)?;
+        let usable = |manifest: &Manifest| self.is_usable(manifest, options);
         let with = |point: &str| manifests.iter().rfind(|known| known.backup.point.uuid == point && usable(known));
         if let Some(known) = with(&outgoing.point().uuid).filter(|known| !full || known.backup.parent.is_none()) {
             // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
@@ -94,7 +117,7 @@ impl Repository {
         let parent =
             parent.map(|known| Parent { backup: Some(known.backup.id.clone()), point: known.backup.point.clone() });
         let mut resumed = None;
-        for known in self.unfinished()? {
+        for known in self.unfinished()?.into_iter().filter(|known| known.machine.is_none()) {
             let same = is_same(&known, outgoing, parent.as_ref().map(|parent| &parent.point), options);
             if same && known.parent == parent && resumed.is_none() {
                 resumed = Some(known);
@@ -111,7 +134,7 @@ impl Repository {
             }
             None => {
                 let mut description = describe(outgoing, disk, parent, options)?;
-                description.number = manifests.iter().map(|known| known.backup.number).max().unwrap_or(0) + 1;
+                description.number = next_number(&manifests);
                 self.begin(&description)?;
                 (description, Written::default())
             }
@@ -119,4 +142,9 @@ impl Repository {
         let mut sink = RepositorySink { repository: self, id: &description.id };
         run(outgoing, &description, written, &mut sink, options, progress)
     }
+}
+
+/// The number of the next backup.
+pub(crate) fn next_number(manifests: &[Manifest]) -> u64 {
+    manifests.iter().map(|known| known.backup.number).max().unwrap_or(0) + 1
 }

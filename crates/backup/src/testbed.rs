@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+use crate::machine::{MachineDescription, MachineDisk, MachineFile};
 use crate::manifest::{Description, Manifest, PackRecord, Parent};
 use crate::{Chain, CreateOptions};
 use disk::transfer::{Outgoing, SEGMENT, SnapshotIdentity};
@@ -34,6 +35,7 @@ pub fn manifest(capacity: u64) -> Manifest {
             begun: 1_794_900_060,
             number: 7,
             program: "lamina 0.1.0".into(),
+            machine: None,
         },
         finished: 1_794_900_075,
         data: 33_554_432,
@@ -42,7 +44,35 @@ pub fn manifest(capacity: u64) -> Manifest {
             PackRecord { end: 2, length: 17_563_648, sum: 3_735_928_559 },
             PackRecord { end: 3, length: 1_048_576, sum: 195_948_557 },
         ],
+        disks: Vec::new(),
     }
+}
+
+/// The manifest of a machine that the format page shows.
+pub fn machine_manifest() -> Manifest {
+    let mut manifest = manifest(541_484);
+    let file = |name: &str, length| MachineFile { name: name.into(), length };
+    manifest.backup = Description {
+        id: "0f0e0d0c-0b0a-4908-8706-050403020107".into(),
+        disk: "web".into(),
+        parent: None,
+        number: 9,
+        machine: Some(MachineDescription {
+            uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".into(),
+            consistency: "quiesced".into(),
+            files: vec![file("machine.toml", 812), file("nvram", 540_672)],
+        }),
+        ..manifest.backup
+    };
+    manifest.data = 544_768;
+    manifest.zeros = 0;
+    manifest.packs = vec![PackRecord { end: 1, length: 3120, sum: 3_405_691_582 }];
+    let disk = |disk: &str, last: u8| MachineDisk {
+        disk: disk.into(),
+        backup: format!("0f0e0d0c-0b0a-4908-8706-0504030201{last:02}"),
+    };
+    manifest.disks = vec![disk("größe", 1), disk("daten", 6)];
+    manifest
 }
 
 /// Packs of little more than a segment, so that a small disk has several.

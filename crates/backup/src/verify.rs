@@ -48,8 +48,7 @@ fn is_damage(error: &Error) -> bool {
 }
 
 impl Repository {
-    /// Verifies backups, named as in [`Repository::find`], with all backups on which they are based; without names, all
-    /// backups.
+    /// Verifies backups, named as in [`Repository::find`], with all backups that they need; without names, all backups.
     ///
     /// # Errors
     /// `Invalid` without the key of an encrypted backup.
@@ -65,7 +64,7 @@ impl Repository {
             for found in self.found()? {
                 match found.manifest {
                     Ok(manifest) => {
-                        if let Err(error) = self.chain(manifest.clone()) {
+                        if let Err(error) = self.whole(manifest.clone()) {
                             verified.problems.push(error.to_string());
                         }
                         add(manifest);
@@ -77,8 +76,8 @@ impl Repository {
         }
         for name in which {
             let manifest = self.find(name)?;
-            match self.chain(manifest.clone()) {
-                Ok(chain) => chain.into_iter().for_each(&mut add),
+            match self.whole(manifest.clone()) {
+                Ok(whole) => whole.into_iter().for_each(&mut add),
                 Err(error) if is_damage(&error) => {
                     verified.problems.push(error.to_string());
                     add(manifest);

@@ -40,10 +40,11 @@ pub mod uri;
 pub use dispatch::claims::{refuse_left, refuse_to_replace};
 pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, Cloned, ClonedMachine, DiskRequest,
-    Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo, JobRequest, JobState, LabelRequest,
-    MachineActivity, MachineImport, MachineInfo, MachineMemory, MachineNotice, MachineReply, MachineRequest,
-    MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized,
-    ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
+    BackedUpMachine, BackupCreate, BackupMachine, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions,
+    Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo,
+    JobRequest, JobState, LabelRequest, MachineActivity, MachineBackup, MachineImport, MachineInfo, MachineMemory,
+    MachineNotice, MachineReply, MachineRequest, MachineRestore, MachineSnapshot, MachineSummary, MachineVerb,
+    NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, RestoredMachine, ScrubRequest, SendHow,
+    SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

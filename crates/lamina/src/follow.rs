@@ -99,10 +99,11 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Salvage(_) => ("reading", BYTES),
         Request::Send(_) => ("sending", BYTES),
         Request::Backup(request) => match request {
-            BackupRequest::Create(_) => ("backing up", BYTES),
+            BackupRequest::Create(_) | BackupRequest::CreateMachine(_) => ("backing up", BYTES),
             BackupRequest::Verify { .. } => ("verifying", BYTES),
             BackupRequest::Restore(_) => ("restoring", BYTES),
             BackupRequest::Key { .. }
+            | BackupRequest::PrepareMachine { .. }
             | BackupRequest::List { .. }
             | BackupRequest::Delete { .. }
             | BackupRequest::Prune { .. } => return None,
@@ -116,6 +117,8 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
             MachineVerb::Clone { .. } => ("cloning", THINGS),
             MachineVerb::Send { .. } => ("sending", BYTES),
             MachineVerb::Export { .. } => ("exporting", BYTES),
+            MachineVerb::BackUp(_) => ("backing up", BYTES),
+            MachineVerb::Restore(_) => ("restoring", BYTES),
             MachineVerb::Import(_) => ("importing", BYTES),
             _ => return None,
         },

@@ -307,6 +307,8 @@ fn is_interruptible(request: &Request) -> bool {
                     | MachineVerb::Send { .. }
                     | MachineVerb::Import(_)
                     | MachineVerb::Export { .. }
+                    | MachineVerb::BackUp(_)
+                    | MachineVerb::Restore(_)
             )
         }
         _ => true,

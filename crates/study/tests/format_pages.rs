@@ -39,6 +39,7 @@ const EVENTS: (&str, &str) = ("docs/protocol/control.md", "Events");
 const INTENT: (&str, &str) = ("docs/format/migration-intent.md", "");
 const RECEPTION: (&str, &str) = ("docs/format/reception.md", "");
 const BACKUP: (&str, &str) = ("docs/format/backup.md", "Records");
+const MACHINE_BACKUP: (&str, &str) = ("docs/format/backup.md", "Backup of a machine");
 const PACK: (&str, &str) = ("docs/format/backup.md", "Pack");
 const GROUP: (&str, &str) = ("docs/format/snapshot-group.md", "");
 const CLIENTS: (&str, &str) = ("docs/format/clients.md", "");
@@ -143,6 +144,9 @@ const ITEMS: &[Item] = &[
     item("crates/control/src/message/backup.rs", "BackupPlace", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupCreate", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupRestore", REQUESTS, &[]),
+    item("crates/control/src/message/backup.rs", "BackupMachine", REQUESTS, &[]),
+    item("crates/backup/src/machine.rs", "MachinePoint", REQUESTS, &[]),
+    item("crates/backup/src/machine.rs", "MachineContent", REQUESTS, &[]),
     item("crates/control/src/message/job.rs", "JobRequest", REQUESTS, &[]),
     item("crates/control/src/message/job.rs", "JobState", JOBS, &[]),
     item("crates/control/src/message/job.rs", "JobInfo", JOBS, &[]),
@@ -166,6 +170,9 @@ const ITEMS: &[Item] = &[
     item("crates/backup/src/manifest.rs", "PackRecord", BACKUP, &[]),
     item("crates/backup/src/manifest.rs", "Manifest", BACKUP, &[]),
     item("crates/backup/src/readers.rs", "ReaderRecord", BACKUP, &[]),
+    item("crates/backup/src/machine.rs", "MachineDescription", MACHINE_BACKUP, &[]),
+    item("crates/backup/src/machine.rs", "MachineFile", MACHINE_BACKUP, &[]),
+    item("crates/backup/src/machine.rs", "MachineDisk", MACHINE_BACKUP, &[]),
     item("crates/disk/src/migrate/live_source.rs", "LiveSourceRecord", LAYERS, &[]),
     item(
         "crates/backup/src/pack.rs",

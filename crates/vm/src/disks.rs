@@ -91,6 +91,10 @@ pub trait Disks: Send + Sync {
     /// snapshots, unless `promote` hands these snapshots over to the clones.
     fn delete(&self, disk: &str, promote: bool) -> Result<()>;
 
+    /// Deletes what interrupted restores of disks have left: (disk, time from which on the restore began, in seconds
+    /// since 1970). Disks that exist are not affected.
+    fn forget_restores(&self, disks: &[(String, u64)]) -> Result<()>;
+
     /// Waits until the server has finished all requests of closed connections, so that none of them creates or deletes
     /// a disk afterwards.
     fn settle(&self) -> Result<()>;

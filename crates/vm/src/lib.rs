@@ -22,6 +22,7 @@
 //! personality  giving a copy of a running guest its own identity
 //! clone        clones of every kind
 //! import       machines of other programs
+//! backup       the files of a machine for a backup, and machines that are restored
 //! resize       growing a disk while its machine runs
 //! edit         changing a machine, also its name
 //! media        images in CD-ROM drives
@@ -41,6 +42,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agent;
+pub mod backup;
 mod busy;
 pub mod clone;
 pub mod definition;

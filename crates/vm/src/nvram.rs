@@ -10,7 +10,7 @@ use crate::durable;
 use crate::machine::remove_if_there;
 use crate::qemu::firmware::{Uefi, find};
 use backend::regular;
-use error::{Error, Result};
+use error::{Error, ErrorKind, Result};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -61,6 +61,19 @@ pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
         true => keep(&file(from), to),
         false => Ok(()),
     }
+}
+
+/// The UEFI variables in a folder; `None` if it has none.
+pub(crate) fn read(folder: &Path) -> Result<Option<Vec<u8>>> {
+    match regular::read_own(&file(folder), LENGTH_MAX, "file of UEFI variables") {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        bytes => bytes.map(Some),
+    }
+}
+
+/// Writes the UEFI variables of a folder, durably.
+pub(crate) fn write(folder: &Path, variables: &[u8]) -> Result<()> {
+    durable::write(&file(folder), variables)
 }
 
 /// Replaces the UEFI variables of a machine by the variables of a snapshot.

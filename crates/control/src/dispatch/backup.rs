@@ -2,6 +2,8 @@
 //! so that an interrupted backup can continue and the next backup can be an increment. The snapshot is deleted when the
 //! next backup of the disk's current state is complete.
 
+mod machine;
+
 use super::{Service, Watch, claims, stream};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
@@ -22,7 +24,8 @@ fn invalid(text: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
 
-fn repository(place: &BackupPlace) -> Result<Repository> {
+/// The repository at a place.
+pub(super) fn repository(place: &BackupPlace) -> Result<Repository> {
     match place {
         BackupPlace::Folder(path) => Repository::open(Arc::new(Folder::open(path)?)),
         BackupPlace::File(path) => {
@@ -33,7 +36,7 @@ fn repository(place: &BackupPlace) -> Result<Repository> {
 }
 
 /// The key in a file.
-fn read_key(path: Option<&Path>) -> Result<Option<Arc<Key>>> {
+pub(super) fn read_key(path: Option<&Path>) -> Result<Option<Arc<Key>>> {
     path.map(|path| Key::read(path).map(Arc::new)).transpose()
 }
 
@@ -58,7 +61,10 @@ pub fn alone(request: BackupRequest, watch: &dyn Watch) -> Result<Reply> {
         BackupRequest::Prune { place, keep, dry_run } => {
             Ok(Reply::Pruned(Box::new(repository(&place)?.prune(&keep, dry_run)?)))
         }
-        BackupRequest::Create(_) | BackupRequest::Restore(_) => Err(super::needs_datastore()),
+        BackupRequest::Create(_)
+        | BackupRequest::Restore(_)
+        | BackupRequest::PrepareMachine { .. }
+        | BackupRequest::CreateMachine(_) => Err(super::needs_datastore()),
     }
 }
 
@@ -79,6 +85,10 @@ fn delete(repository: &Repository, names: &[String], force: bool) -> Result<Repl
             manifests.push(manifest);
         }
     }
+    let manifests = repository.with_disks(manifests)?;
+    if force {
+        repository.forget_readers(&|read| manifests.iter().any(|manifest| manifest.backup.id == read))?;
+    }
     repository.delete(&manifests)?;
     repository.sweep()?;
     Ok(Reply::Deleted(names.join(", ")))
@@ -92,6 +102,8 @@ pub fn dispatch(service: &Service, request: BackupRequest, watch: &dyn Watch) ->
             let creating = Creating { service, datastore: &service.datastore, create: &create, key, progress: watch };
             creating.run().map(|created| Reply::BackedUp(Box::new(created)))
         }
+        BackupRequest::PrepareMachine { place, uuid } => machine::prepare(&place, &uuid),
+        BackupRequest::CreateMachine(create) => machine::create(service, &create, watch),
         BackupRequest::Restore(restore) => {
             if restore.update {
                 // The disk may have the name already, and no name is reserved then.

@@ -94,6 +94,8 @@ fn of_backup(request: &BackupRequest) -> Vec<Change> {
         }
         BackupRequest::Restore(restore) => vec![Change::DiskCreated { disk: restore.name.clone(), origin: None }],
         BackupRequest::Create(_)
+        | BackupRequest::CreateMachine(_)
+        | BackupRequest::PrepareMachine { .. }
         | BackupRequest::Key { .. }
         | BackupRequest::List { .. }
         | BackupRequest::Verify { .. }

@@ -109,7 +109,8 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
 fn backup(request: &BackupRequest) -> Option<(&'static str, String)> {
     let several = |all: &[String]| names(all.iter().map(String::as_str));
     Some(match request {
-        BackupRequest::List { .. } | BackupRequest::Key { .. } => return None,
+        BackupRequest::List { .. } | BackupRequest::Key { .. } | BackupRequest::PrepareMachine { .. } => return None,
+        BackupRequest::CreateMachine(create) => ("vm backup create", create.point.machine.clone()),
         BackupRequest::Create(create) => ("backup create", create.disk.clone()),
         BackupRequest::Restore(restore) => ("backup restore", restore.name.clone()),
         BackupRequest::Verify { backups, .. } => ("backup verify", several(backups)),
@@ -145,6 +146,8 @@ fn machine(verb: &MachineVerb) -> Option<(&'static str, String)> {
         MachineVerb::Edit { name, .. } => ("vm edit", name.clone()),
         MachineVerb::Rename { name, .. } => ("vm rename", name.clone()),
         MachineVerb::Export { source, .. } => ("vm export", source.machine.clone()),
+        MachineVerb::BackUp(backup) => ("vm backup create", backup.source.machine.clone()),
+        MachineVerb::Restore(restore) => ("vm backup restore", restore.name.clone()),
         MachineVerb::Start { names, .. } => ("vm start", several(names)),
         MachineVerb::Stop { names, .. } => ("vm stop", several(names)),
         MachineVerb::Pause { names } => ("vm pause", several(names)),

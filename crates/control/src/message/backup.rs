@@ -1,6 +1,6 @@
 //! Requests about backups.
 
-use backup::Keep;
+use backup::{Keep, MachinePoint};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -38,6 +38,26 @@ pub struct BackupCreate {
     pub rate: u64,
 }
 
+/// A backup of a machine to make, by the process that has the machine's disks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackupMachine {
+    /// The machine at a snapshot, with its files.
+    pub point: MachinePoint,
+    /// The machine's disks, each with the name of its snapshot.
+    pub disks: Vec<(String, String)>,
+    /// The repository.
+    pub place: BackupPlace,
+    /// Whether the backups of the disks have all data although they could be based on other backups.
+    pub full: bool,
+    /// Level of compression.
+    pub level: i32,
+    /// The file of the key with which data is encrypted.
+    pub key: Option<PathBuf>,
+    /// Limit in bytes per second; 0 for none.
+    pub rate: u64,
+}
+
 /// A backup to restore.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -66,6 +86,16 @@ pub struct BackupRestore {
 pub enum BackupRequest {
     /// Back up a snapshot.
     Create(BackupCreate),
+    /// Make a repository for the backups of a machine, if it is missing, and return its identity and which backups of
+    /// the machine were interrupted.
+    PrepareMachine {
+        /// The repository.
+        place: BackupPlace,
+        /// The machine's UUID.
+        uuid: String,
+    },
+    /// Back up a machine.
+    CreateMachine(Box<BackupMachine>),
     /// Make a key for encrypting backups.
     Key {
         /// The new file.
@@ -111,7 +141,7 @@ pub enum BackupRequest {
 impl BackupRequest {
     /// Whether the request needs an open datastore.
     pub fn needs_datastore(&self) -> bool {
-        matches!(self, Self::Create(_) | Self::Restore(_))
+        matches!(self, Self::Create(_) | Self::Restore(_) | Self::PrepareMachine { .. } | Self::CreateMachine(_))
     }
 
     /// Where the backups are; `None` for a request without backups.
@@ -119,8 +149,10 @@ impl BackupRequest {
         Some(match self {
             Self::Key { .. } => return None,
             Self::Create(create) => &create.place,
+            Self::CreateMachine(create) => &create.place,
             Self::Restore(restore) => &restore.place,
             Self::List { place }
+            | Self::PrepareMachine { place, .. }
             | Self::Verify { place, .. }
             | Self::Delete { place, .. }
             | Self::Prune { place, .. } => place,
@@ -132,8 +164,10 @@ impl BackupRequest {
         Some(match self {
             Self::Key { .. } => return None,
             Self::Create(create) => &mut create.place,
+            Self::CreateMachine(create) => &mut create.place,
             Self::Restore(restore) => &mut restore.place,
             Self::List { place }
+            | Self::PrepareMachine { place, .. }
             | Self::Verify { place, .. }
             | Self::Delete { place, .. }
             | Self::Prune { place, .. } => place,

@@ -5,6 +5,7 @@
 //! socket; only the resulting requests about disks are sent over it.
 
 use super::line::Failure;
+use super::machine_backup::{BackedUpMachine, MachineBackup, MachineRestore, RestoredMachine};
 use super::send::SendHow;
 use replication::Sent;
 use serde::{Deserialize, Serialize};
@@ -71,6 +72,10 @@ pub enum MachineVerb {
         /// Limit in bytes per second; 0 for none.
         rate: u64,
     },
+    /// Back up a machine to a repository.
+    BackUp(MachineBackup),
+    /// Restore a machine from a repository.
+    Restore(MachineRestore),
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
@@ -307,6 +312,8 @@ impl MachineVerb {
             | Self::Edit { .. }
             | Self::Rename { .. }
             | Self::Export { .. }
+            | Self::BackUp(_)
+            | Self::Restore(_)
             | Self::Start { .. }
             | Self::Stop { .. }
             | Self::Pause { .. }
@@ -358,6 +365,10 @@ pub enum MachineReply {
         /// Differences between the archive and the machine.
         notes: Vec<Note>,
     },
+    /// Reply to `BackUp`.
+    BackedUp(Box<BackedUpMachine>),
+    /// Reply to `Restore`.
+    Restored(Box<RestoredMachine>),
     /// Reply to operations on several machines.
     Each {
         /// Machines on which the operation succeeded.

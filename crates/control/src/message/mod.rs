@@ -9,12 +9,13 @@ mod job;
 mod label;
 mod line;
 mod machine;
+mod machine_backup;
 mod reply;
 mod scrub;
 mod send;
 mod snapshot;
 
-pub use backup::{BackupCreate, BackupPlace, BackupRequest, BackupRestore};
+pub use backup::{BackupCreate, BackupMachine, BackupPlace, BackupRequest, BackupRestore};
 pub use disk::{DiskRequest, Reconnect};
 pub use event::{Change, Event};
 pub use image::ImageRequest;
@@ -27,6 +28,7 @@ pub use machine::{
     CloneOptions, Cloned, ClonedMachine, ImportedMachine, MachineActivity, MachineImport, MachineInfo, MachineMemory,
     MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
 };
+pub use machine_backup::{BackedUpMachine, MachineBackup, MachineRestore, RestoredMachine};
 pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
 pub use scrub::ScrubRequest;
 pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
@@ -112,7 +114,10 @@ impl Request {
             | Self::Events => true,
             Self::Machine(request) => request.verb.takes_long(),
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
-            Self::Backup(request) => !matches!(request, BackupRequest::List { .. } | BackupRequest::Key { .. }),
+            Self::Backup(
+                BackupRequest::List { .. } | BackupRequest::Key { .. } | BackupRequest::PrepareMachine { .. },
+            ) => false,
+            Self::Backup(_) => true,
             Self::Image(request) => request.takes_long(),
             Self::Scrub(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),

@@ -1,7 +1,7 @@
 //! Successful replies.
 
 use super::{JobEnd, JobInfo, MachineReply};
-use backup::{BackupInfo, Created, LiveRestored, Pruned, Restored, Verified};
+use backup::{BackupInfo, Created, LiveRestored, MachineCreated, Pruned, Restored, Verified};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
@@ -90,6 +90,15 @@ pub enum Reply {
     Receptions(Vec<ReceptionInfo>),
     /// Reply to `BackupRequest::Create`.
     BackedUp(Box<Created>),
+    /// Reply to `BackupRequest::PrepareMachine`.
+    BackupPrepared {
+        /// Identity of the repository.
+        id: String,
+        /// Names of the snapshots of the machine whose backups were interrupted.
+        unfinished: Vec<String>,
+    },
+    /// Reply to `BackupRequest::CreateMachine`.
+    MachineBackedUp(Box<MachineCreated>),
     /// Reply to `BackupRequest::List`.
     Backups(Vec<BackupInfo>),
     /// Reply to `BackupRequest::Verify`.

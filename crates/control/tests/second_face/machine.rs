@@ -20,6 +20,8 @@ verbs! {
     "vm edit": MachineVerb::Edit { .. },
     "vm rename": MachineVerb::Rename { .. },
     "vm export": MachineVerb::Export { .. },
+    "vm backup create": MachineVerb::BackUp(_),
+    "vm backup restore": MachineVerb::Restore(_),
     "vm start": MachineVerb::Start { .. },
     "vm stop": MachineVerb::Stop { .. },
     "vm pause": MachineVerb::Pause { .. },
@@ -88,6 +90,7 @@ pub fn machines(face: &Face) {
     let command = vec![text("/bin/true")];
     let execute = MachineVerb::Execute { name: text("web"), command, input: Vec::new(), timeout: 1 };
     face.fails(face.machine(execute), ErrorKind::Unsupported);
+    backups(face);
     face.vm(MachineVerb::Freeze { name: text("web") });
     face.vm(MachineVerb::Stop { names: names(), all: false, timeout: None });
     face.vm(MachineVerb::Revert { snapshot: snapshot(), paused: false });
@@ -144,4 +147,59 @@ pub fn machines(face: &Face) {
     };
     let export = ArchiveExport { path: face.beside("web.tar"), machine, disks: vec![text("web")], rate: 0 };
     face.fails(Request::ExportArchive(Box::new(export)), ErrorKind::Invalid);
+}
+
+/// Backs up the machine `web`, and restores it beside itself.
+fn backups(face: &Face) {
+    let place = || BackupPlace::Folder(face.beside("machines"));
+    let backup = |snapshot: Option<&str>| MachineBackup {
+        source: Source { machine: text("web"), snapshot: snapshot.map(text) },
+        place: place(),
+        full: false,
+        quiesce: false,
+        level: 3,
+        key: None,
+        rate: 0,
+    };
+    for snapshot in [Some("s"), None] {
+        let MachineReply::BackedUp(made) = face.vm(MachineVerb::BackUp(backup(snapshot))) else {
+            panic!("unexpected reply")
+        };
+        assert!(!made.created.already && made.quiet.is_some() == snapshot.is_none());
+    }
+    let restore = MachineRestore {
+        place: place(),
+        backup: Some(text("web@s")),
+        name: text("restored"),
+        live: false,
+        start: false,
+        key: None,
+        rate: 0,
+    };
+    let MachineReply::Restored(restored) = face.vm(MachineVerb::Restore(restore)) else { panic!("unexpected reply") };
+    assert!(restored.new_identity && restored.definition.disk_names() == ["restored"]);
+    face.vm(MachineVerb::Delete { names: vec![text("restored")], keep_disks: false, promote: false, force: false });
+    // The snapshot of the current state is deleted, so that only the first one is left.
+    let MachineReply::Snapshots { records, .. } = face.vm(MachineVerb::SnapshotList { name: text("web") }) else {
+        panic!("unexpected reply")
+    };
+    for record in records.into_iter().filter(|record| record.name != "s") {
+        let snapshot = MachineSnapshot { machine: text("web"), name: record.name };
+        face.vm(MachineVerb::SnapshotDelete { snapshot });
+    }
+    // What a machine's backup sends to the process that has the datastore open.
+    let point = backup::MachinePoint {
+        machine: text("lone"),
+        uuid: text("1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11"),
+        snapshot: text("s"),
+        created: 0,
+        consistency: text("stopped"),
+        files: vec![backup::MachineContent { name: text("machine.toml"), content: b"x".to_vec() }],
+    };
+    let request = BackupMachine { point, disks: Vec::new(), place: place(), full: false, level: 3, key: None, rate: 0 };
+    let uuid = request.point.uuid.clone();
+    let prepared = face.done(Request::Backup(BackupRequest::PrepareMachine { place: place(), uuid }));
+    assert!(matches!(prepared, Reply::BackupPrepared { unfinished, .. } if unfinished.is_empty()));
+    let made = face.done(Request::Backup(BackupRequest::CreateMachine(Box::new(request))));
+    assert!(matches!(made, Reply::MachineBackedUp(made) if made.disks.is_empty() && !made.incremental));
 }

@@ -11,10 +11,11 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event, ImageRequest,
-    JobInfo, JobRequest, JobState, LabelRequest, MachineImport, MachineReply, MachineRequest, MachineSnapshot,
-    MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply, Request, ScrubRequest, SendHow,
-    SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target, Watch, dispatch,
+    BackupCreate, BackupMachine, BackupPlace, BackupRequest, BackupRestore, Change, CloneOptions, DiskRequest, Event,
+    ImageRequest, JobInfo, JobRequest, JobState, LabelRequest, MachineBackup, MachineImport, MachineReply,
+    MachineRequest, MachineRestore, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest,
+    Reconnect, Reply, Request, ScrubRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service,
+    Serving, SnapshotRequest, Target, Watch, dispatch,
 };
 use disk::convert::{
     Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
@@ -103,6 +104,8 @@ verbs! {
     "export list": Request::ExportList,
     "send": Request::Send(_),
     "backup create": Request::Backup(BackupRequest::Create(_)),
+    "backup create, of a machine": Request::Backup(BackupRequest::CreateMachine(_)),
+    "backup create, before that of a machine": Request::Backup(BackupRequest::PrepareMachine { .. }),
     "backup key": Request::Backup(BackupRequest::Key { .. }),
     "backup list": Request::Backup(BackupRequest::List { .. }),
     "backup verify": Request::Backup(BackupRequest::Verify { .. }),

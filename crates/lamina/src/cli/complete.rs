@@ -87,7 +87,9 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
         (["snapshot", "create"], _, Some("DISK@SNAPSHOT")) => Some(Named::NewSnapshot),
         (_, _, Some("DISK@SNAPSHOT")) => Some(Named::Snapshot),
         (["vm", "create" | "import"], ..) | (["vm", "rename"], "to", _) => None,
-        (["vm", "clone" | "export"], "source", _) => Some(Named::MachineState),
+        (["vm", "clone" | "export"] | ["vm", "backup", "create"], "source", _) => Some(Named::MachineState),
+        (["vm", "backup", ..], _, Some("BACKUP")) => Some(Named::Backup),
+        (["vm", "backup", ..], ..) => None,
         (["vm", "clone"], ..) => None,
         (["vm", ..], _, Some("VM")) => Some(Named::Machine),
         (["vm", "snapshot", "create"], _, Some("VM@SNAPSHOT")) => Some(Named::NewMachineSnapshot),
@@ -228,8 +230,9 @@ fn backups(words: &[OsString]) -> Option<Vec<String>> {
     for backup in of_command.filter(|word| !word.is_empty()).find_map(|word| backups_in(Path::new(word)))? {
         ids.push(backup.id);
         if backup.finished.is_some() {
-            others.insert(format!("{}@{}", backup.disk, backup.snapshot));
-            others.insert(backup.disk);
+            let prefix = if backup.machine.is_some() { "machine:" } else { "" };
+            others.insert(format!("{prefix}{}@{}", backup.disk, backup.snapshot));
+            others.insert(format!("{prefix}{}", backup.disk));
         }
     }
     ids.extend(others);
@@ -353,6 +356,8 @@ mod tests {
         assert_eq!(of("vm snapshot create"), [Named::NewMachineSnapshot]);
         assert_eq!(of("vm clone"), [Named::MachineState]);
         assert_eq!(of("vm export"), [Named::MachineState]);
+        assert_eq!(of("vm backup create"), [Named::MachineState]);
+        assert_eq!(of("vm backup restore"), [Named::Backup]);
         assert_eq!(of("backup create"), [Named::State]);
         assert_eq!((of("job wait"), of("job list")), (vec![Named::Job], Vec::new()));
     }

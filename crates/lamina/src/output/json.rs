@@ -63,6 +63,8 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Exports(exports) => json!({ "exports": exports }),
         Reply::Sent(sent) => json!(sent),
         Reply::BackedUp(created) => json!(created),
+        Reply::BackupPrepared { id, unfinished } => json!({ "id": id, "unfinished": unfinished }),
+        Reply::MachineBackedUp(created) => json!(created),
         Reply::Backups(backups) => json!({ "backups": backups }),
         Reply::Verified(verified) => json!(verified),
         Reply::Restored(restored) => json!(restored),

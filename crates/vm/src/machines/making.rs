@@ -179,8 +179,18 @@ pub(super) fn take_away(
     // One query lists the disks for all machines.
     let (there, begun) = match (&selection, left.iter().any(|machine| !machine.disks.is_empty())) {
         (DiskSelection::MadeSinceBegun, true) => (disks.all()?, Intent::read_begun(folder)?),
+        (DiskSelection::Made(_), true) => (BTreeMap::new(), Intent::read_begun(folder)?),
         _ => (BTreeMap::new(), None),
     };
+    if let Some(lines) = begun.as_deref() {
+        // A disk is restored hidden, and exists once it is complete.
+        let names = left.iter().flat_map(|machine| &machine.disks).map(|disk| &disk.name);
+        let restores = names.filter_map(|name| Some((name.clone(), intent.disk_begun(name, Some(lines))?)));
+        let restores: Vec<(String, u64)> = restores.collect();
+        if !restores.is_empty() {
+            disks.forget_restores(&restores)?;
+        }
+    }
     let is_left = |disk: &OwnDisk| {
         let since = intent.disk_begun(&disk.name, begun.as_deref());
         there.get(&disk.name).zip(since).is_some_and(|(facts, since)| is_ours(disk, facts, since))

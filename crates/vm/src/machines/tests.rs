@@ -13,11 +13,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
 mod left;
+mod restored;
 
 /// Simulated disks: their names, with the snapshots on which they are based, whether clients have snapshots open, what
-/// happens before all disks are listed the next time, and whether requests of killed commands are still running.
+/// happens before all disks are listed the next time, whether requests of killed commands are still running, and the
+/// disks whose interrupted restores were deleted.
 #[derive(Default)]
-struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool, Mutex<Option<Event>>, AtomicBool);
+struct Names(Mutex<BTreeMap<String, Facts>>, AtomicBool, Mutex<Option<Event>>, AtomicBool, Mutex<Vec<(String, u64)>>);
 
 type Event = Box<dyn FnOnce() + Send>;
 
@@ -57,6 +59,10 @@ impl Disks for Names {
     }
     fn import(&self, disk: &str, _: &Content, _: &How, _: &dyn Progress) -> Result<()> {
         self.add(disk, None);
+        Ok(())
+    }
+    fn forget_restores(&self, disks: &[(String, u64)]) -> Result<()> {
+        self.4.lock().extend_from_slice(disks);
         Ok(())
     }
     fn snapshot(&self, _: &[(String, String)]) -> Result<()> {

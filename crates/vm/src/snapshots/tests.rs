@@ -90,6 +90,9 @@ impl Disks for Taken {
     fn delete(&self, _: &str, _: bool) -> Result<()> {
         Ok(())
     }
+    fn forget_restores(&self, _: &[(String, u64)]) -> Result<()> {
+        Ok(())
+    }
     fn settle(&self) -> Result<()> {
         Ok(())
     }

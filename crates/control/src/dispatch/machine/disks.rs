@@ -1,7 +1,7 @@
 //! The disks of machines: requests about them to the datastore, which is open in this process or in its server.
 
 use crate::dispatch::{Part, Target, Watch, dispatch};
-use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
+use crate::message::{DiskRequest, ImageRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of, member_capacity};
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DiskFormat, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SettingsChange, SnapshotOptions};
@@ -26,7 +26,7 @@ pub fn disks(target: Target) -> Arc<dyn Disks> {
 // Requests about disks of a machine use `force`: the machine's processes have ended, so that none of them reconnects.
 
 /// Passes the progress of a copy on to the progress of the machine's operation.
-struct Copy<'a>(&'a dyn Progress);
+pub(super) struct Copy<'a>(pub &'a dyn Progress);
 
 impl Progress for Copy<'_> {
     fn update(&self, done: u64, total: u64) {
@@ -209,6 +209,21 @@ impl Disks for Bound {
 
     fn delete(&self, disk: &str, promote: bool) -> Result<()> {
         self.ask(Request::Disk(DiskRequest::Delete { name: disk.to_owned(), promote, force: true })).map(drop)
+    }
+
+    fn forget_restores(&self, disks: &[(String, u64)]) -> Result<()> {
+        let all = match self.ask(Request::Receive(ReceiveRequest::List))? {
+            Reply::Receptions(all) => all,
+            other => return Err(unexpected(&other)),
+        };
+        for one in all.into_iter().filter(|one| !one.active && !one.machine) {
+            let [name] = &one.disks[..] else { continue };
+            // Times are rounded to seconds.
+            if disks.iter().any(|(disk, since)| disk == name && one.begun + 1 >= *since) {
+                self.ask(Request::Receive(ReceiveRequest::Delete { id: one.id.clone() }))?;
+            }
+        }
+        Ok(())
     }
 
     fn settle(&self) -> Result<()> {

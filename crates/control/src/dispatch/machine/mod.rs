@@ -3,6 +3,7 @@
 //!
 //! Every operation begins with recovery, which undoes or completes the work of killed processes.
 
+mod backup;
 mod clone;
 mod disks;
 mod export;
@@ -64,6 +65,8 @@ impl Work<'_> {
             MachineVerb::Create(new) => create(host, &new).map(Box::new).map(MachineReply::Created),
             MachineVerb::Import(request) => import::run(host, &request, self.watch),
             MachineVerb::Export { source, path, rate } => self.export(&source, path, rate),
+            MachineVerb::BackUp(request) => self.back_up(&request),
+            MachineVerb::Restore(request) => self.restore(&request),
             MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
                 vm::edit::edit(&host.change(&name)?, host, &edit).map(Box::new).map(MachineReply::Edited)

@@ -50,7 +50,7 @@ impl FromStr for PlaceAddress {
 impl PlaceAddress {
     /// The place with an absolute path, because the server has another working directory. The path of a stream is empty
     /// until the program has a socket for it.
-    fn place(&self) -> Result<BackupPlace, String> {
+    pub fn place(&self) -> Result<BackupPlace, String> {
         Ok(match self {
             Self::Stream => BackupPlace::Process(PathBuf::new()),
             Self::File(path) => BackupPlace::File(absolute(path)?),
@@ -66,7 +66,7 @@ fn folder(path: &Path) -> Result<BackupPlace, String> {
     })
 }
 
-/// Back up snapshots to a folder, a file or a pipe, and restore them.
+/// Back up snapshots of disks to a folder, a file or a pipe, and restore them. 'lamina vm backup' does so for machines.
 #[derive(Debug, Subcommand)]
 pub enum BackupCommand {
     /// Back up a snapshot of a disk. An interrupted backup continues when the command is repeated.
@@ -111,7 +111,8 @@ pub enum BackupCommand {
         /// The folder of a repository, or file:PATH.
         #[arg(value_name = "TARGET")]
         target: PlaceAddress,
-        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT. Default: all.
+        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT; machine:VM or
+        /// machine:VM@SNAPSHOT for a machine with its disks. Default: all.
         #[arg(value_name = "BACKUP")]
         backups: Vec<String>,
         /// The key of encrypted backups.
@@ -144,12 +145,13 @@ pub enum BackupCommand {
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
     },
-    /// Delete backups of a repository. Refused if other backups are based on them.
+    /// Delete backups of a repository. Refused if other backups are based on them, or a machine's backup needs them.
     Delete {
         /// The folder of the repository.
         #[arg(value_name = "REPOSITORY")]
         repository: PathBuf,
-        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT.
+        /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT; machine:VM or
+        /// machine:VM@SNAPSHOT for a machine, with the backups of its disks that were made for it.
         #[arg(value_name = "BACKUP", required = true)]
         backups: Vec<String>,
         /// Delete also backups from which a disk is being restored with --live: blocks of that disk that have not
@@ -157,13 +159,14 @@ pub enum BackupCommand {
         #[arg(long)]
         force: bool,
     },
-    /// Delete the backups of a repository that rules do not keep. A backup on which a kept backup is based is kept too.
+    /// Delete the backups of a repository that rules do not keep. A backup that a kept backup needs is kept too.
     Prune {
         /// The folder of the repository.
         #[arg(value_name = "REPOSITORY")]
         repository: PathBuf,
-        /// The rules, for each disk: how many of the newest backups (last), and of how many hours, days, weeks, months
-        /// and years the newest backup (hourly, daily, weekly, monthly, yearly); such as daily=7,weekly=4.
+        /// The rules, for each disk and machine: how many of the newest backups (last), and of how many hours, days,
+        /// weeks, months and years the newest backup (hourly, daily, weekly, monthly, yearly); such as
+        /// daily=7,weekly=4.
         #[arg(long, value_name = "RULES", required = true)]
         keep: Keep,
         /// Show what would be deleted, and delete nothing.

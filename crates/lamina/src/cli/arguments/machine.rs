@@ -1,5 +1,6 @@
 //! Arguments of the commands about machines.
 
+use super::machine_backup::VmBackupCommand;
 use super::machine_create::VmCreate;
 use super::machine_edit::VmEdit;
 use super::machine_import::VmImport;
@@ -29,7 +30,7 @@ fn parse_seconds(text: &str) -> Result<u64, String> {
 }
 
 /// Parses a machine or a snapshot of one: `VM` or `VM@SNAPSHOT`.
-fn parse_source(text: &str) -> Result<Source, String> {
+pub fn parse_source(text: &str) -> Result<Source, String> {
     let Some((machine, snapshot)) = text.split_once('@') else {
         return Ok(Source { machine: parse_machine(text)?, snapshot: None });
     };
@@ -114,6 +115,9 @@ pub enum VmCommand {
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
+    /// Back up machines to a repository, and restore them. 'lamina backup' lists, verifies and deletes the backups.
+    #[command(subcommand)]
+    Backup(VmBackupCommand),
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
@@ -267,6 +271,7 @@ impl VmCommand {
             Self::Export { source, path, rate } => {
                 MachineVerb::Export { source: source.clone(), path: absolute(path)?, rate: *rate }
             }
+            Self::Backup(command) => command.verb()?,
             Self::Edit(edit) => edit.verb()?,
             Self::Rename { name, to } => MachineVerb::Rename { name: name.clone(), to: to.clone() },
             Self::Start { names, autostart, paused } => {

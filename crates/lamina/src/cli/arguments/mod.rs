@@ -8,6 +8,7 @@ mod image;
 mod job;
 mod label;
 mod machine;
+mod machine_backup;
 mod machine_create;
 mod machine_devices;
 mod machine_edit;

@@ -23,6 +23,23 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
         MachineReply::Exported { machine, archive, capacity, notes } => json!({
             "name": machine, "archive": archive, "capacity": capacity, "notes": notes,
         }),
+        MachineReply::BackedUp(done) => {
+            let mut value = json!(done.created);
+            value["remark"] = json!(done.quiet);
+            value
+        }
+        MachineReply::Restored(restored) => {
+            let mut value = definition(&restored.definition);
+            value["backup"] = json!(restored.id);
+            value["source"] = json!(restored.source);
+            value["data"] = json!(restored.data);
+            value["new_identity"] = json!(restored.new_identity);
+            value["ejected"] = json!(restored.ejected);
+            value["live"] = json!(restored.live);
+            value["started"] = json!(restored.started);
+            value["seconds"] = json!(restored.seconds);
+            value
+        }
         MachineReply::Each { done, failed } => json!({ words::done(verb): done, "failed": failures(failed) }),
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {

@@ -30,6 +30,8 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
             writeln!(out, "wrote machine {machine} to '{}'", archive.display())?;
             import::print_notes(out, notes)
         }
+        MachineReply::BackedUp(done) => super::backup::print_machine(out, &done.created, done.quiet.as_deref()),
+        MachineReply::Restored(restored) => super::backup::print_restored_machine(out, restored),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
         MachineReply::Machine(info) => print_one(out, info, matches!(verb, MachineVerb::Show { children: true, .. })),

@@ -76,6 +76,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
             None => job::print(out, &end.job),
         },
         Reply::BackedUp(created) => backup::print_created(out, created),
+        Reply::BackupPrepared { id, .. } => writeln!(out, "{id}"),
+        Reply::MachineBackedUp(created) => backup::print_machine(out, created, None),
         Reply::Backups(backups) => backup::print_all(out, backups),
         Reply::Verified(verified) => backup::print_verified(out, verified),
         Reply::Restored(restored) => backup::print_restored(out, restored),

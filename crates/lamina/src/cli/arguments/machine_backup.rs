@@ -1,0 +1,111 @@
+//! Arguments of the commands about backups of machines.
+
+use super::backup::PlaceAddress;
+use super::machine::{parse_machine, parse_source};
+use crate::cli::address::absolute;
+use crate::cli::size::parse_size;
+use backup::{LEVEL_DEFAULT, LEVEL_MAX};
+use clap::Subcommand;
+use control::{BackupPlace, MachineBackup, MachineRestore, MachineVerb};
+use std::path::{Path, PathBuf};
+use vm::clone::Source;
+
+/// Verbs of the backups of machines. Those that need no machine are verbs of `lamina backup`.
+#[derive(Debug, Subcommand)]
+pub enum VmBackupCommand {
+    /// Back up a machine as one: its definition, its UEFI variables, and all disks at one snapshot. An interrupted
+    /// backup continues when the command is repeated.
+    Create {
+        /// VM@SNAPSHOT; or VM to take a snapshot of the current state, which is kept for the next backup.
+        #[arg(value_name = "SOURCE", value_parser = parse_source)]
+        source: Source,
+        /// The folder of a repository, created if it is missing.
+        #[arg(value_name = "REPOSITORY")]
+        target: PlaceAddress,
+        /// Store all data of the disks, also if the repository has backups on which these can be based.
+        #[arg(long)]
+        full: bool,
+        /// Freeze the guest's file systems through its agent while a snapshot is taken, if the agent answers.
+        #[arg(long)]
+        quiesce: bool,
+        /// Level of the compression by zstd.
+        #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
+            value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
+        level: i32,
+        /// Limit of bytes read per second, such as 100M. 0 is no limit.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+        /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+    /// Restore a machine with its disks. It gets a new UUID and new MAC addresses if a machine has those of the backup.
+    Restore {
+        /// The folder of the repository.
+        #[arg(value_name = "REPOSITORY")]
+        source: PlaceAddress,
+        /// Name of the restored machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// The backup: an id or its beginning, VM for its newest backup, or VM@SNAPSHOT. Default: the newest backup of
+        /// the machine with the same name as the restored machine.
+        #[arg(long, value_name = "BACKUP")]
+        backup: Option<String>,
+        /// Make the disks usable at once. What has not arrived yet is read from the backup, and the server of the
+        /// datastore copies it meanwhile.
+        #[arg(long)]
+        live: bool,
+        /// Start the machine.
+        #[arg(long)]
+        start: bool,
+        /// Limit of bytes written per second for each disk, such as 100M. 0 is no limit.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+        /// The key of an encrypted backup.
+        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+        key_file: Option<PathBuf>,
+    },
+}
+
+fn repository(address: &PlaceAddress) -> Result<BackupPlace, String> {
+    match address {
+        PlaceAddress::Stream | PlaceAddress::File(_) => {
+            Err("a machine has several backups, which only a repository has: give the folder of one".into())
+        }
+        address => address.place(),
+    }
+}
+
+impl VmBackupCommand {
+    /// The request.
+    pub fn verb(&self) -> Result<MachineVerb, String> {
+        let key = |path: &Option<PathBuf>| path.as_deref().map(|path: &Path| absolute(path)).transpose();
+        Ok(match self {
+            Self::Create { source, target, full, quiesce, level, rate, key_file } => {
+                if *quiesce && source.snapshot.is_some() {
+                    return Err("--quiesce is for a snapshot that is taken now: give VM without a snapshot".into());
+                }
+                MachineVerb::BackUp(MachineBackup {
+                    source: source.clone(),
+                    place: repository(target)?,
+                    full: *full,
+                    quiesce: *quiesce,
+                    level: *level,
+                    rate: *rate,
+                    key: key(key_file)?,
+                })
+            }
+            Self::Restore { source, name, backup, live, start, rate, key_file } => {
+                MachineVerb::Restore(MachineRestore {
+                    place: repository(source)?,
+                    backup: backup.clone(),
+                    name: name.clone(),
+                    live: *live,
+                    start: *start,
+                    rate: *rate,
+                    key: key(key_file)?,
+                })
+            }
+        })
+    }
+}
