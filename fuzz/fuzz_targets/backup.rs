@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use backup::{Description, HEAD, Head, Manifest, ReaderRecord, unpack, verify_stream};
+use backup::{Description, HEAD, Head, LockRecord, Manifest, ReaderRecord, unpack, verify_stream};
 use checksums::checksum;
 use disk::NoProgress;
 use lamina_fuzz::Input;
@@ -22,6 +22,10 @@ fuzz_target!(|data: &[u8]| {
             if let Ok(description) = Description::decode(input.0) {
                 let bytes = description.encode().expect("a decoded record can be encoded");
                 assert_eq!(Description::decode(&bytes).expect("an encoded record can be decoded"), description);
+            }
+            if let Ok(lock) = LockRecord::decode(input.0) {
+                let bytes = lock.encode().expect("a decoded record can be encoded");
+                assert_eq!(LockRecord::decode(&bytes).expect("an encoded record can be decoded"), lock);
             }
             if let Ok(reader) = ReaderRecord::decode(input.0) {
                 let bytes = reader.encode().expect("a decoded record can be encoded");

@@ -36,6 +36,8 @@ pub mod owner;
 pub mod pagemap;
 pub mod portable;
 pub mod private;
+#[cfg(target_os = "linux")]
+pub mod process;
 mod queue;
 pub mod random;
 mod readiness;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  create     reads a snapshot, or its differences from another, into packs
-//!     |-- stored     a repository: each pack is an object     (repository, objects)
+//!     |-- stored     a repository: each pack is an object     (repository, objects: in a folder, bucket: of a server)
 //!     `-- stream     one sequence of bytes
 //!  machine    the backup of a machine: its files, and the backups of its disks
 //!  level      one backup that is read, pack by pack
@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bucket;
 mod chain;
 mod create;
 mod level;
@@ -31,6 +32,7 @@ mod machine;
 mod manifest;
 mod objects;
 mod pack;
+mod place;
 mod readers;
 mod repository;
 mod restore;
@@ -44,10 +46,11 @@ mod testbed;
 mod tests;
 mod verify;
 
+pub use bucket::{Bucket, BucketAddress, Credentials, LockRecord, SCHEME};
 pub use chain::{Blocks, Chain, SegmentPlan};
 pub use create::{CreateOptions, Created, LEVEL_DEFAULT, LEVEL_MAX};
 pub use level::Level;
-pub use live::{LIVE_SOURCE, LiveBackup, LiveRestoreOptions, LiveRestored, restore_live};
+pub use live::{LIVE_BUCKET_SOURCE, LIVE_SOURCE, LiveBackup, LiveRestoreOptions, LiveRestored, restore_live};
 pub use machine::{
     FILES_MAX, MachineBackupInfo, MachineContent, MachineCreated, MachineDescription, MachineDisk, MachineFile,
     MachinePoint,
@@ -57,6 +60,7 @@ pub use objects::{Folder, Objects};
 pub use pack::Content;
 #[doc(hidden)]
 pub use pack::{BODY_MAX, HEAD, Head, unpack};
+pub use place::RepositoryPlace;
 pub use readers::ReaderRecord;
 pub use repository::{BackupInfo, Found, Repository};
 pub use restore::{RestoreOptions, Restored, restore};

@@ -6,10 +6,11 @@
 //! 3. A missing pack of a repository that is there is damage. A missing repository is not: it may come back.
 //! 4. Memory is bounded: [`READERS`] readers with the indexes of one pack of each backup, and [`DECODED_MAX`] chunks.
 
+use crate::bucket::BucketAddress;
 use crate::chain::{Blocks, Chain, SegmentPlan, blocks_of};
 use crate::manifest::Description;
-use crate::objects::Folder;
 use crate::pack::{CHUNK, SEGMENT_BLOCKS};
+use crate::place::RepositoryPlace;
 use crate::repository::Repository;
 use crate::seal::Key;
 use backend::BLOCK_SIZE;
@@ -24,8 +25,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The name of the kind of source in records.
+/// The name of the kind of source in records: a backup in a folder.
 const KIND: &str = "backup";
+/// The name of the kind of source in records: a backup in a bucket. Versions that do not know buckets do not know the
+/// kind either, and say so.
+const BUCKET_KIND: &str = "backup in a bucket";
 /// Number of threads that can read at the same time.
 const READERS: usize = 4;
 /// Most decompressed chunks that are kept, so that small reads of a chunk decompress it once.
@@ -35,12 +39,38 @@ const SEGMENTS_MAX: u64 = 64;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
+/// Where a repository is, in the record of a disk: a text or an object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+enum RecordedPlace {
+    Folder(PathBuf),
+    /// Credentials are not recorded.
+    Bucket(BucketAddress),
+}
+
+impl RecordedPlace {
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Folder(_) => KIND,
+            Self::Bucket(_) => BUCKET_KIND,
+        }
+    }
+
+    /// The place; for a bucket with the credentials in the environment of this process.
+    fn place(&self) -> RepositoryPlace {
+        match self {
+            Self::Folder(path) => RepositoryPlace::Folder(path.clone()),
+            Self::Bucket(address) => RepositoryPlace::Bucket(address.clone(), None),
+        }
+    }
+}
+
 /// Where a backup is, in the record of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BackupLocation {
-    /// The folder of the repository.
-    repository: PathBuf,
+    /// The repository.
+    repository: RecordedPlace,
     /// Identity of the backup.
     backup: String,
     /// The file of the key, for an encrypted backup.
@@ -52,8 +82,9 @@ struct BackupLocation {
 /// Options of a restore of a disk that is used at once.
 #[derive(Clone, Debug)]
 pub struct LiveRestoreOptions<'a> {
-    /// The folder of the repository.
-    pub repository: &'a Path,
+    /// The repository. Credentials come from the environment of the process, because a server that is started later
+    /// has no others.
+    pub repository: &'a RepositoryPlace,
     /// The backup, named as in [`Repository::find`].
     pub which: &'a str,
     /// The file of the key of an encrypted backup.
@@ -85,8 +116,10 @@ pub struct LiveRestored {
     pub unprotected: Option<String>,
 }
 
-/// The kind of source, to be registered by [`disk::migrate::register_live_source`].
+/// A backup in a folder as a source, to be registered by [`disk::migrate::register_live_source`].
 pub const LIVE_SOURCE: LiveSourceKind = LiveSourceKind { name: KIND, open, release };
+/// As [`LIVE_SOURCE`]: a backup in a bucket.
+pub const LIVE_BUCKET_SOURCE: LiveSourceKind = LiveSourceKind { name: BUCKET_KIND, open, release };
 
 fn decode(place: &str) -> Result<BackupLocation> {
     serde_json::from_str(place)
@@ -100,7 +133,7 @@ fn encode(place: &BackupLocation) -> Result<String> {
 
 fn open(place: &str) -> Result<Arc<dyn LiveSource>> {
     let place = decode(place)?;
-    let repository = Repository::open(Arc::new(Folder::open(&place.repository)?))?;
+    let repository = place.repository.place().open()?;
     let key = place.key.as_deref().map(|path| Key::read(path).map(Arc::new)).transpose()?;
     Ok(Arc::new(LiveBackup::open(repository, &place.backup, key.as_ref())?))
 }
@@ -108,7 +141,7 @@ fn open(place: &str) -> Result<Arc<dyn LiveSource>> {
 fn release(place: &str) -> Result<()> {
     let place = decode(place)?;
     let Some(reader) = &place.reader else { return Ok(()) };
-    Repository::open(Arc::new(Folder::open(&place.repository)?))?.remove_reader(reader)
+    place.repository.place().open()?.remove_reader(reader)
 }
 
 /// Makes a disk that can be used at once, while its content arrives from a backup in a repository. The same call for a
@@ -118,7 +151,13 @@ fn release(place: &str) -> Result<()> {
 /// `NotFound` if there is no such backup; `Invalid` without the key of an encrypted backup; `Exists` if there is
 /// another disk with the name.
 pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> Result<LiveRestored> {
-    let repository = Repository::open(Arc::new(Folder::open(options.repository)?))?;
+    let place = recorded(options.repository);
+    let repository = place.place().open().map_err(|error| match place {
+        RecordedPlace::Folder(_) => error,
+        RecordedPlace::Bucket(_) => {
+            error.context("a live restore uses the credentials in the environment of the server of the datastore")
+        }
+    })?;
     let manifests = Chain::manifests(&repository, options.which)?;
     let key = options.key.map(|path| Key::read(path).map(Arc::new)).transpose()?;
     // Also checks the key.
@@ -142,7 +181,7 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
         // Nothing can be written to a repository on a medium that is only read, so nothing is deleted there either.
         Err(error) => Ok((None, Some(error.to_string()))),
     };
-    if let Some((source, known)) = arriving(datastore, options.name, &backup.id)? {
+    if let Some((source, known)) = arriving(datastore, options.name, place.kind(), &backup.id)? {
         let place = BackupLocation { reader: known.reader.clone(), ..location(options, backup) };
         if place != known {
             restored.unprotected = move_source(datastore, options.name, &repository, protect, (source, title, place))?;
@@ -165,19 +204,31 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
     Ok(restored)
 }
 
+fn recorded(place: &RepositoryPlace) -> RecordedPlace {
+    match place {
+        RepositoryPlace::Folder(path) => RecordedPlace::Folder(path.clone()),
+        RepositoryPlace::Bucket(address, _) => RecordedPlace::Bucket(address.clone()),
+    }
+}
+
 /// Where the options say that the backup is.
 fn location(options: &LiveRestoreOptions<'_>, backup: &Description) -> BackupLocation {
     BackupLocation {
-        repository: options.repository.to_owned(),
+        repository: recorded(options.repository),
         backup: backup.id.clone(),
         key: options.key.filter(|_| backup.key.is_some()).map(Path::to_owned),
         reader: None,
     }
 }
 
-/// The source of a disk and its location, if the content of the disk arrives from this backup.
-fn arriving(datastore: &Datastore, disk: &str, backup: &str) -> Result<Option<(LiveSourceRecord, BackupLocation)>> {
-    let Some(source) = datastore.arrival_source(disk)?.filter(|source| source.kind == KIND) else { return Ok(None) };
+/// The source of a disk and its location, if the content of the disk arrives from this backup in a place of this kind.
+fn arriving(
+    datastore: &Datastore,
+    disk: &str,
+    kind: &str,
+    backup: &str,
+) -> Result<Option<(LiveSourceRecord, BackupLocation)>> {
+    let Some(source) = datastore.arrival_source(disk)?.filter(|source| source.kind == kind) else { return Ok(None) };
     let known = decode(&source.place)?;
     Ok((known.backup == backup).then_some((source, known)))
 }
@@ -217,7 +268,8 @@ fn begin(
     backup: &Description,
     place: &BackupLocation,
 ) -> Result<DiskInfo> {
-    let source = LiveSourceRecord { kind: KIND.to_owned(), title, place: encode(place)?, capacity: backup.capacity };
+    let kind = place.repository.kind().to_owned();
+    let source = LiveSourceRecord { kind, title, place: encode(place)?, capacity: backup.capacity };
     datastore.begin_arrival(&NewArrivingDisk { name: options.name.to_owned(), source, rate: options.rate })
 }
 

@@ -25,6 +25,15 @@ pub trait Objects: Send + Sync {
     /// A range of an object: `NotFound` if there is no such object, `Corrupt` if it is shorter.
     fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>>;
 
+    /// A whole object of at most `length_max` bytes; `None` if there is no such object, `Corrupt` if it is longer.
+    fn whole(&self, name: &str, length_max: u64) -> Result<Option<Vec<u8>>> {
+        match self.length(name)? {
+            Some(length) if length > length_max => Err(too_long(name, self.place(), length)),
+            Some(length) => self.read(name, 0..length).map(Some),
+            None => Ok(None),
+        }
+    }
+
     /// Bytes of an object; `None` if there is no such object.
     fn length(&self, name: &str) -> Result<Option<u64>>;
 
@@ -42,8 +51,14 @@ pub trait Objects: Send + Sync {
     fn sweep(&self, is_one: &dyn Fn(&str) -> bool) -> Result<()>;
 
     /// Excludes other writers until the result is dropped: `Busy` while there is another writer. `None` where writers
-    /// cannot be excluded.
+    /// cannot be excluded. Where a lock can be lost, changes fail from then on until the result is dropped.
     fn lock(&self) -> Result<Option<Box<dyn Lock>>>;
+}
+
+/// The error for an object that is longer than its kind can be.
+pub(crate) fn too_long(name: &str, place: &str, length: u64) -> Error {
+    let text = format!("'{name}' in '{place}' has {length} bytes, more than such a record can have");
+    Error::new(ErrorKind::Corrupt, text)
 }
 
 /// A folder.

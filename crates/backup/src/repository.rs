@@ -13,7 +13,7 @@
 //! 2. The order of a deletion: `backup-ID`, then the packs.
 //! 3. A backup is deleted only if no other backup is based on it, no backup of a machine needs it, and no disk is being
 //!    restored from it.
-//! 4. One writer at a time changes a repository in a folder. Readers need no lock, because objects never change.
+//! 4. One writer at a time changes a repository. Readers need no lock, because objects never change.
 
 use crate::machine::MachineBackupInfo;
 use crate::manifest::{Description, MACHINE, Manifest, RepositoryRecord, parse_id};
@@ -137,12 +137,11 @@ fn owner_of(name: &str) -> Option<&str> {
 impl Repository {
     /// Opens a repository: `NotFound` if there is none.
     pub fn open(objects: Arc<dyn Objects>) -> Result<Self> {
-        let Some(length) = objects.length(RECORD_NAME)? else {
+        let Some(bytes) = objects.whole(RECORD_NAME, RepositoryRecord::LENGTH_MAX)? else {
             let place = objects.place();
             let text = format!("there is no repository of backups at '{place}': 'lamina backup create' makes one");
             return Err(Error::new(ErrorKind::NotFound, text));
         };
-        let bytes = objects.read(RECORD_NAME, 0..length.min(RepositoryRecord::LENGTH_MAX))?;
         let record = RepositoryRecord::decode(&bytes).map_err(|error| error.context(objects.place()))?;
         Ok(Self { objects, record })
     }
@@ -196,12 +195,7 @@ impl Repository {
 
     pub(crate) fn record(&self, name: &str, length_max: u64) -> Result<Vec<u8>> {
         let missing = || Error::new(ErrorKind::NotFound, format!("'{name}' in '{}' is gone", self.place()));
-        let length = self.objects.length(name)?.ok_or_else(missing)?;
-        if length > length_max {
-            let text = format!("'{name}' in '{}' has {length} bytes, more than such a record can have", self.place());
-            return Err(Error::new(ErrorKind::Corrupt, text));
-        }
-        self.objects.read(name, 0..length)
+        self.objects.whole(name, length_max)?.ok_or_else(missing)
     }
 
     pub(crate) fn manifest(&self, id: &str) -> Result<Manifest> {

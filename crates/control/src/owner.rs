@@ -88,8 +88,10 @@ pub fn open_to_serve(
 fn register_sources() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
-        if let Err(error) = disk::migrate::register_live_source(backup::LIVE_SOURCE) {
-            tracing::warn!("{error}");
+        for source in [backup::LIVE_SOURCE, backup::LIVE_BUCKET_SOURCE] {
+            if let Err(error) = disk::migrate::register_live_source(source) {
+                tracing::warn!("{error}");
+            }
         }
     });
 }

@@ -142,6 +142,8 @@ const ITEMS: &[Item] = &[
     item("crates/control/src/message/send.rs", "ReceiveRequest", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupRequest", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupPlace", REQUESTS, &[]),
+    item("crates/backup/src/bucket/address.rs", "BucketAddress", REQUESTS, &[]),
+    item("crates/backup/src/bucket/address.rs", "Credentials", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupCreate", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupRestore", REQUESTS, &[]),
     item("crates/control/src/message/backup.rs", "BackupMachine", REQUESTS, &[]),
@@ -173,6 +175,7 @@ const ITEMS: &[Item] = &[
     item("crates/backup/src/machine.rs", "MachineDescription", MACHINE_BACKUP, &[]),
     item("crates/backup/src/machine.rs", "MachineFile", MACHINE_BACKUP, &[]),
     item("crates/backup/src/machine.rs", "MachineDisk", MACHINE_BACKUP, &[]),
+    item("crates/backup/src/bucket/lease.rs", "LockRecord", BACKUP, &[]),
     item("crates/disk/src/migrate/live_source.rs", "LiveSourceRecord", LAYERS, &[]),
     item(
         "crates/backup/src/pack.rs",

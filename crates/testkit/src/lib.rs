@@ -18,6 +18,7 @@ pub mod pattern;
 pub mod process;
 pub mod protocol;
 mod random;
+pub mod s3;
 pub mod split;
 mod steps;
 

@@ -23,10 +23,12 @@ pub fn program() -> PathBuf {
     program
 }
 
-/// A command that runs the program, in an environment without lamina's variables.
+/// A command that runs the program, in an environment without the variables that lamina reads.
 pub fn lamina() -> Command {
     let mut command = Command::new(program());
-    for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"] {
+    let foreign = std::env::vars_os().map(|(name, _)| name);
+    let foreign = foreign.filter(|name| name.to_str().is_some_and(|name| name.starts_with("AWS_")));
+    for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"].into_iter().map(Into::into).chain(foreign) {
         command.env_remove(variable);
     }
     command.stdin(Stdio::null());

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::CreateOptions;
-use crate::objects::Objects;
+use crate::objects::{Folder, Objects};
 use crate::repository::pack_name;
 use crate::retention::Keep;
 use crate::testbed::{Fixture, SMALL_PACKS};
@@ -85,13 +85,25 @@ fn every_range_of_a_chain_is_read_equal_with_and_without_encryption() {
 
 #[test]
 fn the_format_page_explains_every_member_of_the_record() {
-    let location = BackupLocation { repository: "/r".into(), backup: "b".into(), key: None, reader: None };
-    let text: serde_json::Value = serde_json::to_value(&location).unwrap();
     let page = include_str!("../../../../docs/format/vmdk-disk.md");
-    for member in text.as_object().unwrap().keys() {
-        assert!(page.contains(&format!("`{member}`")), "the page does not explain `{member}`");
+    let explained = |value: &serde_json::Value| {
+        for member in value.as_object().unwrap().keys() {
+            assert!(page.contains(&format!("`{member}`")), "the page does not explain `{member}`");
+        }
+    };
+    let bucket = RecordedPlace::Bucket("s3://bucket/a/b".parse().unwrap());
+    for repository in [RecordedPlace::Folder("/r".into()), bucket] {
+        let location = BackupLocation { repository, backup: "b".into(), key: None, reader: None };
+        let text: serde_json::Value = serde_json::to_value(&location).unwrap();
+        explained(&text);
+        if let RecordedPlace::Bucket(_) = location.repository {
+            explained(&text["repository"]);
+        }
+        assert_eq!(decode(&text.to_string()).unwrap(), location);
     }
-    assert_eq!(decode(&text.to_string()).unwrap(), location);
+    for kind in [KIND, BUCKET_KIND] {
+        assert!(page.contains(&format!("`{kind}`")), "the page does not explain the kind `{kind}`");
+    }
 }
 
 #[test]
@@ -186,7 +198,7 @@ fn a_restored_disk_can_be_used_at_once_and_is_complete_later() {
     let content = chain_of_three(&repository, 7, None);
     let there = Fixture::empty(CAPACITY);
     let options = LiveRestoreOptions {
-        repository: &place,
+        repository: &RepositoryPlace::Folder(place.clone()),
         which: "vm",
         key: None,
         name: "copy",

@@ -7,8 +7,9 @@ mod machine;
 use super::{Service, Watch, claims, stream};
 use crate::message::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Change, Reply};
 use backup::{
-    BackupInfo, Chain, CreateOptions, Created, FileLevel, Folder, Key, LiveRestoreOptions, Repository, RestoreOptions,
-    StreamLevel, StreamReader, create_file, create_stream, manifest_of, restore, restore_live, verify_file,
+    BackupInfo, Chain, CreateOptions, Created, FileLevel, Key, LiveRestoreOptions, Repository, RepositoryPlace,
+    RestoreOptions, StreamLevel, StreamReader, create_file, create_stream, manifest_of, restore, restore_live,
+    verify_file,
 };
 use disk::transfer::{SnapshotIdentity, new_identity};
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
@@ -24,14 +25,25 @@ fn invalid(text: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, text)
 }
 
+/// The place of a repository; `None` for a file or stream.
+fn repository_place(place: &BackupPlace) -> Option<RepositoryPlace> {
+    match place {
+        BackupPlace::Folder(path) => Some(RepositoryPlace::Folder(path.clone())),
+        BackupPlace::Bucket { address, credentials } => {
+            Some(RepositoryPlace::Bucket(address.clone(), credentials.clone()))
+        }
+        BackupPlace::File(_) | BackupPlace::Process(_) => None,
+    }
+}
+
 /// The repository at a place.
 pub(super) fn repository(place: &BackupPlace) -> Result<Repository> {
-    match place {
-        BackupPlace::Folder(path) => Repository::open(Arc::new(Folder::open(path)?)),
-        BackupPlace::File(path) => {
+    match (repository_place(place), place) {
+        (Some(place), _) => place.open(),
+        (None, BackupPlace::File(path)) => {
             Err(invalid(format!("'{}' is one backup in a file, and not a repository of backups", path.display())))
         }
-        BackupPlace::Process(_) => Err(invalid("a stream is not a repository of backups")),
+        _ => Err(invalid("a stream is not a repository of backups")),
     }
 }
 
@@ -138,7 +150,7 @@ impl Creating<'_> {
 
     fn run(&self) -> Result<Created> {
         match &self.create.place {
-            BackupPlace::Folder(path) => {
+            place @ (BackupPlace::Folder(_) | BackupPlace::Bucket { .. }) => {
                 if self.create.from.is_some() {
                     let text = "a repository finds by itself on which snapshot a backup can be based: leave out --from";
                     return Err(invalid(text));
@@ -148,7 +160,7 @@ impl Creating<'_> {
                     Some(snapshot) => drop(self.datastore.outgoing(&self.create.disk, snapshot)?),
                     None => drop(self.datastore.disk(&self.create.disk)?),
                 }
-                let repository = Repository::open_or_create(Arc::new(Folder::open_or_create(path)?))?;
+                let repository = repository_place(place).ok_or_else(|| invalid("no repository"))?.open_or_create()?;
                 match &self.create.snapshot {
                     Some(snapshot) => self.store(&repository, snapshot),
                     None => self.store_now(&repository),
@@ -260,14 +272,14 @@ impl Creating<'_> {
 }
 
 fn restored_live(service: &Service, request: &BackupRestore) -> Result<Reply> {
-    let BackupPlace::Folder(path) = &request.place else {
+    let Some(place) = repository_place(&request.place) else {
         return Err(invalid("only a repository can be read while its disk is used: leave out --live"));
     };
     if request.update {
         return Err(invalid("an existing disk cannot be updated while it is used: leave out --live"));
     }
     let options = LiveRestoreOptions {
-        repository: path,
+        repository: &place,
         which: request.backup.as_ref().unwrap_or(&request.name),
         key: request.key.as_deref(),
         name: &request.name,
@@ -288,13 +300,13 @@ fn restored_live(service: &Service, request: &BackupRestore) -> Result<Reply> {
 fn restored(datastore: &Datastore, request: &BackupRestore, watch: &dyn Watch) -> Result<Reply> {
     let progress: &dyn Progress = watch;
     let options = RestoreOptions { name: request.name.clone(), update: request.update, rate: request.rate };
-    if let Some(backup) = request.backup.as_ref().filter(|_| !matches!(request.place, BackupPlace::Folder(_))) {
+    if let Some(backup) = request.backup.as_ref().filter(|_| repository_place(&request.place).is_none()) {
         return Err(invalid(format!("a file or stream has one backup: leave out '{}'", backup.escape_debug())));
     }
     let key = read_key(request.key.as_deref())?;
     let key = key.as_ref();
     let done = match &request.place {
-        BackupPlace::Folder(_) => {
+        BackupPlace::Folder(_) | BackupPlace::Bucket { .. } => {
             if request.update {
                 let text = "a repository has all data of a backup: restore it as a new disk, without --update";
                 return Err(invalid(text));

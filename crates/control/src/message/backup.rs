@@ -1,6 +1,6 @@
 //! Requests about backups.
 
-use backup::{Keep, MachinePoint};
+use backup::{BucketAddress, Credentials, Keep, MachinePoint};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -10,6 +10,14 @@ use std::path::PathBuf;
 pub enum BackupPlace {
     /// A repository in a folder.
     Folder(PathBuf),
+    /// A repository in a bucket.
+    Bucket {
+        /// The bucket, the prefix, and the server.
+        address: BucketAddress,
+        /// The credentials; `None` for those in the environment of the process that carries the request out. A restore
+        /// of a disk that can be used at once always uses those, because the next server has no others.
+        credentials: Option<Credentials>,
+    },
     /// One backup in a file.
     File(PathBuf),
     /// The requesting process, which listens at this Unix socket for one connection that carries the stream.

@@ -29,10 +29,11 @@ const HOSTS: &str = "127.0.0.1 localhost backup.example.org build.example.org st
 /// All paths are resolved before other folders are mounted over them, because the source may be inside one of these.
 const BEGIN: &str = r#"
 set -e
-mkdir -p "$SCRATCH"/{tmp/tour,srv,var-lib/lamina,home,source,program}
+mkdir -p "$SCRATCH"/{tmp/tour,srv,var-lib/lamina,home,source,program,tools} "$TOOLS"
 mkdir -p "$SOURCE/target/guest"
 mount --rbind "$SOURCE" "$SCRATCH/source"
 mount --rbind "$PROGRAM" "$SCRATCH/program"
+mount --rbind "$TOOLS" "$SCRATCH/tools"
 mount --bind "$GUEST" "$SCRATCH/source/target/guest"
 cp -a /etc "$SCRATCH/etc" 2>/dev/null || true
 cp "$SCRATCH/hosts" "$SCRATCH/etc/hosts"
@@ -41,7 +42,7 @@ mount -t tmpfs tmpfs /dev/shm
 for folder in tmp srv etc var-lib; do mount --bind /mnt/$folder /${folder/-//}; done
 ln -s /mnt/source /mnt/home/lamina
 ip link set lo up
-export HOME=/mnt/home PATH=/mnt/program:$PATH:/usr/local/sbin:/usr/sbin:/sbin LC_ALL=C.UTF-8
+export HOME=/mnt/home PATH=/mnt/program:/mnt/tools:$PATH:/usr/local/sbin:/usr/sbin:/sbin LC_ALL=C.UTF-8
 export FOLDER=/mnt
 cd /tmp/tour
 set +e
@@ -66,6 +67,8 @@ impl Shell {
     pub fn new(root: &Path) -> Self {
         let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let program = Path::new(env!("CARGO_BIN_EXE_lamina")).parent().unwrap();
+        // The tools that `scripts/setup` builds.
+        let tools = program.parent().unwrap().join("tools/bin");
         std::fs::write(scratch.path().join("hosts"), HOSTS).unwrap();
         let (reader, writer) = std::io::pipe().unwrap();
         let mut command = Command::new("unshare");
@@ -76,6 +79,7 @@ impl Shell {
             .args(["--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc"])
             .args(["bash", "--noprofile", "--norc"])
             .envs([("SCRATCH", scratch.path()), ("SOURCE", root), ("PROGRAM", program), ("GUEST", machines::guest())])
+            .env("TOOLS", tools)
             .env_remove("LAMINA_DATASTORE")
             .env_remove("RUST_LOG")
             .stdin(Stdio::piped())

@@ -1,22 +1,18 @@
 //! Backups of machines, in the process that has the datastore open. The requesting process takes the snapshot of the
 //! machine and reads its files.
 
-use super::{invalid, read_key};
+use super::{invalid, read_key, repository_place};
 use crate::dispatch::{Service, Watch};
 use crate::message::{BackupMachine, BackupPlace, Reply};
-use backup::{CreateOptions, Folder, Repository};
+use backup::{CreateOptions, Repository};
 use disk::Progress;
 use error::{Error, Result};
-use std::sync::Arc;
 
 /// The repository at a place, which is made if it is missing.
 fn open_or_create(place: &BackupPlace) -> Result<Repository> {
-    match place {
-        BackupPlace::Folder(path) => Repository::open_or_create(Arc::new(Folder::open_or_create(path)?)),
-        BackupPlace::File(_) | BackupPlace::Process(_) => {
-            Err(invalid("a machine is backed up to a repository, and not to a file or stream: give the folder of one"))
-        }
-    }
+    let refused =
+        "a machine is backed up to a repository, and not to a file or stream: give the folder or bucket of one";
+    repository_place(place).ok_or_else(|| invalid(refused))?.open_or_create()
 }
 
 /// Makes the repository if it is missing. Returns its identity, and the snapshots of a machine whose backups were

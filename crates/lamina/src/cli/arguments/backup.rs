@@ -2,17 +2,17 @@
 
 use crate::cli::address::{StateAddress, absolute, parse_disk};
 use crate::cli::size::parse_size;
-use backup::{Keep, LEVEL_DEFAULT, LEVEL_MAX};
-use clap::Subcommand;
+use backup::{BucketAddress, Credentials, Keep, LEVEL_DEFAULT, LEVEL_MAX};
+use clap::{Args, Subcommand};
 use control::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Request};
 use disk::Point;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// Scheme of a backup in one file.
 const FILE: &str = "file:";
 
-/// Where backups are: `-`, `file:PATH`, or the folder of a repository.
+/// Where backups are: `-`, `file:PATH`, the folder of a repository, or `s3://BUCKET/PREFIX`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlaceAddress {
     /// Standard input or output.
@@ -21,6 +21,8 @@ pub enum PlaceAddress {
     File(PathBuf),
     /// A folder.
     Folder(PathBuf),
+    /// A place in a bucket.
+    Bucket(BucketAddress),
 }
 
 impl FromStr for PlaceAddress {
@@ -35,11 +37,15 @@ impl FromStr for PlaceAddress {
                 path => Ok(Self::File(path.into())),
             };
         }
+        if text.starts_with(backup::SCHEME) {
+            return text.parse().map(Self::Bucket);
+        }
         let scheme = text.split('/').next().and_then(|first| first.split_once(':'));
         match scheme {
             Some((scheme, _)) => Err(format!(
-                "'{scheme}:' is not known: give the folder of a repository, file:PATH for one file, or - for standard \
-                 input or output; a folder with a colon in its name is written './{text}'"
+                "'{scheme}:' is not known: give the folder of a repository, s3://BUCKET/PREFIX for a repository in a \
+                 bucket, file:PATH for one file, or - for standard input or output; a folder with a colon in its name \
+                 is written './{text}'"
             )),
             None if text.is_empty() => Err("a path cannot be empty".into()),
             None => Ok(Self::Folder(text.into())),
@@ -48,25 +54,39 @@ impl FromStr for PlaceAddress {
 }
 
 impl PlaceAddress {
-    /// The place with an absolute path, because the server has another working directory. The path of a stream is empty
-    /// until the program has a socket for it.
-    pub fn place(&self) -> Result<BackupPlace, String> {
+    /// The place with an absolute path, because the server has another working directory, and with what the environment
+    /// of this process says about buckets. The path of a stream is empty until the program has a socket for it.
+    pub fn place(&self, server: &S3Server) -> Result<BackupPlace, String> {
+        if !matches!(self, Self::Bucket(_)) && server.s3_endpoint.is_some() {
+            return Err("--s3-endpoint is the server of a bucket: give s3://BUCKET/PREFIX".into());
+        }
         Ok(match self {
             Self::Stream => BackupPlace::Process(PathBuf::new()),
             Self::File(path) => BackupPlace::File(absolute(path)?),
             Self::Folder(path) => BackupPlace::Folder(absolute(path)?),
+            Self::Bucket(address) => BackupPlace::Bucket {
+                address: address.clone().completed(server.s3_endpoint.as_deref()),
+                credentials: Credentials::from_environment(),
+            },
         })
+    }
+
+    pub fn is_repository(&self) -> bool {
+        matches!(self, Self::Folder(_) | Self::Bucket(_))
     }
 }
 
-fn folder(path: &Path) -> Result<BackupPlace, String> {
-    path.to_str().map_or(Ok(PlaceAddress::Folder(path.into())), str::parse)?.place().and_then(|place| match place {
-        BackupPlace::Folder(_) => Ok(place),
-        _ => Err("only backups of a repository, which is a folder, can be deleted".into()),
-    })
+/// The server of a bucket.
+#[derive(Debug, Default, Args)]
+pub struct S3Server {
+    /// URL of the S3-compatible server of a bucket. Default: AWS_ENDPOINT_URL, or Amazon's server of the region
+    /// AWS_REGION. AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN are the credentials.
+    #[arg(long, value_name = "URL")]
+    s3_endpoint: Option<String>,
 }
 
-/// Back up snapshots of disks to a folder, a file or a pipe, and restore them. 'lamina vm backup' does so for machines.
+/// Back up snapshots of disks to a folder, a bucket, a file or a pipe, and restore them. 'lamina vm backup' does so for
+/// machines.
 #[derive(Debug, Subcommand)]
 pub enum BackupCommand {
     /// Back up a snapshot of a disk. An interrupted backup continues when the command is repeated.
@@ -74,7 +94,8 @@ pub enum BackupCommand {
         /// DISK@SNAPSHOT; or DISK to take a snapshot of the current state, which is kept for the next backup.
         #[arg(value_name = "SOURCE")]
         source: StateAddress,
-        /// The folder of a repository, created if it is missing; file:PATH for one file; - for standard output.
+        /// The folder of a repository, created if it is missing; s3://BUCKET/PREFIX; file:PATH for one file; - for
+        /// standard output.
         #[arg(value_name = "TARGET")]
         target: PlaceAddress,
         /// Store all data, also if the repository has a backup on which this one can be based.
@@ -93,6 +114,8 @@ pub enum BackupCommand {
         /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Make a key for encrypting backups. Without the key, the encrypted backups cannot be restored.
     Key {
@@ -102,13 +125,15 @@ pub enum BackupCommand {
     },
     /// List the backups in a repository, or the backup in a file.
     List {
-        /// The folder of a repository, or file:PATH.
+        /// The folder of a repository, s3://BUCKET/PREFIX, or file:PATH.
         #[arg(value_name = "TARGET")]
         target: PlaceAddress,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Read backups and verify every byte. The datastore is not needed.
     Verify {
-        /// The folder of a repository, or file:PATH.
+        /// The folder of a repository, s3://BUCKET/PREFIX, or file:PATH.
         #[arg(value_name = "TARGET")]
         target: PlaceAddress,
         /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT; machine:VM or
@@ -118,10 +143,12 @@ pub enum BackupCommand {
         /// The key of encrypted backups.
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Restore a backup as a disk. An interrupted restore continues when the command is repeated.
     Restore {
-        /// The folder of a repository; file:PATH; - for standard input.
+        /// The folder of a repository; s3://BUCKET/PREFIX; file:PATH; - for standard input.
         #[arg(value_name = "SOURCE")]
         source: PlaceAddress,
         /// Name of the restored disk.
@@ -144,12 +171,14 @@ pub enum BackupCommand {
         /// The key of an encrypted backup.
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Delete backups of a repository. Refused if other backups are based on them, or a machine's backup needs them.
     Delete {
-        /// The folder of the repository.
+        /// The folder of the repository, or s3://BUCKET/PREFIX.
         #[arg(value_name = "REPOSITORY")]
-        repository: PathBuf,
+        repository: PlaceAddress,
         /// The backups: an id or its beginning, DISK for its newest backup, or DISK@SNAPSHOT; machine:VM or
         /// machine:VM@SNAPSHOT for a machine, with the backups of its disks that were made for it.
         #[arg(value_name = "BACKUP", required = true)]
@@ -158,12 +187,14 @@ pub enum BackupCommand {
         /// arrived are lost.
         #[arg(long)]
         force: bool,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Delete the backups of a repository that rules do not keep. A backup that a kept backup needs is kept too.
     Prune {
-        /// The folder of the repository.
+        /// The folder of the repository, or s3://BUCKET/PREFIX.
         #[arg(value_name = "REPOSITORY")]
-        repository: PathBuf,
+        repository: PlaceAddress,
         /// The rules, for each disk and machine: how many of the newest backups (last), and of how many hours, days,
         /// weeks, months and years the newest backup (hourly, daily, weekly, monthly, yearly); such as
         /// daily=7,weekly=4.
@@ -172,6 +203,8 @@ pub enum BackupCommand {
         /// Show what would be deleted, and delete nothing.
         #[arg(long)]
         dry_run: bool,
+        #[command(flatten)]
+        server: S3Server,
     },
 }
 
@@ -179,35 +212,43 @@ impl BackupCommand {
     /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         let key = |path: &Option<PathBuf>| path.as_deref().map(absolute).transpose();
-        let stored = |target: &PlaceAddress| match target {
-            PlaceAddress::Stream => Err("give the folder of a repository, or file:PATH".to_owned()),
-            target => target.place(),
+        let stored = |target: &PlaceAddress, server: &S3Server| match target {
+            PlaceAddress::Stream => Err("give the folder of a repository, s3://BUCKET/PREFIX, or file:PATH".to_owned()),
+            target => target.place(server),
+        };
+        let repository = |place: &PlaceAddress, server: &S3Server| match place.is_repository() {
+            true => place.place(server),
+            false => Err("only backups of a repository, which is a folder or in a bucket, can be deleted".into()),
         };
         Ok(Request::Backup(match self {
-            Self::Create { source, target, full, from, level, rate, key_file } => BackupRequest::Create(BackupCreate {
-                disk: source.disk.clone(),
-                snapshot: match &source.at {
-                    Point::Snapshot(name) => Some(name.clone()),
-                    Point::Head => None,
-                },
-                place: target.place()?,
-                full: *full,
-                from: from.clone(),
-                level: *level,
-                rate: *rate,
-                key: key(key_file)?,
-            }),
-            Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
-            Self::List { target } => BackupRequest::List { place: stored(target)? },
-            Self::Verify { target, backups, key_file } => {
-                BackupRequest::Verify { place: stored(target)?, backups: backups.clone(), key: key(key_file)? }
+            Self::Create { source, target, full, from, level, rate, key_file, server } => {
+                BackupRequest::Create(BackupCreate {
+                    disk: source.disk.clone(),
+                    snapshot: match &source.at {
+                        Point::Snapshot(name) => Some(name.clone()),
+                        Point::Head => None,
+                    },
+                    place: target.place(server)?,
+                    full: *full,
+                    from: from.clone(),
+                    level: *level,
+                    rate: *rate,
+                    key: key(key_file)?,
+                })
             }
-            Self::Restore { source, name, backup, update, live, rate, key_file } => {
-                if *live && !matches!(source, PlaceAddress::Folder(_)) {
-                    return Err("only a repository can be read at any place: --live needs the folder of one".into());
+            Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
+            Self::List { target, server } => BackupRequest::List { place: stored(target, server)? },
+            Self::Verify { target, backups, key_file, server } => {
+                BackupRequest::Verify { place: stored(target, server)?, backups: backups.clone(), key: key(key_file)? }
+            }
+            Self::Restore { source, name, backup, update, live, rate, key_file, server } => {
+                if *live && !source.is_repository() {
+                    let text = "only a repository can be read at any place: --live needs the folder of one, or \
+                                s3://BUCKET/PREFIX";
+                    return Err(text.into());
                 }
                 BackupRequest::Restore(BackupRestore {
-                    place: source.place()?,
+                    place: source.place(server)?,
                     backup: backup.clone(),
                     name: name.clone(),
                     update: *update,
@@ -216,11 +257,11 @@ impl BackupCommand {
                     key: key(key_file)?,
                 })
             }
-            Self::Delete { repository, backups, force } => {
-                BackupRequest::Delete { place: folder(repository)?, backups: backups.clone(), force: *force }
+            Self::Delete { repository: place, backups, force, server } => {
+                BackupRequest::Delete { place: repository(place, server)?, backups: backups.clone(), force: *force }
             }
-            Self::Prune { repository, keep, dry_run } => {
-                BackupRequest::Prune { place: folder(repository)?, keep: keep.clone(), dry_run: *dry_run }
+            Self::Prune { repository: place, keep, dry_run, server } => {
+                BackupRequest::Prune { place: repository(place, server)?, keep: keep.clone(), dry_run: *dry_run }
             }
         }))
     }
@@ -238,7 +279,8 @@ mod tests {
         assert_eq!(place("file:a/b:c").unwrap(), PlaceAddress::File("a/b:c".into()));
         assert_eq!(place("/srv/a:b").unwrap(), PlaceAddress::Folder("/srv/a:b".into()));
         assert_eq!(place("./a:b").unwrap(), PlaceAddress::Folder("./a:b".into()));
-        for text in ["", "file:", "s3:bucket", "a:b"] {
+        assert!(matches!(place("s3://bucket/a/b").unwrap(), PlaceAddress::Bucket(at) if at.prefix == "a/b"));
+        for text in ["", "file:", "s3:bucket", "s3://", "a:b"] {
             assert!(place(text).is_err(), "{text}");
         }
     }

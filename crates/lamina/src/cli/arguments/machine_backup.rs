@@ -1,6 +1,6 @@
 //! Arguments of the commands about backups of machines.
 
-use super::backup::PlaceAddress;
+use super::backup::{PlaceAddress, S3Server};
 use super::machine::{parse_machine, parse_source};
 use crate::cli::address::absolute;
 use crate::cli::size::parse_size;
@@ -19,7 +19,7 @@ pub enum VmBackupCommand {
         /// VM@SNAPSHOT; or VM to take a snapshot of the current state, which is kept for the next backup.
         #[arg(value_name = "SOURCE", value_parser = parse_source)]
         source: Source,
-        /// The folder of a repository, created if it is missing.
+        /// The folder of a repository, created if it is missing, or s3://BUCKET/PREFIX.
         #[arg(value_name = "REPOSITORY")]
         target: PlaceAddress,
         /// Store all data of the disks, also if the repository has backups on which these can be based.
@@ -38,10 +38,12 @@ pub enum VmBackupCommand {
         /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
+        #[command(flatten)]
+        server: S3Server,
     },
     /// Restore a machine with its disks. It gets a new UUID and new MAC addresses if a machine has those of the backup.
     Restore {
-        /// The folder of the repository.
+        /// The folder of the repository, or s3://BUCKET/PREFIX.
         #[arg(value_name = "REPOSITORY")]
         source: PlaceAddress,
         /// Name of the restored machine.
@@ -64,16 +66,18 @@ pub enum VmBackupCommand {
         /// The key of an encrypted backup.
         #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
         key_file: Option<PathBuf>,
+        #[command(flatten)]
+        server: S3Server,
     },
 }
 
-fn repository(address: &PlaceAddress) -> Result<BackupPlace, String> {
-    match address {
-        PlaceAddress::Stream | PlaceAddress::File(_) => {
-            Err("a machine has several backups, which only a repository has: give the folder of one".into())
-        }
-        address => address.place(),
+fn repository(address: &PlaceAddress, server: &S3Server) -> Result<BackupPlace, String> {
+    if !address.is_repository() {
+        return Err(
+            "a machine has several backups, which only a repository has: give the folder or bucket of one".into()
+        );
     }
+    address.place(server)
 }
 
 impl VmBackupCommand {
@@ -81,13 +85,13 @@ impl VmBackupCommand {
     pub fn verb(&self) -> Result<MachineVerb, String> {
         let key = |path: &Option<PathBuf>| path.as_deref().map(|path: &Path| absolute(path)).transpose();
         Ok(match self {
-            Self::Create { source, target, full, quiesce, level, rate, key_file } => {
+            Self::Create { source, target, full, quiesce, level, rate, key_file, server } => {
                 if *quiesce && source.snapshot.is_some() {
                     return Err("--quiesce is for a snapshot that is taken now: give VM without a snapshot".into());
                 }
                 MachineVerb::BackUp(MachineBackup {
                     source: source.clone(),
-                    place: repository(target)?,
+                    place: repository(target, server)?,
                     full: *full,
                     quiesce: *quiesce,
                     level: *level,
@@ -95,9 +99,9 @@ impl VmBackupCommand {
                     key: key(key_file)?,
                 })
             }
-            Self::Restore { source, name, backup, live, start, rate, key_file } => {
+            Self::Restore { source, name, backup, live, start, rate, key_file, server } => {
                 MachineVerb::Restore(MachineRestore {
-                    place: repository(source)?,
+                    place: repository(source, server)?,
                     backup: backup.clone(),
                     name: name.clone(),
                     live: *live,
