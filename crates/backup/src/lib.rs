@@ -53,7 +53,7 @@ pub use level::Level;
 pub use live::{LIVE_BUCKET_SOURCE, LIVE_SOURCE, LiveBackup, LiveRestoreOptions, LiveRestored, restore_live};
 pub use machine::{
     FILES_MAX, MachineBackupInfo, MachineContent, MachineCreated, MachineDescription, MachineDisk, MachineFile,
-    MachinePoint,
+    MachinePoint, StoredMachine,
 };
 pub use manifest::{Description, Manifest, PackRecord, Parent, RepositoryRecord};
 pub use objects::{Folder, Objects};

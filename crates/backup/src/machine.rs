@@ -26,6 +26,7 @@ use disk::transfer::{Outgoing, SEGMENT, SnapshotIdentity, new_identity};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 use work::{Progress, WorkPart, WorkPlace};
@@ -110,7 +111,7 @@ pub struct MachinePoint {
 }
 
 /// A file of a machine with its content.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineContent {
     /// The file's name.
@@ -118,6 +119,13 @@ pub struct MachineContent {
     /// The content, in hexadecimal digits in requests.
     #[serde(with = "hex")]
     pub content: Vec<u8>,
+}
+
+impl fmt::Debug for MachineContent {
+    /// Without the content, which may have passwords, because servers log requests.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} bytes", self.name, self.content.len())
+    }
 }
 
 impl MachinePoint {
@@ -160,6 +168,18 @@ mod hex {
         });
         bytes.collect::<Option<Vec<u8>>>().ok_or_else(|| D::Error::custom("these are no bytes in hexadecimal digits"))
     }
+}
+
+/// A machine that is read from a backup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredMachine {
+    /// The manifest, which names the disks.
+    pub manifest: Manifest,
+    /// The machine with its files.
+    pub point: MachinePoint,
+    /// The names of the snapshots of the disks, in the order of the disks. They differ from the name of the machine's
+    /// snapshot if the machine was imported from a program with other rules for names.
+    pub snapshots: Vec<String>,
 }
 
 /// The result of a backup of a machine.
@@ -300,7 +320,8 @@ impl Repository {
         let (mut before, mut made) = (0, Vec::with_capacity(disks.len()));
         for (disk, outgoing) in disks {
             let part = WorkPart { whole: progress, place: WorkPlace::Behind { before, total } };
-            made.push(self.create_locked(outgoing, disk, full, options, &part)?);
+            let of_disk = self.create_locked(outgoing, disk, full, options, &part);
+            made.push(of_disk.map_err(|error| error.context(format_args!("disk '{disk}'")))?);
             before += outgoing.capacity();
         }
         let (pack, data) = pack_of(description.id_bytes()?, &point.files, options)?;
@@ -444,17 +465,22 @@ impl Repository {
         }
     }
 
-    /// A backup of a machine, and the machine with its files, which are verified. All backups that it needs exist.
+    /// Reads the backup of a machine. Its files are verified, and all backups that it needs exist.
     ///
     /// # Errors
     /// `NotFound` if there is no such backup; `Invalid` without the key of an encrypted backup; `Corrupt` if something
     /// is damaged or missing.
-    pub fn machine(&self, which: &str, key: Option<&Arc<Key>>) -> Result<(Manifest, MachinePoint)> {
+    pub fn machine(&self, which: &str, key: Option<&Arc<Key>>) -> Result<StoredMachine> {
         let manifest = self.find_machine(which)?;
         let wrong =
             || Error::new(ErrorKind::Corrupt, format!("backup {} is not that of a machine", manifest.backup.id));
         let machine = manifest.backup.machine.as_ref().ok_or_else(wrong)?;
-        self.whole(manifest.clone())?;
+        let whole = self.whole(manifest.clone())?;
+        let snapshot = |disk: &MachineDisk| {
+            let of_disk = whole.iter().find(|of_disk| of_disk.backup.id == disk.backup);
+            of_disk.map(|of_disk| of_disk.backup.point.name.clone()).ok_or_else(wrong)
+        };
+        let snapshots = manifest.disks.iter().map(snapshot).collect::<Result<_>>()?;
         let mut chain = Chain::stored(self, &[Arc::new(manifest.clone())], key)?;
         let plan = chain.plan(0)?;
         let mut buffer = Buffer::zeroed(SEGMENT as usize / BLOCK_SIZE);
@@ -474,7 +500,7 @@ impl Repository {
             consistency: machine.consistency.clone(),
             files,
         };
-        Ok((manifest, point))
+        Ok(StoredMachine { manifest, point, snapshots })
     }
 
     /// A backup with all backups that it needs: those on which it is based; for a machine, those of its disks.

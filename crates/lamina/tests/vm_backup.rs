@@ -205,8 +205,8 @@ fn a_machine_can_be_used_while_it_is_restored() {
     here.run("vm delete web").ok();
     let restored = here.run(&format!("vm backup restore {repository} web --live --rate 4M")).ok();
     assert!(restored.contains("which the server copies now"), "{restored}");
-    assert!(here.contents(DISKS) == expected);
     run(&format!("backup delete {repository} machine:web")).fails(4, "is being restored");
+    assert!(here.contents(DISKS) == expected);
     // A machine that is given up needs the backups no more.
     here.run("vm delete web").ok();
     let free = || files(Path::new(&repository)).iter().all(|name| !name.starts_with("reader-"));
@@ -232,7 +232,9 @@ fn a_killed_backup_of_a_machine_leaves_no_half_machine_and_continues() {
     here.store.fill("store", 40, 0..100);
     let packs = || {
         let found = std::fs::read_dir(&repository).map(|entries| {
-            entries.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("pack-")).count()
+            // An object has another name while it is written.
+            let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            names.filter(|name| name.starts_with("pack-") && !name.ends_with(".new")).count()
         });
         found.unwrap_or(0)
     };
@@ -241,9 +243,12 @@ fn a_killed_backup_of_a_machine_leaves_no_half_machine_and_continues() {
         jobs["jobs"].as_array().unwrap().iter().any(|job| job["state"] == "running")
     };
     // The command is killed while the second disk is backed up, then the server.
-    let mut command = here.slow(&format!("vm backup create web {repository} --rate 25M"));
+    let mut command = here.slow(&format!("vm backup create web {repository} --rate 10M"));
     // The first disk has two packs.
     until("a pack of the second disk was stored", || packs() > 2);
+    // Another command finds the repository in use, and leaves the snapshot.
+    here.run(&format!("vm backup create web {repository}")).fails(4, "");
+    assert_eq!(here.snapshots("web").len(), 1);
     command.kill().unwrap();
     wait(&mut command);
     until("the server has ended the request", || !running());
@@ -252,7 +257,7 @@ fn a_killed_backup_of_a_machine_leaves_no_half_machine_and_continues() {
     let unfinished = |backups: Vec<Value>| backups.iter().all(|one| one["finished"].is_null());
     assert!(unfinished(list(&repository, true)));
     let before = packs();
-    let mut command = here.slow(&format!("vm backup create web {repository} --rate 25M"));
+    let mut command = here.slow(&format!("vm backup create web {repository} --rate 10M"));
     until("another pack was stored", || packs() > before);
     server.kill();
     wait(&mut command);
@@ -268,6 +273,20 @@ fn a_killed_backup_of_a_machine_leaves_no_half_machine_and_continues() {
     let expected = here.contents(DISKS);
     here.run(&format!("vm backup restore {repository} copy --backup web")).ok();
     assert!(here.contents(["copy", "copy-2"]) == expected);
+    // A snapshot that lost that of a disk since the interruption is not continued, and is deleted.
+    here.store.fill("store", 60, 0..100);
+    let before = packs();
+    let mut command = here.slow(&format!("vm backup create web {repository} --rate 10M"));
+    until("a pack was stored", || packs() > before);
+    command.kill().unwrap();
+    wait(&mut command);
+    until("the server has ended the request", || !running());
+    let snapshots = here.snapshots("web");
+    let interrupted = snapshots.iter().find(|name| **name != taken[0]).unwrap();
+    here.run(&format!("snapshot delete store@{interrupted}")).ok();
+    let made = here.run(&format!("--json vm backup create web {repository}")).json();
+    assert!(!snapshots.contains(&made["snapshot"].as_str().unwrap().to_owned()), "{made}");
+    assert_eq!(here.snapshots("web"), [made["snapshot"].as_str().unwrap()]);
 }
 
 #[test]
@@ -281,9 +300,14 @@ fn a_killed_restore_of_a_machine_leaves_nothing() {
     here.run("vm snapshot create web@s").ok();
     here.run(&format!("vm backup create web@s {repository}")).ok();
     let restore = format!("vm backup restore {repository} copy --backup web@s");
-    let half = || here.disks().contains(&"copy".to_owned()) && here.receptions() > 0;
+    // What an interrupted restore of a disk alone has received is kept all the time.
+    let mut command = here.slow(&format!("backup restore {repository} kept --backup store@s --rate 10M"));
+    until("a disk is being restored", || here.receptions() > 0);
+    command.kill().unwrap();
+    wait(&mut command);
+    let half = || here.disks().contains(&"copy".to_owned()) && here.receptions() > 1;
     for kill_server in [false, true] {
-        let mut command = here.slow(&format!("{restore} --rate 20M"));
+        let mut command = here.slow(&format!("{restore} --rate 10M"));
         until("the second disk is being restored", half);
         if kill_server {
             server.kill();
@@ -293,15 +317,15 @@ fn a_killed_restore_of_a_machine_leaves_nothing() {
         wait(&mut command);
         // The next command about machines cleans up.
         assert_eq!(here.machines(), ["web"], "server killed: {kill_server}");
-        assert_eq!((here.disks(), here.receptions()), (vec!["store".to_owned(), "web".to_owned()], 0));
+        assert_eq!((here.disks(), here.receptions()), (vec!["store".to_owned(), "web".to_owned()], 1));
     }
     let _server = here.store.serve("");
     // An interrupted command cleans up itself.
-    let mut command = here.slow(&format!("{restore} --rate 20M"));
+    let mut command = here.slow(&format!("{restore} --rate 10M"));
     until("the second disk is being restored", half);
     testkit::process::send(command.id(), "INT");
     assert_eq!(wait(&mut command), Some(130));
-    assert_eq!((here.disks().len(), here.receptions()), (2, 0));
+    assert_eq!((here.disks().len(), here.receptions()), (2, 1));
     // A damaged backup makes no machine.
     let pack = files(Path::new(&repository)).into_iter().rfind(|name| name.starts_with("pack-")).unwrap();
     let path = Path::new(&repository).join(&pack);
@@ -311,8 +335,10 @@ fn a_killed_restore_of_a_machine_leaves_nothing() {
     bad[middle] ^= 1;
     std::fs::write(&path, &bad).unwrap();
     assert_eq!(here.run(&restore).code, 6);
-    assert_eq!((here.machines().len(), here.disks().len(), here.receptions()), (1, 2, 0));
+    assert_eq!((here.machines().len(), here.disks().len(), here.receptions()), (1, 2, 1));
     std::fs::write(&path, &good).unwrap();
+    here.run(&format!("backup restore {repository} kept --backup store@s")).ok();
+    assert!(here.receptions() == 0 && here.store.content("kept") == expected[1]);
     here.run(&restore).ok();
     assert!(here.contents(["copy", "copy-2"]) == expected);
     here.store.is_clean();

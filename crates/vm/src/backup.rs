@@ -11,11 +11,11 @@ use crate::clone::Sum;
 use crate::definition::{CloneKind, Definition, Disk, Origin, disk_name};
 use crate::host::Host;
 use crate::machine::Machine;
-use crate::machines::{OwnDisk, Snapshot};
+use crate::machines::{OwnDisk, Snapshot, list_with_new};
 use crate::nvram;
 use crate::snapshots::{self, Record};
 use error::{Error, ErrorKind, Result};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use work::Progress;
 
 /// Prefix of the snapshots of machines that are taken for backups of the current state.
@@ -76,8 +76,8 @@ pub struct Restore<'a> {
     pub consistency: &'a str,
     /// The machine's files.
     pub files: &'a [SavedFile],
-    /// Names of the disks in the backup.
-    pub disks: &'a [String],
+    /// The disks in the backup, and the names of their snapshots.
+    pub disks: &'a [Snapshot],
     /// Whether the restored disks have the snapshot, so that the machine has it too.
     pub has_snapshot: bool,
 }
@@ -107,7 +107,7 @@ pub fn plan(host: &Host, restore: &Restore<'_>) -> Result<Planned> {
     let text = content(DEFINITION).ok_or_else(|| corrupt("it has no definition"))?;
     let text = std::str::from_utf8(text).map_err(|_| corrupt("its definition is not UTF-8"))?;
     let former = Definition::parse(text, "machine.toml of the backup")?;
-    if former.disk_names() != restore.disks {
+    if !former.disk_names().iter().eq(restore.disks.iter().map(|of| &of.disk)) {
         return Err(corrupt("it has other disks than its definition"));
     }
     let exists = |what: &str| {
@@ -116,13 +116,15 @@ pub fn plan(host: &Host, restore: &Restore<'_>) -> Result<Planned> {
     if host.machines().has(restore.name) {
         return Err(exists(&format!("machine '{}'", restore.name)));
     }
-    let new_identity = is_in_use(host, &former)?;
+    let new_identity = is_in_use(host, &former, None)?;
+    let disks = renamed(&former, restore.name);
     let mut definition = match new_identity {
         true => {
             let snapshot = Some(restore.snapshot.to_owned());
-            former.for_clone(restore.name, Origin { machine: former.name.clone(), snapshot, way: CloneKind::Full })?
+            let origin = Origin { machine: former.name.clone(), snapshot, way: CloneKind::Full };
+            Definition { disks, ..former.for_clone(restore.name, origin)? }
         }
-        false => Definition { name: restore.name.to_owned(), disks: renamed(&former, restore.name), ..former },
+        false => Definition { name: restore.name.to_owned(), disks, ..former },
     };
     let mut ejected = Vec::new();
     for drive in &mut definition.cdroms {
@@ -139,14 +141,14 @@ pub fn plan(host: &Host, restore: &Restore<'_>) -> Result<Planned> {
             None => {}
         }
     }
-    let of = |disk: &Disk| Snapshot { disk: disk.name.clone(), name: restore.snapshot.to_owned() };
+    let of = |(disk, of): (&Disk, &Snapshot)| Snapshot { disk: disk.name.clone(), name: of.name.clone() };
     let snapshot = restore.has_snapshot.then(|| Record {
         version: snapshots::VERSION,
         name: restore.snapshot.to_owned(),
         created: restore.created,
         consistency: restore.consistency.to_owned(),
         passt: false,
-        disks: definition.disks.iter().map(of).collect(),
+        disks: definition.disks.iter().zip(restore.disks).map(of).collect(),
         machine: definition.clone(),
     });
     if let Some(snapshot) = &snapshot {
@@ -166,11 +168,14 @@ fn renamed(former: &Definition, name: &str) -> Vec<Disk> {
         .collect()
 }
 
-/// Whether a machine of the datastore has the identity of a definition. A machine whose definition cannot be read does
-/// not count.
-fn is_in_use(host: &Host, former: &Definition) -> Result<bool> {
-    for machine in host.machines().list()? {
+/// Whether a machine of the datastore, or one that is being created, has the identity of a definition. The machine in
+/// the folder `own` and a machine whose definition cannot be read do not count.
+fn is_in_use(host: &Host, former: &Definition, own: Option<&Path>) -> Result<bool> {
+    for machine in list_with_new(host.machines().folder())? {
         let Ok(other) = machine.definition() else { continue };
+        if own == Some(machine.folder()) {
+            continue;
+        }
         let same_card = other.networks.iter().any(|card| former.networks.iter().any(|known| known.mac == card.mac));
         if other.uuid == former.uuid || same_card {
             return Ok(true);
@@ -192,6 +197,14 @@ pub fn restore(
         definition.disk_names().into_iter().map(|name| OwnDisk { name, origin: None }).collect()
     };
     let making = host.machines().make(std::slice::from_ref(definition), own, Vec::new())?;
+    // Another restore of the same backup may have begun since the identity was chosen.
+    if !planned.new_identity && is_in_use(host, definition, Some(making.machine(&definition.name).folder()))? {
+        let text = format!(
+            "machine '{}' was not restored: another machine with its identity is being created: try again",
+            definition.name
+        );
+        return Err(Error::new(ErrorKind::Busy, text));
+    }
     making.begin_disks(&[])?;
     let sum = Sum::new(definition.disks.len().max(1), progress);
     for (index, disk) in definition.disks.iter().enumerate() {
@@ -200,7 +213,8 @@ pub fn restore(
         }
         making.begin_disks(&[disk.name.as_str()])?;
         if let Err(error) = make_disk(index, &disk.name, &sum.part()) {
-            return Err(making.failed(error).context(format_args!("machine '{}' was not restored", definition.name)));
+            let error = making.failed(error).context(format_args!("disk '{}'", disk.name));
+            return Err(error.context(format_args!("machine '{}' was not restored", definition.name)));
         }
         making.made([disk.name.clone()]);
     }

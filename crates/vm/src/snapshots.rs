@@ -378,6 +378,11 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     deleted
 }
 
+/// Whether the snapshots of all disks exist of which a machine's snapshot consists.
+pub fn is_whole(host: &Host, machine: &Machine, name: &str) -> Result<bool> {
+    all_exist(host.disks(), &get(machine, name)?)
+}
+
 /// Whether the snapshots of all disks exist.
 fn all_exist(disks: &dyn Disks, record: &Record) -> Result<bool> {
     for snapshot in &record.disks {

@@ -76,8 +76,8 @@ fn is_clean(repository: &Repository) -> bool {
 
 /// A backup of a machine has its files and the content of its disks at the snapshot.
 fn is_equal(repository: &Repository, which: &str, fixture: &Fixture, snapshot: &str) {
-    let (manifest, read) = repository.machine(which, None).unwrap();
-    assert_eq!(read, point(snapshot));
+    let StoredMachine { manifest, point: read, snapshots } = repository.machine(which, None).unwrap();
+    assert_eq!((read, snapshots), (point(snapshot), vec![snapshot.to_owned(); 2]));
     assert_eq!(manifest.disks.iter().map(|disk| disk.disk.as_str()).collect::<Vec<_>>(), DISKS);
     for disk in &manifest.disks {
         let content = content_of(&mut Chain::of(repository, &disk.backup, None).unwrap().1);
@@ -126,6 +126,10 @@ fn a_machine_is_backed_up_with_increments_of_its_disks_and_found_by_its_name() {
     assert!(is_clean(&repository));
     let verified = repository.verify(&["machine:vm@s1".into()], None, &NoProgress).unwrap();
     assert_eq!((verified.backups, verified.problems.len()), (5, 0));
+    // The snapshots of an imported machine's disks may have other names than the machine's.
+    repository.create_machine(&point("other"), &outgoing(&here, "s1"), false, SMALL_PACKS, &NoProgress).unwrap();
+    let read = repository.machine("vm@other", None).unwrap();
+    assert_eq!((read.point.snapshot.as_str(), read.snapshots), ("other", vec!["s1".to_owned(); 2]));
     // With all data, backups that are increments are not used.
     let full = repository.create_machine(&point("s1"), &outgoing(&here, "s1"), true, SMALL_PACKS, &NoProgress).unwrap();
     assert!(!full.already && full.disks.iter().all(|disk| disk.based_on.is_none()));
@@ -276,7 +280,7 @@ fn the_files_of_an_encrypted_machine_need_the_key() {
     let sealed = CreateOptions { key: Some(&key), ..SMALL_PACKS };
     let disks = outgoing(&here, "s");
     let made = repository.create_machine(&point("s"), &disks, false, sealed, &NoProgress).unwrap();
-    assert_eq!(repository.machine("vm", Some(&key)).unwrap().1, point("s"));
+    assert_eq!(repository.machine("vm", Some(&key)).unwrap().point, point("s"));
     assert_eq!(repository.machine("vm", None).unwrap_err().kind(), ErrorKind::Invalid);
     let stored = std::fs::read(place.join(format!("pack-{}-00000000", made.id))).unwrap();
     assert!(!stored.windows(8).any(|part| part == b"password"));
@@ -302,6 +306,7 @@ fn one_command_at_a_time_backs_up_a_machine_and_files_that_are_too_long_are_refu
     // The bytes of files are digits in requests.
     let text = serde_json::to_string(&point.files[0]).unwrap();
     assert_eq!(serde_json::from_str::<MachineContent>(&text).unwrap(), point.files[0]);
+    assert_eq!(format!("{:?}", point.files[0]), format!("machine.toml of {} bytes", point.files[0].content.len()));
     for wrong in ["1", "1g", "\u{e9}"] {
         let text = format!("{{\"name\":\"a\",\"content\":\"{wrong}\"}}");
         assert!(serde_json::from_str::<MachineContent>(&text).is_err(), "{wrong}");

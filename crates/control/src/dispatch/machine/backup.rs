@@ -12,7 +12,7 @@ use crate::message::{
     BackedUpMachine, BackupMachine, BackupRequest, BackupRestore, MachineBackup, MachineReply, MachineRestore, Reply,
     Request, RestoredMachine,
 };
-use backup::{MachineContent, MachineCreated, MachinePoint};
+use backup::{MachineContent, MachineCreated, MachinePoint, StoredMachine};
 use disk::transfer::new_identity;
 use disk::{NoProgress, Progress};
 use error::{Error, ErrorKind, Result};
@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use vm::backup::{PREFIX, Restore, SavedFile, plan, restore, saved};
 use vm::machine::Machine;
+use vm::machines::Snapshot;
 use vm::snapshots;
 
 /// Number of characters of the identities in the name of a snapshot.
@@ -80,8 +81,16 @@ impl Work<'_> {
         let uuid = machine.definition()?.uuid.to_string();
         let (repository, begun) = self.prepare(&uuid, request)?;
         let prefix = format!("{PREFIX}{}-", repository.get(..SUFFIX).unwrap_or(&repository));
-        let taken = self.taken(machine, &prefix)?;
-        let (name, quiet) = match taken.into_iter().rfind(|name| begun.contains(name)) {
+        let before = self.taken(machine, &prefix)?;
+        let mut continued = None;
+        for name in before.iter().rev().filter(|name| begun.contains(name)) {
+            // A snapshot that lacks a disk, which was deleted since the interruption, is not backed up any more.
+            if continued.is_none() && snapshots::is_whole(&self.host, machine, name)? {
+                continued = Some(name.clone());
+            }
+        }
+        let is_taken = continued.is_none();
+        let (name, quiet) = match continued {
             Some(name) => (name, None),
             None => {
                 let name = format!("{prefix}{}", &new_identity()?[..SUFFIX]);
@@ -93,25 +102,19 @@ impl Work<'_> {
         let created = match self.store(machine, &name, request) {
             Ok(created) => created,
             Err(error) => {
-                // The snapshot is kept if the backup has begun, so that the same command continues the backup, and if
-                // that is unknown.
-                if self.prepare(&uuid, request).is_ok_and(|(_, begun)| !begun.contains(&name)) {
+                // The snapshot is kept if the backup has begun, so that the same command continues the backup, if that
+                // is unknown, and if another command may have completed the backup.
+                let is_known = is_taken && error.kind() != ErrorKind::Io;
+                if is_known && self.prepare(&uuid, request).is_ok_and(|(_, begun)| !begun.contains(&name)) {
                     self.forget(machine, &name);
                 }
                 return Err(error);
             }
         };
-        // The backup is complete, so an error does not make it fail.
-        match self.taken(machine, &prefix) {
-            // The snapshot of disks without increments has no further use.
-            Ok(taken) => {
-                let gone = taken.iter().filter(|taken| **taken != name || !created.incremental);
-                gone.for_each(|taken| self.forget(machine, taken));
-            }
-            Err(error) => {
-                tracing::warn!("the snapshots of earlier backups of machine '{}' are kept: {error}", machine.name());
-            }
-        }
+        // Snapshots that were taken since this backup began are those of other commands. The snapshot of disks without
+        // increments has no further use.
+        let gone = before.iter().filter(|taken| **taken != name).chain((!created.incremental).then_some(&name));
+        gone.for_each(|taken| self.forget(machine, taken));
         Ok(BackedUpMachine { created, quiet })
     }
 
@@ -138,9 +141,10 @@ impl Work<'_> {
         }
         let key = read_key(request.key.as_deref())?;
         let which = request.backup.as_ref().unwrap_or(&request.name);
-        let (manifest, point) = repository(&request.place)?.machine(which, key.as_ref())?;
+        let StoredMachine { manifest, point, snapshots } = repository(&request.place)?.machine(which, key.as_ref())?;
         let files: Vec<SavedFile> = point.files.into_iter().map(|file| (file.name, file.content)).collect();
-        let disks: Vec<String> = manifest.disks.iter().map(|disk| disk.disk.clone()).collect();
+        let disks = manifest.disks.iter().zip(snapshots);
+        let disks: Vec<_> = disks.map(|(disk, name)| Snapshot { disk: disk.disk.clone(), name }).collect();
         let planned = plan(
             &self.host,
             &Restore {

@@ -30,8 +30,14 @@ fn files(definition: &Definition) -> Vec<SavedFile> {
     vec![("machine.toml".into(), text), ("nvram".into(), vec![7; 100])]
 }
 
+/// The snapshot of a disk, which was imported with another name than the machine's.
+fn of_disk(disk: String) -> Snapshot {
+    Snapshot { name: format!("monday-{disk}"), disk }
+}
+
 fn planned(host: &Host, definition: &Definition, name: &str) -> Result<Planned> {
-    let (files, disks) = (files(definition), definition.disk_names());
+    let files = files(definition);
+    let disks: Vec<Snapshot> = definition.disk_names().into_iter().map(of_disk).collect();
     let restore = Restore {
         name,
         snapshot: "monday",
@@ -72,7 +78,7 @@ fn a_restored_machine_has_its_identity_unless_another_machine_has_it() {
     let again = saved(&machine, "monday").unwrap();
     assert_eq!((again.definition, again.created, again.consistency.as_str()), (expected, 1_794_900_000, "quiesced"));
     assert_eq!(again.files.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["machine.toml", "nvram"]);
-    assert_eq!(again.disks, ["web", "store"].map(|disk| Snapshot { disk: disk.into(), name: "monday".into() }));
+    assert_eq!(again.disks, ["web", "store"].map(|disk| of_disk(disk.into())));
     // The machine exists, so a second one gets an identity and disks of its own.
     let second = restored(&host, &disks, &former, "copy");
     let copy = host.machines().get("copy").unwrap().definition().unwrap();
@@ -86,6 +92,28 @@ fn a_restored_machine_has_its_identity_unless_another_machine_has_it() {
     let unique = planned(&host, &definition(), "fourth").unwrap();
     assert!(!unique.new_identity && unique.definition.disk_names() == ["fourth", "fourth-2"]);
     assert!(unique.definition.autostart);
+    // With a new identity too, disks keep their names if the machine does.
+    let (folder, mut former) = (tempfile::tempdir().unwrap(), former);
+    let (host, disks) = self::host(folder.path());
+    restored(&host, &disks, &former, "other");
+    let web = planned(&host, &former, "web").unwrap();
+    assert!(web.new_identity && web.definition.disk_names() == ["web", "store"]);
+    // A machine that is being created counts.
+    former = definition();
+    let (first, second) = (planned(&host, &former, "first").unwrap(), planned(&host, &former, "second").unwrap());
+    assert!(!first.new_identity && !second.new_identity);
+    let make = |_: usize, name: &str, _: &dyn Progress| {
+        if name == "first" {
+            assert!(planned(&host, &former, "third").unwrap().new_identity);
+            let never = |_: usize, _: &str, _: &dyn Progress| panic!("a disk of the second machine");
+            let refused = restore(&host, &second, &never, &NoProgress).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Busy);
+        }
+        disks.add(name, None);
+        Ok(())
+    };
+    restore(&host, &first, &make, &NoProgress).unwrap();
+    assert_eq!(host.machines().list().unwrap().len(), 2);
 }
 
 #[test]
@@ -104,12 +132,12 @@ fn names_that_exist_and_files_of_no_machine_are_refused_before_anything_is_made(
     }
     let error = planned(&host, &former, "old-disk").unwrap_err();
     assert!(error.kind() == ErrorKind::Exists && error.to_string().contains("of machine 'old'"), "{error}");
-    let wrong = |files: &[SavedFile], disks: &[String]| {
+    let wrong = |files: &[SavedFile], disks: &[Snapshot]| {
         let (snapshot, consistency) = ("s", "stopped");
         let restore = Restore { name: "new", snapshot, created: 0, consistency, files, disks, has_snapshot: true };
         plan(&host, &restore).unwrap_err().kind()
     };
-    let names = former.disk_names();
+    let names: Vec<Snapshot> = former.disk_names().into_iter().map(of_disk).collect();
     assert_eq!(wrong(&files(&former), &names[..1]), ErrorKind::Corrupt);
     assert_eq!(wrong(&files(&former)[1..], &names), ErrorKind::Corrupt);
     assert_eq!(wrong(&[("machine.toml".into(), vec![0xff])], &names), ErrorKind::Corrupt);
@@ -132,7 +160,7 @@ fn a_restore_that_fails_or_is_killed_leaves_no_machine_and_no_disk() {
             _ => Err(Error::new(kind, "the backup is damaged")),
         };
         let error = restore(&host, &planned, &make, &NoProgress).unwrap_err();
-        assert!(error.kind() == kind && error.to_string().contains("'web' was not restored"), "{error}");
+        assert!(error.kind() == kind && error.to_string().contains("'web' was not restored: disk 'store'"), "{error}");
         assert_eq!(disks.names().len(), usize::from(kind == ErrorKind::Io));
         // Another test that starts a program may have the folder locked for a moment.
         for _ in 0..1000 {
