@@ -495,7 +495,7 @@ fn only_damaged_manifests_are_deleted_without_a_check_of_increments() {
     create(&repository, &here, "b");
     let name = format!("backup-{}", base.id);
     let good = repository.find("vm@a").unwrap().encode().unwrap();
-    let newer = String::from_utf8(good.clone()).unwrap().replacen("lamina backup 1 ", "lamina backup 2 ", 1);
+    let newer = String::from_utf8(good.clone()).unwrap().replacen("lamina backup 1 ", "lamina backup 3 ", 1);
     repository.objects().put(&name, newer.as_bytes()).unwrap();
     assert!(!repository.delete_damaged(&base.id).unwrap());
     assert_eq!(repository.find(&base.id).unwrap_err().kind(), ErrorKind::Unsupported);

@@ -134,7 +134,7 @@ fn a_disk_is_used_while_its_content_arrives_from_a_bucket() {
     let (here, there, server) = (Store::new(), Store::new(), S3::start());
     disk(&here);
     on(&here, &server, &format!("backup create web@a {PLACE}")).ok();
-    let restore = format!("backup restore {PLACE} web --live --rate 4M");
+    let restore = format!("backup restore {PLACE} web --live --rate 8M");
     {
         // The server would have no credentials after the command.
         let _serving = there.serve("");
@@ -160,7 +160,7 @@ fn a_disk_is_used_while_its_content_arrives_from_a_bucket() {
     let mut count = 0;
     server.rule(move |head| {
         count += 1;
-        match head.starts_with("get ") && count % 3 == 0 {
+        match head.starts_with("get ") && count % 7 == 0 {
             true => Fault::CutAnswer(200),
             false => Fault::None,
         }
@@ -185,7 +185,7 @@ fn wrong_input_and_failures_are_reported_with_the_bucket() {
     let (here, server) = (Store::new(), S3::start());
     disk(&here);
     with(&server, &format!("backup list {PLACE}")).fails(3, "no repository of backups at 's3://lab/vms/web'");
-    with(&server, "backup list s3://elsewhere/x").fails(3, "there is no such bucket");
+    on(&here, &server, "backup create web@a s3://elsewhere/x").fails(3, "there is no such bucket");
     with(&server, "backup list s3://l").fails(2, "is not the name of a bucket");
     with(&server, "backup list /srv --s3-endpoint http://x").fails(2, "--s3-endpoint is the server of a bucket");
     with(&server, &format!("backup list {PLACE} --s3-endpoint x")).fails(2, "is not the URL of a server");

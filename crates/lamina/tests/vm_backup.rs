@@ -315,7 +315,8 @@ fn a_killed_restore_of_a_machine_leaves_nothing() {
             command.kill().unwrap();
         }
         wait(&mut command);
-        // The next command about machines cleans up.
+        // The next command about machines cleans up, and says so.
+        assert_eq!(here.run("vm list").code, 0);
         assert_eq!(here.machines(), ["web"], "server killed: {kill_server}");
         assert_eq!((here.disks(), here.receptions()), (vec!["store".to_owned(), "web".to_owned()], 1));
     }

@@ -244,7 +244,7 @@ fn the_repeated_restore_follows_a_repository_and_a_key_that_were_moved() {
     let content = chain_of_three(&repository, 8, Some(&key));
     let there = Fixture::empty(CAPACITY);
     let restore = |backups: &str, key: &str| {
-        let (backups, key) = (path(backups), path(key));
+        let (backups, key) = (RepositoryPlace::Folder(path(backups)), path(key));
         let options = LiveRestoreOptions {
             repository: &backups,
             which: "vm",
@@ -271,7 +271,8 @@ fn the_repeated_restore_follows_a_repository_and_a_key_that_were_moved() {
     assert_eq!(recorded(&there), first, "a refused command changes nothing");
     let again = restore("moved", "moved-key").unwrap();
     assert_eq!((again.known, again.unprotected), (true, None));
-    let moved = BackupLocation { repository: path("moved"), key: Some(path("moved-key")), ..first.clone() };
+    let repository = RecordedPlace::Folder(path("moved"));
+    let moved = BackupLocation { repository, key: Some(path("moved-key")), ..first.clone() };
     assert_eq!(recorded(&there), moved);
     assert_eq!(readers("moved"), 1);
     // Clients that have the disk open use the new place at once.
