@@ -238,9 +238,10 @@ impl Creating<'_> {
         let (created, incremental) = match stored {
             Ok(stored) => stored,
             Err(error) => {
-                // The snapshot is kept only if the backup has begun, so that the same command continues the backup.
-                let begun = repository.unfinished().unwrap_or_default();
-                if !begun.iter().any(|backup| backup.disk == *disk && backup.point.name == name) {
+                // The snapshot is kept if the backup has begun, so that the same command continues the backup, and if
+                // that is unknown.
+                let is_of_backup = |backup: &backup::Description| backup.disk == *disk && backup.point.name == name;
+                if repository.unfinished().is_ok_and(|begun| !begun.iter().any(is_of_backup)) {
                     self.forget(&name);
                 }
                 return Err(error);
