@@ -301,7 +301,7 @@ impl Repository {
         let manifests = self.manifests()?;
         self.check_key(&manifests, options)?;
         let incremental = disks.iter().any(|(_, outgoing)| !outgoing.bases().is_empty());
-        if let Some((known, disks)) = self.known(&manifests, point, disks, full, options) {
+        if let Some((known, disks)) = self.known(&manifests, point, disks, full, options)? {
             // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
             self.objects().settle()?;
             return Ok(MachineCreated {
@@ -361,7 +361,7 @@ impl Repository {
         disks: &[(String, Outgoing)],
         full: bool,
         options: CreateOptions<'_>,
-    ) -> Option<(&'a Manifest, Vec<&'a Manifest>)> {
+    ) -> Result<Option<(&'a Manifest, Vec<&'a Manifest>)>> {
         let same = |known: &&Manifest| {
             let backup = &known.backup;
             backup.machine.as_ref().is_some_and(|machine| machine.uuid == point.uuid)
@@ -371,19 +371,21 @@ impl Repository {
                 && known.disks.len() == disks.len()
         };
         let of_disk = |(known, (disk, outgoing)): (&MachineDisk, &(String, Outgoing))| {
-            manifests.iter().find(|manifest| {
+            let found = manifests.iter().find(|manifest| {
                 manifest.backup.id == known.backup
                     && known.disk == *disk
                     && manifest.backup.point.uuid == outgoing.point().uuid
-                    && self.is_usable(manifest, options)
                     && (!full || manifest.backup.parent.is_none())
-            })
+            })?;
+            self.is_usable(found, options).map(|usable| usable.then_some(found)).transpose()
         };
-        let with_disks = |known: &'a Manifest| {
-            let disks = known.disks.iter().zip(disks).map(of_disk).collect::<Option<Vec<_>>>()?;
-            Some((known, disks))
-        };
-        manifests.iter().rev().filter(same).find_map(with_disks)
+        for known in manifests.iter().rev().filter(same) {
+            let disks = known.disks.iter().zip(disks).map(of_disk).collect::<Option<Result<Vec<_>>>>().transpose()?;
+            if let Some(disks) = disks {
+                return Ok(Some((known, disks)));
+            }
+        }
+        Ok(None)
     }
 
     /// Records that the backup of a machine begins, or continues the attempt that was interrupted.

@@ -219,16 +219,33 @@ impl Repository {
         Ok(self.ids(BACKUP)?.into_iter().map(|id| Found { manifest: self.manifest(&id), id }).collect())
     }
 
-    /// The manifests of all complete backups, the oldest first; manifests that cannot be read are left out.
+    /// The manifests of all complete backups, the oldest first. Those that are damaged, of a later version or deleted
+    /// meanwhile are left out. One that only cannot be read now is an error: without it, an older backup would seem to
+    /// be the newest one, and a repository of encrypted backups one of others.
     pub fn manifests(&self) -> Result<Vec<Manifest>> {
-        let mut manifests: Vec<Manifest> = self.found()?.into_iter().filter_map(|found| found.manifest.ok()).collect();
+        let mut manifests = Vec::new();
+        for id in self.ids(BACKUP)? {
+            match self.manifest(&id) {
+                Ok(manifest) => manifests.push(manifest),
+                Err(error) if is_unusable(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
         manifests.sort_by(|a, b| age(a).cmp(&age(b)));
         Ok(manifests)
     }
 
     /// All backups for display, the oldest first, and the unfinished ones last.
     pub fn list(&self) -> Result<Vec<BackupInfo>> {
-        let mut complete = self.manifests()?.iter().map(BackupInfo::of).collect::<Vec<_>>();
+        let (mut readable, mut damaged) = (Vec::new(), Vec::new());
+        for Found { id, manifest } in self.found()? {
+            match manifest {
+                Ok(manifest) => readable.push(manifest),
+                Err(error) => damaged.push(BackupInfo::damaged(&id, &error)),
+            }
+        }
+        readable.sort_by(|a, b| age(a).cmp(&age(b)));
+        let mut complete = readable.iter().map(BackupInfo::of).collect::<Vec<_>>();
         let known: BTreeSet<String> = complete.iter().map(|info| info.id.clone()).collect();
         for info in &mut complete {
             if let Some(parent) = info.parent.as_ref().filter(|parent| !known.contains(*parent)) {
@@ -236,11 +253,7 @@ impl Repository {
             }
         }
         MachineBackupInfo::complete(&mut complete);
-        for found in self.found()? {
-            if let Err(error) = found.manifest {
-                complete.push(BackupInfo::damaged(&found.id, &error));
-            }
-        }
+        complete.extend(damaged);
         let begun = self.unfinished()?;
         complete.extend(begun.iter().map(BackupInfo::unfinished));
         Ok(complete)
@@ -436,6 +449,11 @@ impl Repository {
         self.objects.settle()?;
         Ok(swept)
     }
+}
+
+/// Whether a record will not be readable later either.
+pub(crate) fn is_unusable(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::Unsupported)
 }
 
 fn age(manifest: &Manifest) -> (u64, u64, &String) {

@@ -5,7 +5,7 @@ use crate::create::{CreateOptions, Created, Sink, Written, describe, is_same, ru
 use crate::level::record_of;
 use crate::manifest::{Description, Manifest, Parent};
 use crate::pack::{HEAD, Head};
-use crate::repository::{Repository, pack_name};
+use crate::repository::{Repository, is_unusable, pack_name};
 use crate::seal::{Key, PackReader};
 use disk::transfer::Outgoing;
 use error::{Error, ErrorKind, Result};
@@ -48,8 +48,10 @@ fn written(repository: &Repository, description: &Description, key: Option<&Arc<
             Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(written),
             Err(error) => return Err(error),
         };
-        let Ok(index) = reader.read(head.index_range(), &mut fetch).and_then(|bytes| head.decode_index(&bytes)) else {
-            return Ok(written);
+        let index = match reader.read(head.index_range(), &mut fetch).and_then(|bytes| head.decode_index(&bytes)) {
+            Ok(index) => index,
+            Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(written),
+            Err(error) => return Err(error),
         };
         written.add(record_of(&head, &bytes), &index);
     }
@@ -86,10 +88,29 @@ impl Repository {
     }
 
     /// Whether a disk can be restored from a backup, and all backups of its chain have the same key as the new one.
-    pub(crate) fn is_usable(&self, manifest: &Manifest, options: CreateOptions<'_>) -> bool {
+    pub(crate) fn is_usable(&self, manifest: &Manifest, options: CreateOptions<'_>) -> Result<bool> {
         let wanted = options.key.map(|key| key.id());
         let same_key = |manifest: &Manifest| manifest.backup.key.as_deref() == wanted;
-        self.chain(manifest.clone()).is_ok_and(|chain| chain.iter().all(same_key))
+        match self.chain(manifest.clone()) {
+            Ok(chain) => Ok(chain.iter().all(same_key)),
+            Err(error) if is_unusable(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The newest usable backup of the snapshot with an identity.
+    fn backup_of<'a>(
+        &self,
+        manifests: &'a [Manifest],
+        point: &str,
+        options: CreateOptions<'_>,
+    ) -> Result<Option<&'a Manifest>> {
+        for known in manifests.iter().rev().filter(|known| known.backup.point.uuid == point) {
+            if self.is_usable(known, options)? {
+                return Ok(Some(known));
+            }
+        }
+        Ok(None)
     }
 
     /// As [`Repository::create`]; the caller holds the lock.
@@ -103,16 +124,15 @@ impl Repository {
     ) -> Result<Created> {
         let manifests = self.manifests()?;
         self.check_key(&manifests, options)?;
-        let usable = |manifest: &Manifest| self.is_usable(manifest, options);
-        let with = |point: &str| manifests.iter().rfind(|known| known.backup.point.uuid == point && usable(known));
-        if let Some(known) = with(&outgoing.point().uuid).filter(|known| !full || known.backup.parent.is_none()) {
+        let with = |point: &str| self.backup_of(&manifests, point, options);
+        if let Some(known) = with(&outgoing.point().uuid)?.filter(|known| !full || known.backup.parent.is_none()) {
             // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
             self.objects().settle()?;
             return Ok(Created::already(known));
         }
         let parent = match full {
             true => None,
-            false => outgoing.bases().iter().find_map(|base| with(base)),
+            false => outgoing.bases().iter().find_map(|base| with(base).transpose()).transpose()?,
         };
         let parent =
             parent.map(|known| Parent { backup: Some(known.backup.id.clone()), point: known.backup.point.clone() });
