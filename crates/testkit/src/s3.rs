@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,6 +15,8 @@ pub const KEY_ID: &str = "key-of-tests";
 pub const SECRET: &str = "secret-of-tests";
 /// Most bytes of the head of a request.
 const HEAD_MAX: usize = 64 << 10;
+/// How often the server is started until it has a port.
+const STARTS: usize = 10;
 
 /// What happens to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +25,8 @@ pub enum Fault {
     None,
     /// The proxy answers it with this head, which ends with an empty line, and what follows.
     Answer(String),
-    /// The connection is cut after this many bytes of the body were sent to the server.
+    /// The connection is cut after this many bytes of the body were sent to the server, or in the head of a request
+    /// without a body.
     CutRequest(usize),
     /// The server answers it, and the connection is cut after this many bytes of the answer.
     CutAnswer(usize),
@@ -62,22 +65,39 @@ fn program() -> PathBuf {
     program
 }
 
+/// Starts the server, with the port on which it listens.
+fn listening(folder: &Path) -> (Child, u16) {
+    for _ in 0..STARTS {
+        // The server cannot say which free port it has chosen. Another process may get this one before the server does.
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut command = Command::new(program());
+        command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
+        command.args(["--access-key", KEY_ID, "--secret-key", SECRET]).arg(folder);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let mut ended = false;
+        crate::process::until("the S3 server listens", || {
+            ended = child.try_wait().unwrap().is_some();
+            ended || TcpStream::connect(("127.0.0.1", port)).is_ok()
+        });
+        // A server that ended has left the port to the process that listens there.
+        std::thread::sleep(Duration::from_millis(10));
+        if !ended && child.try_wait().unwrap().is_none() {
+            return (child, port);
+        }
+    }
+    panic!("the S3 server does not start");
+}
+
 impl S3 {
     pub fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join(BUCKET)).unwrap();
-        // The server cannot say which free port it has chosen.
-        let server = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let mut command = Command::new(program());
-        command.args(["--host", "127.0.0.1", "--port", &server.to_string()]);
-        command.args(["--access-key", KEY_ID, "--secret-key", SECRET]).arg(folder.path());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = command.spawn().unwrap();
+        let (child, server) = listening(folder.path());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let proxy = Proxy { server, rule: Mutex::new(Box::new(|_| Fault::None)), seen: Mutex::default() };
         let started = Self { folder, child, proxy: Arc::new(proxy), port };
-        crate::process::until("the S3 server listens", || TcpStream::connect(("127.0.0.1", server)).is_ok());
         let proxy = started.proxy.clone();
         std::thread::spawn(move || {
             for client in listener.incoming().flatten() {
@@ -164,6 +184,11 @@ impl Proxy {
         let mut server = TcpStream::connect(("127.0.0.1", self.server))?;
         let end = head.len() - 2;
         server.write_all(&head[..end])?;
+        if length == 0 && matches!(fault, Fault::CutRequest(_)) {
+            // Without its last line the request is not complete.
+            server.shutdown(Shutdown::Both)?;
+            return Ok(false);
+        }
         server.write_all(b"connection: close\r\n\r\n")?;
         if let Fault::CutRequest(bytes) = fault {
             server.write_all(&body[..bytes.min(length)])?;
