@@ -36,7 +36,7 @@ impl fmt::Debug for Credentials {
 }
 
 /// The value of a variable, which is not set if it is empty.
-fn variable(name: &str) -> Option<String> {
+pub(super) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -75,7 +75,8 @@ impl FromStr for BucketAddress {
 
     /// Parses `s3://BUCKET/PREFIX`; server and region are the default ones.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let rest = text.strip_prefix(SCHEME).ok_or_else(|| format!("'{text}' does not begin with {SCHEME}"))?;
+        let rest =
+            text.strip_prefix(SCHEME).ok_or_else(|| format!("'{}' does not begin with {SCHEME}", shown(text)))?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let address = Self {
             bucket: bucket.to_owned(),
@@ -87,16 +88,26 @@ impl FromStr for BucketAddress {
     }
 }
 
+/// A text of the user for a message, without the credentials that it may have before an `@`.
+fn shown(text: &str) -> String {
+    match text.rsplit_once('@') {
+        Some((_, rest)) => format!("***@{}", rest.escape_debug()),
+        None => text.escape_debug().to_string(),
+    }
+}
+
 impl BucketAddress {
     /// Why the names of the address cannot be used.
     fn refuse(&self) -> Option<String> {
         let Self { bucket, prefix, region, .. } = self;
         let plain = |character: char| character.is_ascii_alphanumeric() || "-._".contains(character);
         if !(3..=63).contains(&bucket.len()) || !bucket.chars().all(plain) || bucket.starts_with('.') {
+            // A secret before an @ may have slashes itself.
+            let whole = format!("{bucket}/{prefix}");
             return Some(format!(
                 "'{}' is not the name of a bucket: write s3://BUCKET/PREFIX; names have 3 to 63 letters, digits, dots \
                  and hyphens",
-                bucket.escape_debug()
+                shown(if whole.contains('@') { &whole } else { bucket })
             ));
         }
         let wrong = |part: &str| matches!(part, "" | "." | "..");
@@ -113,13 +124,17 @@ impl BucketAddress {
     }
 
     /// The address with the server and region of the environment; `endpoint` precedes the environment.
-    pub fn completed(mut self, endpoint: Option<&str>) -> Self {
+    ///
+    /// # Errors
+    /// `Invalid` if no request can be sent there. So an address with a secret in it is sent to no other process.
+    pub fn completed(mut self, endpoint: Option<&str>) -> Result<Self> {
         let named = || variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
         self.endpoint = endpoint.map(str::to_owned).or_else(named);
         if let Some(region) = variable("AWS_REGION").or_else(|| variable("AWS_DEFAULT_REGION")) {
             self.region = region;
         }
-        self
+        self.base()?;
+        Ok(self)
     }
 
     /// Where requests are sent. `Invalid` if a part of the address cannot be used.
@@ -140,7 +155,7 @@ impl BucketAddress {
         };
         let wrong = || {
             let text = "is not the URL of a server: write https://HOST or http://HOST:PORT";
-            invalid(format!("'{}' {text}", endpoint.escape_debug()))
+            invalid(format!("'{}' {text}", shown(endpoint)))
         };
         let (scheme, rest) = endpoint.split_once("://").ok_or_else(wrong)?;
         let secure = match scheme {
@@ -237,6 +252,19 @@ mod tests {
         }
         for endpoint in ["minio.example", "ftp://x", "https://", "https://user:p@x", "https://x/?a", "http://x y"] {
             assert_eq!(base("s3://lab", Some(endpoint)).unwrap_err().kind(), ErrorKind::Invalid, "{endpoint}");
+        }
+    }
+
+    #[test]
+    fn secrets_in_addresses_are_not_in_messages() {
+        for text in ["s3://KEY:hid@lab/x", "s3://KEY:hid/hid@lab", "s3://KEY:hid@hid/hid@lab", "S3://KEY:hid@lab"] {
+            let message = text.parse::<BucketAddress>().unwrap_err();
+            assert!(message.contains("***@lab") && !message.contains("hid"), "{message}");
+        }
+        for endpoint in ["https://user:hid@minio.example", "http://user:hi/d@minio.example", "user:hid@minio.example"] {
+            let error = parse("s3://lab/x").completed(Some(endpoint)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(error.to_string().contains("'***@minio.example'"), "{error}");
         }
     }
 

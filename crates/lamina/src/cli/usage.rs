@@ -2,7 +2,7 @@
 
 use super::Cli;
 use clap::CommandFactory;
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 
 /// Options before the verb of `lamina vm` that have their value in a separate word.
@@ -56,7 +56,14 @@ fn plain_limits(sentence: &str) -> String {
 
 /// The error on one line, with a hint which `--help` to read.
 pub fn sentence(error: &clap::Error, arguments: impl IntoIterator<Item = OsString>) -> String {
-    let text = error.to_string();
+    let mut text = error.to_string();
+    // An address may have credentials before an @.
+    if let Some(ContextValue::String(value)) = error.get(ContextKind::InvalidValue)
+        && value.contains("://")
+        && let Some((_, rest)) = value.rsplit_once('@')
+    {
+        text = text.replace(value.as_str(), &format!("***@{rest}"));
+    }
     let mut help = format!("{} --help", verb(arguments));
     let mut sentence = String::new();
     for line in text.lines().map(str::trim) {
@@ -93,6 +100,12 @@ mod tests {
         assert!(told.ends_with("(see 'lamina disk create --help')"), "{told}");
         let told = complaint(&["lamina", "clone", "a", "b", "--count", "0"]);
         assert!(told.contains("0 is not from 1 to 100000 (see 'lamina clone --help')"), "{told}");
+    }
+
+    #[test]
+    fn secrets_in_addresses_are_not_in_messages() {
+        let told = complaint(&["lamina", "backup", "list", "s3://ID:hid/hid@lab/x"]);
+        assert!(told.contains("'***@lab/x'") && !told.contains("hid"), "{told}");
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl PlaceAddress {
             Self::File(path) => BackupPlace::File(absolute(path)?),
             Self::Folder(path) => BackupPlace::Folder(absolute(path)?),
             Self::Bucket(address) => BackupPlace::Bucket {
-                address: address.clone().completed(server.s3_endpoint.as_deref()),
+                address: address.clone().completed(server.s3_endpoint.as_deref()).map_err(|error| error.to_string())?,
                 credentials: Credentials::from_environment(),
             },
         })
