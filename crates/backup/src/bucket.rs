@@ -5,7 +5,9 @@
 //!    interrupted requests leave nothing.
 //! 2. The server verifies the SHA-256 of what it receives. What is read has checksums in the format of the repository.
 //! 3. A successful put or removal is durable, and seen by all later requests.
-//! 4. Writers exclude each other by the object `lock` ([`lease`]). Without certainty that the lock is held, the holder
+//! 4. A put replaces only the object that there was when it was sent. So a put of a writer that has ended, which arrives
+//!    late, does not replace what its successor has stored.
+//! 5. Writers exclude each other by the object `lock` ([`lease`]). Without certainty that the lock is held, the holder
 //!    changes nothing.
 //!
 //! The reasons are in `docs/adr/0048-backups-in-buckets.md`.
@@ -34,6 +36,11 @@ use std::sync::{Arc, Weak};
 const LISTING_MAX: u64 = 8 << 20;
 /// Most parts of a listing.
 const LISTINGS_MAX: usize = 100_000;
+/// Most names of a listing: packs of 60 TiB.
+const NAMES_MAX: usize = 4_000_000;
+
+/// How often a put is tried while other puts of the object arrive.
+const PUTS_MAX: u32 = 5;
 
 /// The objects of a repository in a bucket.
 pub struct Bucket {
@@ -67,6 +74,18 @@ impl Bucket {
     fn may_change(&self) -> Result<()> {
         let lease = self.lease.lock().upgrade();
         lease.map_or(Ok(()), |lease| lease.may_change())
+    }
+
+    /// The ETag of an object; `None` if there is no such object.
+    fn etag(&self, name: &str) -> Result<Option<String>> {
+        let (key, doing) = (self.key(name), format!("looking at '{name}' in '{}'", self.place()));
+        let answer = self.client.send(&Asked::new(Method::Head, &key), &doing)?;
+        let missing = || Error::new(ErrorKind::Io, format!("{doing} failed: the server has sent no ETag"));
+        match answer.status {
+            404 => Ok(None),
+            _ if answer.succeeded() => answer.header("etag").map(|etag| Some(etag.to_owned())).ok_or_else(missing),
+            _ => Err(self.client.refusal(&answer, &doing)),
+        }
     }
 
     fn shorter(&self, name: &str, length: u64, wanted: u64) -> Error {
@@ -106,9 +125,22 @@ impl Objects for Bucket {
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let (key, doing) = (self.key(name), format!("writing '{name}' in '{}'", self.place()));
-        let asked = Asked { body: bytes, ..Asked::new(Method::Put, &key) };
-        let answer = self.client.send_while(&asked, &doing, &|| self.may_change())?;
-        if answer.succeeded() { Ok(()) } else { Err(self.client.refusal(&answer, &doing)) }
+        let absent = || ("if-none-match", "*".to_owned());
+        let mut condition = absent();
+        for _ in 0..PUTS_MAX {
+            let replaces = condition.0 == "if-match";
+            let asked = Asked { headers: vec![condition], body: bytes, ..Asked::new(Method::Put, &key) };
+            let answer = self.client.send_while(&asked, &doing, &|| self.may_change())?;
+            match answer.status {
+                412 => {}
+                404 if replaces && answer.code() != "NoSuchBucket" => {}
+                _ if answer.succeeded() => return Ok(()),
+                _ => return Err(self.client.refusal(&answer, &doing)),
+            }
+            // There is an object, perhaps of an attempt whose answer was lost.
+            condition = self.etag(name)?.map_or_else(absent, |etag| ("if-match", etag));
+        }
+        Err(Error::new(ErrorKind::Io, format!("{doing} failed: the object was replaced {PUTS_MAX} times meanwhile")))
     }
 
     fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
@@ -160,11 +192,22 @@ impl Objects for Bucket {
             // The object is empty.
             416 => Ok(Some(Vec::new())),
             _ if !answer.succeeded() => Err(self.client.refusal(&answer, &doing)),
-            _ if answer.body.len() as u64 > length_max => {
-                let length = answer.header("content-range").and_then(whole_length).map(|(_, length)| length);
-                Err(too_long(name, self.place(), length.unwrap_or(answer.body.len() as u64)))
+            status => {
+                let received = answer.body.len() as u64;
+                let range = match status {
+                    206 => answer.header("content-range").and_then(whole_length),
+                    // The server has sent the whole object.
+                    _ => Some((0, received)),
+                };
+                match range {
+                    Some((0, length)) if length > length_max => Err(too_long(name, self.place(), length)),
+                    Some((0, length)) if length == received => Ok(Some(answer.body)),
+                    _ => {
+                        let text = format!("{doing} failed: the server has sent {received} bytes of another number");
+                        Err(Error::new(ErrorKind::Io, text))
+                    }
+                }
             }
-            _ => Ok(Some(answer.body)),
         }
     }
 
@@ -214,14 +257,21 @@ impl Objects for Bucket {
                 let key = key.ok_or_else(|| broken("has a key that is not encoded correctly"))?;
                 names.extend(key.strip_prefix(&self.prefix).filter(|name| !name.is_empty()).map(str::to_owned));
             }
-            match root.text_of("NextContinuationToken") {
-                Some(next) if root.text_of("IsTruncated") == Some("true") => token = Some(next.to_owned()),
-                _ => {
-                    names.retain(|name| name != LOCK);
-                    names.sort_unstable();
-                    return Ok(names);
-                }
+            if names.len() > NAMES_MAX {
+                return Err(broken("has too many names"));
             }
+            if root.text_of("IsTruncated") != Some("true") {
+                names.retain(|name| name != LOCK);
+                names.sort_unstable();
+                return Ok(names);
+            }
+            // What is not listed would be taken for missing.
+            let next = root.text_of("NextContinuationToken").filter(|next| !next.is_empty());
+            let next = next.ok_or_else(|| broken("is not complete, and does not say how it continues"))?;
+            if token.as_deref() == Some(next) {
+                return Err(broken("continues with itself"));
+            }
+            token = Some(next.to_owned());
         }
         Err(broken("has too many parts"))
     }

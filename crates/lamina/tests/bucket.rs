@@ -92,14 +92,14 @@ fn a_bucket_has_increments_and_restores_each_of_them_equal() {
     let ids: Vec<&str> = backups.iter().map(|backup| backup["id"].as_str().unwrap()).collect();
     with(&server, &format!("backup delete {PLACE} {}", ids[0])).fails(4, "is based on it");
     with(&server, &format!("backup delete {PLACE} {}", ids.join(" "))).ok();
-    assert_eq!(files(&server.objects("vms/web")), ["repository"]);
+    assert_eq!(files(&server.objects("vms/web")), ["lock", "repository"]);
 }
 
 #[test]
 fn a_killed_backup_continues_and_its_lock_is_taken_over() {
     let (here, server) = (Store::new(), S3::start());
     disk(&here);
-    let mut command = here.command(&format!("backup create web@a {PLACE} --rate 20M"));
+    let mut command = here.command(&format!("backup create web@a {PLACE} --rate 4M"));
     let mut child = command.envs(server.environment()).spawn().unwrap();
     until("a pack is stored", || server.objects("vms/web").exists() && !objects(&server, "pack-").is_empty());
     // Meanwhile another command is refused.
@@ -119,7 +119,7 @@ fn a_killed_backup_continues_and_its_lock_is_taken_over() {
     let made = on(&here, &server, &format!("--json backup create web@a {PLACE}")).json();
     assert!(number(&made, "resumed") > 0, "{made}");
     server.rule(|_| Fault::None);
-    assert!(objects(&server, "lock").is_empty() && objects(&server, "unfinished-").is_empty());
+    assert!(objects(&server, "unfinished-").is_empty());
     with(&server, &format!("backup verify {PLACE}")).ok();
     // A backup that cannot continue leaves packs that no backup refers to: a deletion removes them.
     std::fs::remove_file(server.objects("vms/web").join(&objects(&server, "backup-")[0])).unwrap();
@@ -127,6 +127,32 @@ fn a_killed_backup_continues_and_its_lock_is_taken_over() {
     let pruned = with(&server, &format!("--json backup prune {PLACE} --keep last=1")).json();
     assert!(number(&pruned, "swept") > 0);
     assert!(objects(&server, "pack-").is_empty());
+}
+
+#[test]
+fn a_snapshot_is_kept_while_it_is_unknown_whether_its_backup_has_begun() {
+    let (here, server) = (Store::new(), S3::start());
+    disk(&here);
+    let snapshots = || here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
+    let create = format!("--json backup create web {PLACE}");
+    on(&here, &server, &create).ok();
+    assert_eq!(snapshots(), 2);
+    // From the second pack on, the server refuses everything, also to say which backups have begun.
+    let mut packs = 0;
+    server.rule(move |head| {
+        packs += usize::from(head.starts_with("put ") && head.contains("/pack-"));
+        if packs > 1 { Fault::status(403) } else { Fault::None }
+    });
+    on(&here, &server, &create.replace("create", "create --full")).fails(1, "access is denied");
+    server.rule(|_| Fault::None);
+    assert_eq!(snapshots(), 3);
+    let made = on(&here, &server, &create.replace("create", "create --full")).json();
+    assert!(number(&made, "resumed") > 0, "{made}");
+    assert_eq!(snapshots(), 2);
+    // The backup has not begun: nothing is left of it.
+    server.faults("/unfinished-", std::iter::repeat_n(Fault::status(403), 100));
+    on(&here, &server, &create).fails(1, "access is denied");
+    assert_eq!(snapshots(), 2);
 }
 
 #[test]
@@ -187,6 +213,13 @@ fn wrong_input_and_failures_are_reported_with_the_bucket() {
     with(&server, &format!("backup list {PLACE}")).fails(3, "no repository of backups at 's3://lab/vms/web'");
     on(&here, &server, "backup create web@a s3://elsewhere/x").fails(3, "there is no such bucket");
     with(&server, "backup list s3://l").fails(2, "is not the name of a bucket");
+    let done = with(&server, &format!("backup list {PLACE} --s3-endpoint http://ID:{SECRET}@x"));
+    assert!(!done.stderr.contains(SECRET));
+    done.fails(2, "'***@x' is not the URL of a server");
+    let mut socks = lamina();
+    socks.args(["backup", "list", PLACE, "--s3-endpoint", "http://store.example"]).envs(server.environment());
+    socks.env_remove("NO_PROXY").env_remove("no_proxy").env("ALL_PROXY", "socks5://p");
+    Done::from(output(&mut socks)).fails(2, "the proxy of ALL_PROXY cannot be used");
     with(&server, "backup list /srv --s3-endpoint http://x").fails(2, "--s3-endpoint is the server of a bucket");
     with(&server, &format!("backup list {PLACE} --s3-endpoint x")).fails(2, "is not the URL of a server");
     on(&here, &server, &format!("backup create web@none {PLACE}")).fails(3, "none");

@@ -3,11 +3,11 @@
 //! 1. A request is repeated only after a failure of the network or of the server, with growing delays, and a limited
 //!    number of times. All requests may be repeated; a caller of a conditional request must expect that an earlier
 //!    attempt has succeeded.
-//! 2. Every request ends within [`Timing::request`].
+//! 2. Every attempt ends within [`Timing::request`].
 //! 3. Redirects are not followed: credentials are used only for the server that the user named.
-//! 4. An answer is as long as the server announced, and not longer than the caller allows.
+//! 4. An answer with content says its length, is that long, and not longer than the caller allows.
 
-use super::address::{Base, BucketAddress, Credentials};
+use super::address::{Base, BucketAddress, Credentials, variable};
 use super::sign::{Signed, encoded, sign};
 use backend::clock;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -17,7 +17,7 @@ use std::io::Read;
 use std::sync::Arc;
 use std::time::Duration;
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
-use ureq::{Agent, Body, http};
+use ureq::{Agent, Body, Proxy, ProxyProtocol, http};
 
 /// Longest answer that describes an error.
 const PROBLEM_MAX: u64 = 64 << 10;
@@ -37,6 +37,8 @@ pub(super) struct Timing {
     pub delay_max: Duration,
     /// Longest time for one attempt.
     pub request: Duration,
+    /// Longest time for a request that is sent once.
+    pub brief: Duration,
     /// Longest time in which a connection transfers nothing.
     pub idle: Duration,
     /// How often the holder of the lock renews it.
@@ -55,6 +57,7 @@ impl Timing {
         delay: Duration::from_millis(250),
         delay_max: Duration::from_secs(8),
         request: Duration::from_secs(300),
+        brief: Duration::from_secs(10),
         idle: Duration::from_secs(60),
         renew: Duration::from_secs(60),
         valid: Duration::from_secs(240),
@@ -93,11 +96,14 @@ pub(super) struct Asked<'a> {
     pub body: &'a [u8],
     /// Most bytes of a successful answer.
     pub answer_max: u64,
+    /// Whether the request is sent once, and for a short time.
+    pub brief: bool,
 }
 
 impl<'a> Asked<'a> {
     pub fn new(method: Method, key: &'a str) -> Self {
-        Self { method, key: Some(key), query: &[], headers: Vec::new(), body: &[], answer_max: PROBLEM_MAX }
+        let (headers, answer_max) = (Vec::new(), PROBLEM_MAX);
+        Self { method, key: Some(key), query: &[], headers, body: &[], answer_max, brief: false }
     }
 }
 
@@ -210,6 +216,37 @@ fn authorities() -> Result<Vec<Certificate<'static>>> {
     Ok(items)
 }
 
+/// The proxy for a server: the first one of the environment that can be used. `Invalid` if there are only others,
+/// because requests would bypass them.
+fn proxy(base: &Base, variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Proxy>> {
+    let either = |name: &str| variable(name).or_else(|| variable(&name.to_lowercase()));
+    let excepted = either("NO_PROXY").unwrap_or_default();
+    let exceptions = excepted.split(',').map(str::trim).filter(|host| !host.is_empty());
+    let exceptions = exceptions.fold(Proxy::builder(ProxyProtocol::Http), |all, host| all.no_proxy(host)).build();
+    let origin = base.origin().parse::<http::Uri>();
+    if exceptions.is_ok_and(|exceptions| origin.is_ok_and(|origin| exceptions.is_no_proxy(&origin))) {
+        return Ok(None);
+    }
+    let mut unusable = None;
+    for name in ["ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"] {
+        let Some(url) = either(name) else { continue };
+        match Proxy::new(&url) {
+            Ok(proxy) if matches!(proxy.protocol(), ProxyProtocol::Http | ProxyProtocol::Https) => {
+                return Ok(Some(proxy));
+            }
+            _ => unusable = unusable.or(Some(name)),
+        }
+    }
+    // The value may have a password.
+    let text = |name: &str| {
+        format!(
+            "the proxy of {name} cannot be used for a bucket: set HTTPS_PROXY to the URL of a proxy that begins with \
+             http:// or https://, or name the bucket's host in NO_PROXY"
+        )
+    };
+    unusable.map_or(Ok(None), |name| Err(Error::new(ErrorKind::Invalid, text(name))))
+}
+
 impl Client {
     pub fn new(address: &BucketAddress, credentials: Option<Credentials>, timing: Timing) -> Result<Self> {
         let base = address.base()?;
@@ -218,20 +255,18 @@ impl Client {
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent(concat!("lamina/", env!("CARGO_PKG_VERSION")))
-            .timeout_global(Some(timing.request))
             .timeout_connect(Some(timing.request.min(CONNECT_MAX)))
             .timeout_per_read(Some(timing.idle))
             .timeout_per_write(Some(timing.idle));
-        if base.secure {
+        let proxy = if base.is_on_this_host() { None } else { proxy(&base, &variable)? };
+        // There may be a proxy for servers without TLS that has TLS itself.
+        if base.secure || proxy.as_ref().is_some_and(|proxy| proxy.protocol() == ProxyProtocol::Https) {
             let tls = TlsConfig::builder()
                 .unversioned_rustls_crypto_provider(Arc::new(default_provider()))
                 .root_certs(RootCerts::from(authorities()?));
             config = config.tls_config(tls.build());
         }
-        if base.is_on_this_host() {
-            config = config.proxy(None);
-        }
-        let agent = config.build().new_agent();
+        let agent = config.proxy(proxy).build().new_agent();
         Ok(Self { agent, base, region: address.region.clone(), credentials, timing, place: address.to_string() })
     }
 
@@ -242,14 +277,15 @@ impl Client {
 
     /// As [`Client::send`]; every attempt begins only if `allowed` succeeds.
     pub fn send_while(&self, asked: &Asked<'_>, doing: &str, allowed: &dyn Fn() -> Result<()>) -> Result<Answer> {
+        let attempts = if asked.brief { 1 } else { self.timing.attempts };
         let mut attempt = 1;
         loop {
             allowed()?;
             let why = match self.once(asked) {
                 Ok(answer) if !passes(&answer) => return Ok(answer),
-                Ok(answer) if attempt >= self.timing.attempts => return Err(self.refusal(&answer, doing)),
+                Ok(answer) if attempt >= attempts => return Err(self.refusal(&answer, doing)),
                 Ok(answer) => format!("HTTP status {} {}", answer.status, answer.code()),
-                Err(Failure::Passing(why)) if attempt < self.timing.attempts => why,
+                Err(Failure::Passing(why)) if attempt < attempts => why,
                 Err(Failure::Passing(why)) => {
                     let origin = self.base.origin();
                     let text = format!("{doing} failed {attempt} times: the server {origin}: {why}");
@@ -291,9 +327,10 @@ impl Client {
         if !query.is_empty() {
             url = format!("{url}?{query}");
         }
+        let limit = Some(if asked.brief { self.timing.brief } else { self.timing.request });
         let answer = match asked.method {
             Method::Put => {
-                let begun = self.agent.put(url);
+                let begun = self.agent.put(url).config().timeout_global(limit).build();
                 headers.iter().fold(begun, |request, (name, value)| request.header(*name, value)).send(asked.body)?
             }
             method => {
@@ -302,10 +339,11 @@ impl Client {
                     Method::Delete => self.agent.delete(url),
                     _ => self.agent.get(url),
                 };
+                let begun = begun.config().timeout_global(limit).build();
                 headers.iter().fold(begun, |request, (name, value)| request.header(*name, value)).call()?
             }
         };
-        collect(answer, asked.answer_max)
+        collect(asked.method, answer, asked.answer_max)
     }
 
     /// The error for an answer that is not a success.
@@ -359,9 +397,15 @@ fn passes(answer: &Answer) -> bool {
 }
 
 /// Reads an answer.
-fn collect(answer: http::Response<Body>, answer_max: u64) -> std::result::Result<Answer, Failure> {
+fn collect(method: Method, answer: http::Response<Body>, answer_max: u64) -> std::result::Result<Answer, Failure> {
     let (head, mut body) = answer.into_parts();
     let status = head.status.as_u16();
+    let text = |name: &str| head.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let is_delimited = !text("content-length").is_empty() || text("transfer-encoding").contains("chunked");
+    if method == Method::Get && (200..300).contains(&status) && !is_delimited {
+        // The end of the connection would be taken for the end of the content.
+        return Err(Failure::Passing("its answer has no length".into()));
+    }
     let most = if (200..300).contains(&status) { answer_max } else { PROBLEM_MAX };
     let mut bytes = Vec::new();
     body.as_reader().take(most + 1).read_to_end(&mut bytes)?;
@@ -372,4 +416,37 @@ fn collect(answer: http::Response<Body>, answer_max: u64) -> std::result::Result
         }
     }
     Ok(Answer { status, headers: head.headers, body: bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn proxies_that_cannot_be_used_are_not_bypassed() {
+        let address: BucketAddress = "s3://lab".parse().unwrap();
+        let base = BucketAddress { endpoint: Some("https://minio.example:9000".into()), ..address }.base().unwrap();
+        let proxy = |set: &[(&str, &str)]| {
+            let set: Vec<(String, String)> =
+                set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let variable = |name: &str| set.iter().find(|(set, _)| set == name).map(|(_, value)| value.clone());
+            proxy(&base, &variable).map(|proxy| proxy.map(|proxy| proxy.uri().to_string()))
+        };
+        let (socks, http) = ("socks5://user:hid@p.example", "http://p.example:3128/");
+        assert_eq!(proxy(&[]).unwrap(), None);
+        assert_eq!(proxy(&[("HTTP_PROXY", http)]).unwrap().as_deref(), Some(http));
+        assert_eq!(proxy(&[("ALL_PROXY", socks), ("https_proxy", http)]).unwrap().as_deref(), Some(http));
+        assert_eq!(proxy(&[("HTTP_PROXY", "http://q"), ("HTTPS_PROXY", http)]).unwrap().as_deref(), Some(http));
+        for unusable in [socks, "ftp://p", ""] {
+            let error = proxy(&[("all_proxy", unusable)]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(error.to_string().contains("ALL_PROXY") && !error.to_string().contains("hid"), "{error}");
+        }
+        for excepted in ["minio.example", "other, .example", "*"] {
+            assert_eq!(proxy(&[("ALL_PROXY", socks), ("NO_PROXY", excepted)]).unwrap(), None, "{excepted}");
+            assert_eq!(proxy(&[("ALL_PROXY", http), ("no_proxy", excepted)]).unwrap(), None, "{excepted}");
+        }
+        assert!(proxy(&[("ALL_PROXY", http), ("NO_PROXY", "other")]).unwrap().is_some());
+    }
 }
