@@ -5,9 +5,7 @@
 //!    interrupted requests leave nothing.
 //! 2. The server verifies the SHA-256 of what it receives. What is read has checksums in the format of the repository.
 //! 3. A successful put or removal is durable, and seen by all later requests.
-//! 4. A put replaces only the object that there was when it was sent. So a put of a writer that has ended, which arrives
-//!    late, does not replace what its successor has stored.
-//! 5. Writers exclude each other by the object `lock` ([`lease`]). Without certainty that the lock is held, the holder
+//! 4. Writers exclude each other by the object `lock` ([`lease`]). Without certainty that the lock is held, the holder
 //!    changes nothing.
 //!
 //! The reasons are in `docs/adr/0048-backups-in-buckets.md`.
@@ -38,9 +36,6 @@ const LISTING_MAX: u64 = 8 << 20;
 const LISTINGS_MAX: usize = 100_000;
 /// Most names of a listing: packs of 60 TiB.
 const NAMES_MAX: usize = 4_000_000;
-
-/// How often a put is tried while other puts of the object arrive.
-const PUTS_MAX: u32 = 5;
 
 /// The objects of a repository in a bucket.
 pub struct Bucket {
@@ -74,18 +69,6 @@ impl Bucket {
     fn may_change(&self) -> Result<()> {
         let lease = self.lease.lock().upgrade();
         lease.map_or(Ok(()), |lease| lease.may_change())
-    }
-
-    /// The ETag of an object; `None` if there is no such object.
-    fn etag(&self, name: &str) -> Result<Option<String>> {
-        let (key, doing) = (self.key(name), format!("looking at '{name}' in '{}'", self.place()));
-        let answer = self.client.send(&Asked::new(Method::Head, &key), &doing)?;
-        let missing = || Error::new(ErrorKind::Io, format!("{doing} failed: the server has sent no ETag"));
-        match answer.status {
-            404 => Ok(None),
-            _ if answer.succeeded() => answer.header("etag").map(|etag| Some(etag.to_owned())).ok_or_else(missing),
-            _ => Err(self.client.refusal(&answer, &doing)),
-        }
     }
 
     fn shorter(&self, name: &str, length: u64, wanted: u64) -> Error {
@@ -125,22 +108,9 @@ impl Objects for Bucket {
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let (key, doing) = (self.key(name), format!("writing '{name}' in '{}'", self.place()));
-        let absent = || ("if-none-match", "*".to_owned());
-        let mut condition = absent();
-        for _ in 0..PUTS_MAX {
-            let replaces = condition.0 == "if-match";
-            let asked = Asked { headers: vec![condition], body: bytes, ..Asked::new(Method::Put, &key) };
-            let answer = self.client.send_while(&asked, &doing, &|| self.may_change())?;
-            match answer.status {
-                412 => {}
-                404 if replaces && answer.code() != "NoSuchBucket" => {}
-                _ if answer.succeeded() => return Ok(()),
-                _ => return Err(self.client.refusal(&answer, &doing)),
-            }
-            // There is an object, perhaps of an attempt whose answer was lost.
-            condition = self.etag(name)?.map_or_else(absent, |etag| ("if-match", etag));
-        }
-        Err(Error::new(ErrorKind::Io, format!("{doing} failed: the object was replaced {PUTS_MAX} times meanwhile")))
+        let asked = Asked { body: bytes, ..Asked::new(Method::Put, &key) };
+        let answer = self.client.send_while(&asked, &doing, &|| self.may_change())?;
+        if answer.succeeded() { Ok(()) } else { Err(self.client.refusal(&answer, &doing)) }
     }
 
     fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {

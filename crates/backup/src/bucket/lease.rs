@@ -186,6 +186,7 @@ impl Lease {
                 version.renewing = true;
                 (LockRecord { serial: version.record.serial + 1, ..version.record.clone() }, version.etag.clone())
             };
+            let is_repeated = begun.is_some();
             let sent = *begun.get_or_insert_with(Sent::now);
             let put = put(&self.client, &self.key, &record, &Condition::Is(&etag), &Sending::Needed(self));
             let mut version = self.version.lock();
@@ -195,7 +196,7 @@ impl Lease {
                 Ok(Some(etag)) => {
                     *version = Version { record, etag, sent, state: version.state, renewing: false };
                     begun = None;
-                    delay = renew.saturating_sub(sent.elapsed());
+                    delay = if is_repeated { Duration::ZERO } else { renew };
                 }
                 _ if version.state != State::Taken => return,
                 Ok(None) => {

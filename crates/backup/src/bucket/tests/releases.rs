@@ -142,6 +142,10 @@ fn answers_about_the_lock_mean_what_they_say() {
         false => Fault::None,
     });
     testkit::process::until("the loss is noticed", || lock.loss().unwrap().is_some());
+    // It is final.
+    server.seen();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(!server.seen().iter().any(|head| is_put_of_lock(head)));
     drop(lock);
     server.rule(|_| Fault::None);
     foreign(&server, &LockRecord { released: true, ..record });
