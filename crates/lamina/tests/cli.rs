@@ -93,6 +93,8 @@ const VERBS: [Verb; 94] = [
     verb("vm snapshot create", "vm1@a"),
     verb("vm snapshot list", "vm1"),
     verb("vm snapshot delete", "vm1@a"),
+    verb("vm backup create", "vm1 /nowhere/backups"),
+    verb("vm backup restore", "/nowhere/backups vm1"),
     verb("serve", ""),
     Verb { name: "convert", arguments: "a.raw b.vmdk -d thin", on_datastore: false, demands: true },
     Verb { name: "image show", arguments: "a.vmdk", on_datastore: false, demands: true },
@@ -118,6 +120,7 @@ const VERBS: [Verb; 94] = [
     Verb { name: "label", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "vm backup", arguments: "create", on_datastore: false, demands: true },
 ];
 
 /// The exit code of a failure. For `vm exec`, the other codes belong to the program in the guest.

@@ -213,7 +213,7 @@ fn a_machine_can_be_used_while_it_is_restored() {
     until("the backups are free", free);
     here.run(&format!("vm backup restore {repository} web --live")).ok();
     let native = |disk| here.run(&format!("--json disk show {disk}")).json()["format"] == "native";
-    until("all has arrived", || DISKS.iter().all(|disk| native(disk)));
+    until("all has arrived", || DISKS.iter().all(&native));
     assert!(here.contents(DISKS) == expected);
     assert!(here.snapshots("web").is_empty());
     until("the backups are free", free);

@@ -181,6 +181,9 @@ fn writes_wait(folder: &Path, format: &str) {
     other.vanish();
     until_none_waits(&store);
     let mut other = Client::connect(&store.socket(), "web").unwrap();
+    // Small writes find space where a large one does not.
+    fill(&store, folder, &mut other, &mut end);
+    store.run("disk edit web --on-full wait").ok();
     // The rest fits into the buffers of the socket, so that sending does not block.
     for block in 0..140 {
         other.submit(Command::Write { offset: at + block * BLOCK, data: &changed, fua: false }).unwrap();

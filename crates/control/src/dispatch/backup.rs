@@ -30,7 +30,7 @@ fn repository_place(place: &BackupPlace) -> Option<RepositoryPlace> {
     match place {
         BackupPlace::Folder(path) => Some(RepositoryPlace::Folder(path.clone())),
         BackupPlace::Bucket { address, credentials } => {
-            Some(RepositoryPlace::Bucket(address.clone(), credentials.clone()))
+            Some(RepositoryPlace::Bucket((**address).clone(), credentials.as_deref().cloned()))
         }
         BackupPlace::File(_) | BackupPlace::Process(_) => None,
     }

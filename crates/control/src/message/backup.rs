@@ -13,10 +13,10 @@ pub enum BackupPlace {
     /// A repository in a bucket.
     Bucket {
         /// The bucket, the prefix, and the server.
-        address: BucketAddress,
+        address: Box<BucketAddress>,
         /// The credentials; `None` for those in the environment of the process that carries the request out. A restore
         /// of a disk that can be used at once always uses those, because the next server has no others.
-        credentials: Option<Credentials>,
+        credentials: Option<Box<Credentials>>,
     },
     /// One backup in a file.
     File(PathBuf),

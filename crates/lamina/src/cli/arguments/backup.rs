@@ -64,10 +64,13 @@ impl PlaceAddress {
             Self::Stream => BackupPlace::Process(PathBuf::new()),
             Self::File(path) => BackupPlace::File(absolute(path)?),
             Self::Folder(path) => BackupPlace::Folder(absolute(path)?),
-            Self::Bucket(address) => BackupPlace::Bucket {
-                address: address.clone().completed(server.s3_endpoint.as_deref()).map_err(|error| error.to_string())?,
-                credentials: Credentials::from_environment(),
-            },
+            Self::Bucket(address) => {
+                let address = address.clone().completed(server.s3_endpoint.as_deref());
+                BackupPlace::Bucket {
+                    address: Box::new(address.map_err(|error| error.to_string())?),
+                    credentials: Credentials::from_environment().map(Box::new),
+                }
+            }
         })
     }
 
