@@ -241,6 +241,12 @@ pub(crate) fn peak_memory() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 
+/// By how many bytes the peak has grown since [`peak_memory`] returned a value. The kernel adds up the counters of its
+/// processors only now and then, so that a later value can be lower.
+pub(crate) fn memory_since(before: u64) -> u64 {
+    peak_memory().saturating_sub(before)
+}
+
 /// Changes some bytes of an image: single bits, words with critical values, runs, or its length.
 pub(crate) fn mutate(random: &mut Random, bytes: &mut Vec<u8>, weak_spots: &[Range<usize>]) {
     for _ in 0..1 + random.below(4) {
