@@ -57,6 +57,7 @@ kills: ## Kill a server with SIGKILL under load, KILLS times (1000); LAMINA_SEED
 	LAMINA_KILLS=$(KILLS) cargo test --release -p lamina --test kill_load -- --nocapture
 
 mutants: ## Switch on deliberate faults one at a time, to find faults that tests miss; MUTANTS="--only NAME" for a part
+	@scripts/setup s3
 	cargo run -p lamina-mutants -- $(MUTANTS)
 
 install: build ## Install program, man pages, completions and unit into DESTDIR/PREFIX

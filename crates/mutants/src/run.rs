@@ -8,6 +8,7 @@ use crate::{switch, tree};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -85,7 +86,18 @@ impl Scratch {
             time,
         };
         tree::mirror(root, &scratch.tree, &plan.texts())?;
+        scratch.link_tools()?;
         Ok(scratch)
+    }
+
+    /// Tests look for the programs that `scripts/setup` has built beside the output of cargo.
+    fn link_tools(&self) -> Result<(), String> {
+        let link = self.build.join("tools");
+        if link.symlink_metadata().is_ok() {
+            return Ok(());
+        }
+        let made = fs::create_dir_all(&self.build).and_then(|()| symlink("../../tools", &link));
+        made.map_err(|error| format!("{}: {error}", link.display()))
     }
 
     /// Builds the test programs of all commands. Removes mutants that do not compile from the plan. Returns the

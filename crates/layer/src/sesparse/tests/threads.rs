@@ -17,10 +17,10 @@ fn place(writer: u64, grain: u64) -> u64 {
 }
 
 /// Random changes of a writer's own grains, each of which is read back.
-fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
+fn write(layer: &SeSparse, writer: u64, stop: &AtomicBool) -> Vec<u64> {
     let mut random = Random(writer);
     let mut model = vec![ABSENT; GRAINS as usize];
-    while Instant::now() < end {
+    while !stop.load(Ordering::Relaxed) {
         let grain = random.below(GRAINS);
         let at = place(writer, grain);
         let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
@@ -64,28 +64,37 @@ fn read(layer: &SeSparse, stop: &AtomicBool) {
     }
 }
 
+/// Stops the threads when it is dropped, also by a failure.
+struct Stopped<'a>(&'a AtomicBool);
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 fn run(mode: IoMode, punch: Option<u64>) {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let file = directory.create(NAME, mode).unwrap();
     let options = Options { punch, cache: 0, ..writing() };
     let layer = SeSparse::create(file, NAME, 200 * MIB, options).unwrap();
-    let end = Instant::now() + Duration::from_millis(1500);
+    // On a host with much other load, the first shrinks may find nothing to move.
+    let (begun, usual, longest) = (Instant::now(), Duration::from_millis(1500), Duration::from_secs(60));
     let stop = AtomicBool::new(false);
     let (mut rounds, mut moved) = (0, 0);
     let models: Vec<Vec<u64>> = std::thread::scope(|scope| {
-        let layer = &layer;
-        let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(layer, writer, end))).collect();
-        scope.spawn(|| read(layer, &stop));
-        while Instant::now() < end {
+        let (layer, stop, stopped) = (&layer, &stop, Stopped(&stop));
+        let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(layer, writer, stop))).collect();
+        scope.spawn(|| read(layer, stop));
+        while begun.elapsed() < usual || (moved == 0 && begun.elapsed() < longest) {
             layer.wipe(true, &NoProgress).unwrap();
             moved += layer.shrink(&NoProgress).unwrap().moved;
             rounds += 1;
             assert_eq!(layer.check(false, &NoProgress).unwrap().findings, Vec::<String>::new());
         }
-        let models = writers.into_iter().map(|writer| writer.join().unwrap()).collect();
-        stop.store(true, Ordering::Relaxed);
-        models
+        drop(stopped);
+        writers.into_iter().map(|writer| writer.join().unwrap()).collect()
     });
     assert!(rounds > 0 && moved > 0, "{rounds} rounds, {moved} moved");
     let compare = |layer: &SeSparse| {
