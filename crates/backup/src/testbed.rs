@@ -4,7 +4,8 @@
 
 use crate::machine::{MachineDescription, MachineDisk, MachineFile};
 use crate::manifest::{Description, Manifest, PackRecord, Parent};
-use crate::{Chain, CreateOptions};
+use crate::{Chain, CreateOptions, Repository};
+use backend::simulated::SimulatedDisk;
 use disk::transfer::{Outgoing, SEGMENT, SnapshotIdentity};
 use disk::{Datastore, InitOptions, NewDisk, NoProgress, OpenOptions, Provisioning, QueueChoice, SnapshotOptions};
 use std::sync::Arc;
@@ -167,4 +168,16 @@ pub fn content_of(chain: &mut Chain) -> Vec<u8> {
     }
     content.truncate(chain.capacity() as usize);
     content
+}
+
+/// Changes a repository as if the attempt that made a backup had been killed after it renamed the manifest, and before
+/// it flushed the folder.
+pub fn kill_before_the_last_flush(disk: &SimulatedDisk, repository: &Repository, backup: &str) {
+    let (directory, name) = (disk.directory(), format!("backup-{backup}"));
+    let length = repository.objects().length(&name).unwrap().unwrap();
+    let manifest = repository.objects().read(&name, 0..length).unwrap();
+    directory.remove(&name).unwrap();
+    directory.sync().unwrap();
+    backend::replace::prepare(&*directory, "manifest", &manifest).unwrap();
+    directory.rename("manifest", &name).unwrap();
 }

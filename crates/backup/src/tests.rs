@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::testbed::{BLOCK, Fixture, SMALL_PACKS, content_of};
+use crate::testbed::{BLOCK, Fixture, SMALL_PACKS, content_of, kill_before_the_last_flush};
 use crate::*;
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -409,15 +409,7 @@ fn a_backup_that_a_killed_attempt_has_completed_is_durable_when_it_is_reported()
         let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
         let repository = repository(&disk);
         let made = create(&repository, &here, "s");
-        // The attempt is killed after it has renamed the manifest, and before it has flushed the folder.
-        let directory = disk.directory();
-        let name = format!("backup-{}", made.id);
-        let length = repository.objects().length(&name).unwrap().unwrap();
-        let manifest = repository.objects().read(&name, 0..length).unwrap();
-        directory.remove(&name).unwrap();
-        directory.sync().unwrap();
-        backend::replace::prepare(&*directory, "manifest", &manifest).unwrap();
-        directory.rename("manifest", &name).unwrap();
+        kill_before_the_last_flush(&disk, &repository, &made.id);
         assert!(create(&repository, &here, "s").already);
         let repository = self::repository(&disk.crash());
         let mut chain = Chain::of(&repository, &made.id, None).unwrap().1;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::testbed::{BLOCK, Fixture, SMALL_PACKS, content_of};
+use crate::testbed::{BLOCK, Fixture, SMALL_PACKS, content_of, kill_before_the_last_flush};
 use crate::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::transfer::{Outgoing, SEGMENT};
@@ -179,14 +179,7 @@ fn a_machine_whose_backup_a_killed_attempt_has_completed_is_durable_when_it_is_r
         let store = SimulatedDisk::new(seed, SimulatedOptions::default());
         let repository = repository(&store);
         let made = create(&repository, &here, "s");
-        let directory = store.directory();
-        let name = format!("backup-{}", made.id);
-        let length = repository.objects().length(&name).unwrap().unwrap();
-        let manifest = repository.objects().read(&name, 0..length).unwrap();
-        directory.remove(&name).unwrap();
-        directory.sync().unwrap();
-        backend::replace::prepare(&*directory, "manifest", &manifest).unwrap();
-        directory.rename("manifest", &name).unwrap();
+        kill_before_the_last_flush(&store, &repository, &made.id);
         assert!(create(&repository, &here, "s").already);
         is_equal(&self::repository(&store.crash()), &made.id, &here, "s");
     }
