@@ -26,6 +26,7 @@
 mod bucket;
 mod chain;
 mod create;
+mod hex;
 mod level;
 mod live;
 mod machine;

@@ -182,7 +182,7 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
         Err(error) => Ok((None, Some(error.to_string()))),
     };
     if let Some((source, known)) = arriving(datastore, options.name, place.kind(), &backup.id)? {
-        let place = BackupLocation { reader: known.reader.clone(), ..location(options, backup) };
+        let place = BackupLocation { reader: known.reader.clone(), ..location(&place, options, backup) };
         if place != known {
             restored.unprotected = move_source(datastore, options.name, &repository, protect, (source, title, place))?;
         }
@@ -190,7 +190,7 @@ pub fn restore_live(datastore: &Datastore, options: &LiveRestoreOptions<'_>) -> 
     }
     let (reader, unprotected) = protect()?;
     restored.unprotected = unprotected;
-    let place = BackupLocation { reader: reader.clone(), ..location(options, backup) };
+    let place = BackupLocation { reader: reader.clone(), ..location(&place, options, backup) };
     let made = begin(datastore, options, title, backup, &place);
     // A disk that was made and could not be opened needs the backup when the datastore is opened again.
     if let (Err(failed), Some(reader)) = (&made, &reader)
@@ -212,9 +212,9 @@ fn recorded(place: &RepositoryPlace) -> RecordedPlace {
 }
 
 /// Where the options say that the backup is.
-fn location(options: &LiveRestoreOptions<'_>, backup: &Description) -> BackupLocation {
+fn location(place: &RecordedPlace, options: &LiveRestoreOptions<'_>, backup: &Description) -> BackupLocation {
     BackupLocation {
-        repository: recorded(options.repository),
+        repository: place.clone(),
         backup: backup.id.clone(),
         key: options.key.filter(|_| backup.key.is_some()).map(Path::to_owned),
         reader: None,

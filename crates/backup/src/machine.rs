@@ -19,7 +19,7 @@ use crate::manifest::{Description, Manifest, PackRecord, is_name, parse_id};
 use crate::pack::{BlockRun, Builder, CHUNK, Pack};
 use crate::repository::{BackupInfo, Repository, pack_name};
 use crate::seal::Key;
-use crate::stored::next_number;
+use crate::stored::{Earlier, next_number};
 use backend::{BLOCK_SIZE, Buffer, clock};
 use disk::Provisioning;
 use disk::transfer::{Outgoing, SEGMENT, SnapshotIdentity, new_identity};
@@ -117,7 +117,7 @@ pub struct MachineContent {
     /// The file's name.
     pub name: String,
     /// The content, in hexadecimal digits in requests.
-    #[serde(with = "hex")]
+    #[serde(with = "crate::hex")]
     pub content: Vec<u8>,
 }
 
@@ -143,30 +143,6 @@ impl MachinePoint {
             self.machine
         );
         Err(Error::new(ErrorKind::Invalid, text))
-    }
-}
-
-/// Bytes as hexadecimal digits: four times shorter than a list of numbers.
-mod hex {
-    use serde::de::{Deserialize, Deserializer, Error};
-    use serde::ser::Serializer;
-
-    pub fn serialize<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
-        const DIGITS: &[u8; 16] = b"0123456789abcdef";
-        let digit = |value: u8| char::from(DIGITS[usize::from(value & 15)]);
-        let text: String = bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(*byte)]).collect();
-        serializer.serialize_str(&text)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        let digit = |byte: u8| char::from(byte).to_digit(16).map(|value| value as u8);
-        let pairs = text.as_bytes().chunks(2);
-        let bytes = pairs.map(|pair| match *pair {
-            [high, low] => Some(digit(high)? << 4 | digit(low)?),
-            _ => None,
-        });
-        bytes.collect::<Option<Vec<u8>>>().ok_or_else(|| D::Error::custom("these are no bytes in hexadecimal digits"))
     }
 }
 
@@ -220,12 +196,8 @@ impl MachineBackupInfo {
     }
 
     /// Gives the backups of machines the sizes of their disks together, and finds those that lack the backup of a disk.
-    pub(crate) fn complete(all: &mut [BackupInfo]) {
-        Self::complete_all(all, |info| info);
-    }
-
-    /// As [`MachineBackupInfo::complete`], for values that contain the backups.
-    pub(crate) fn complete_all<T>(all: &mut [T], of: impl Fn(&mut T) -> &mut BackupInfo) {
+    /// `of` is the backup in a value.
+    pub(crate) fn complete<T>(all: &mut [T], of: impl Fn(&mut T) -> &mut BackupInfo) {
         let mut disks: BTreeMap<String, (u64, u64, u64, bool)> = BTreeMap::new();
         for info in all.iter_mut().map(&of).filter(|info| info.machine.is_none()) {
             disks.insert(info.id.clone(), (info.capacity, info.data, info.stored, info.problem.is_none()));
@@ -315,18 +287,20 @@ impl Repository {
                 seconds: begun.elapsed().as_secs_f64(),
             });
         }
-        let mut description = self.begin_machine(&manifests, point, options)?;
+        let number = next_number(&manifests);
+        // The backup of the machine comes after those of its disks.
+        let description = self.begin_machine(number + disks.len() as u64, point, options)?;
         let total = disks.iter().map(|(_, outgoing)| outgoing.capacity()).sum();
         let (mut before, mut made) = (0, Vec::with_capacity(disks.len()));
-        for (disk, outgoing) in disks {
+        for (number, (disk, outgoing)) in (number..).zip(disks) {
             let part = WorkPart { whole: progress, place: WorkPlace::Behind { before, total } };
-            let of_disk = self.create_locked(outgoing, disk, full, options, &part);
+            let earlier = Earlier { manifests: &manifests, number };
+            let of_disk = self.create_locked(outgoing, disk, full, options, &part, earlier);
             made.push(of_disk.map_err(|error| error.context(format_args!("disk '{disk}'")))?);
             before += outgoing.capacity();
         }
         let (pack, data) = pack_of(description.id_bytes()?, &point.files, options)?;
         let record: PackRecord = record_of(&pack.head, &pack.bytes);
-        description.number = next_number(&self.manifests()?);
         let named = disks.iter().zip(&made);
         let manifest = Manifest {
             backup: description,
@@ -389,12 +363,7 @@ impl Repository {
     }
 
     /// Records that the backup of a machine begins, or continues the attempt that was interrupted.
-    fn begin_machine(
-        &self,
-        manifests: &[Manifest],
-        point: &MachinePoint,
-        options: CreateOptions<'_>,
-    ) -> Result<Description> {
+    fn begin_machine(&self, number: u64, point: &MachinePoint, options: CreateOptions<'_>) -> Result<Description> {
         let total = point.check()?;
         let file = |file: &MachineContent| MachineFile { name: file.name.clone(), length: file.content.len() as u64 };
         let files = point.files.iter().map(file);
@@ -407,7 +376,7 @@ impl Repository {
             parent: None,
             key: options.key.map(|key| key.id().to_owned()),
             begun: clock::seconds(),
-            number: next_number(manifests),
+            number,
             program: program(),
             machine: Some(MachineDescription {
                 uuid: point.uuid.clone(),

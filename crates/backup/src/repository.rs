@@ -252,7 +252,7 @@ impl Repository {
                 info.problem = Some(format!("backup {parent}, on which it is based, is missing or damaged"));
             }
         }
-        MachineBackupInfo::complete(&mut complete);
+        MachineBackupInfo::complete(&mut complete, |info| info);
         complete.extend(damaged);
         let begun = self.unfinished()?;
         complete.extend(begun.iter().map(BackupInfo::unfinished));

@@ -140,9 +140,11 @@ impl Keep {
     /// For each backup that is kept, the reasons.
     fn judge(&self, manifests: &[Manifest]) -> BTreeMap<String, Vec<String>> {
         // A machine and a disk can have the same name.
-        let of = |manifest: &Manifest| (manifest.backup.machine.is_some(), manifest.backup.disk.clone());
-        let mut disks: BTreeMap<(bool, String), Vec<&Manifest>> = BTreeMap::new();
-        manifests.iter().for_each(|manifest| disks.entry(of(manifest)).or_default().push(manifest));
+        let mut disks: BTreeMap<(bool, &str), Vec<&Manifest>> = BTreeMap::new();
+        for manifest in manifests {
+            let of = (manifest.backup.machine.is_some(), manifest.backup.disk.as_str());
+            disks.entry(of).or_default().push(manifest);
+        }
         let mut kept: BTreeMap<String, Vec<String>> = BTreeMap::new();
         let mut keep = |manifest: &Manifest, reason: &str| {
             kept.entry(manifest.backup.id.clone()).or_default().push(reason.to_owned());
@@ -221,7 +223,7 @@ impl Repository {
             reasons: kept.get(&manifest.backup.id).cloned().unwrap_or_default(),
         };
         let mut backups: Vec<Judged> = manifests.iter().map(judged).collect();
-        MachineBackupInfo::complete_all(&mut backups, |judged| &mut judged.backup);
+        MachineBackupInfo::complete(&mut backups, |judged| &mut judged.backup);
         Ok(Pruned {
             backups,
             deleted: gone.len() as u64,

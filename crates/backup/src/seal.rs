@@ -13,6 +13,7 @@
 //! 4. With a key, only encrypted packs are read, so that no pack can be replaced by one without encryption.
 //! 5. The names and sizes in manifests are not encrypted.
 
+use crate::hex;
 use crate::pack::{HEAD, Head};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::replace::folder_of;
@@ -55,10 +56,6 @@ impl fmt::Debug for Key {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn failed(what: &str) -> Error {
     Error::new(ErrorKind::Io, format!("{what} failed in the cryptographic library"))
 }
@@ -69,7 +66,7 @@ impl Key {
         let derived = Salt::new(HKDF_SHA256, &[]).extract(&secret);
         let filled = derived.expand(IDENTITY, HKDF_SHA256).and_then(|okm| okm.fill(&mut id));
         filled.map_err(|_| failed("deriving the identity of a key"))?;
-        Ok(Self { secret, id: hex(&id[..8]) })
+        Ok(Self { secret, id: hex::encode(&id[..8]) })
     }
 
     /// Creates a key in a new file that only its owner can read. On return the key is durable.
@@ -86,7 +83,7 @@ impl Key {
     /// Writes the key to a new file. The name of the file is durable too: with the key, all backups would be lost that
     /// were made with it.
     pub(crate) fn write(&self, directory: &dyn Directory, name: &str) -> io::Result<()> {
-        let text = format!("{BEGIN}{}\n", hex(&self.secret));
+        let text = format!("{BEGIN}{}\n", hex::encode(&self.secret));
         let file = directory.create(name, IoMode::Buffered)?;
         let written = file.write_at(&[text.as_bytes()], 0, false).and_then(|()| file.sync());
         // A part of a key is no use, and would prevent the next attempt.
@@ -98,20 +95,11 @@ impl Key {
         // A pipe is refused: a job that waits for its other end cannot be cancelled.
         let bytes = regular::read(path, LENGTH_MAX, "key made by 'lamina backup key'")?;
         let text = String::from_utf8_lossy(&bytes);
-        let digits = text.trim_end().strip_prefix(BEGIN).filter(|digits| digits.len() == 64 && digits.is_ascii());
-        let mut secret = [0; 32];
-        let parsed = digits.is_some_and(|digits| {
-            secret.iter_mut().enumerate().all(|(at, byte)| {
-                let parsed = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16);
-                *byte = parsed.as_ref().copied().unwrap_or_default();
-                parsed.is_ok()
-            })
-        });
-        if !parsed {
-            let text = format!("'{}' is not a key made by 'lamina backup key'", path.display());
-            return Err(Error::new(ErrorKind::Invalid, text));
-        }
-        Self::new(secret)
+        let secret = text.trim_end().strip_prefix(BEGIN).and_then(hex::decode);
+        let secret = secret.and_then(|secret| secret.try_into().ok());
+        Self::new(secret.ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("'{}' is not a key made by 'lamina backup key'", path.display()))
+        })?)
     }
 
     /// The identity of the key, which does not reveal the key.

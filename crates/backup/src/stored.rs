@@ -74,7 +74,10 @@ impl Repository {
         progress: &dyn Progress,
     ) -> Result<Created> {
         let _lock = self.lock()?;
-        self.create_locked(outgoing, disk, full, options, progress)
+        let manifests = self.manifests()?;
+        self.check_key(&manifests, options)?;
+        let earlier = Earlier { manifests: &manifests, number: next_number(&manifests) };
+        self.create_locked(outgoing, disk, full, options, progress, earlier)
     }
 
     /// Refuses to store data unencrypted by mistake.
@@ -113,7 +116,7 @@ impl Repository {
         Ok(None)
     }
 
-    /// As [`Repository::create`]; the caller holds the lock.
+    /// As [`Repository::create`]; the caller holds the lock, and has checked the key.
     pub(crate) fn create_locked(
         &self,
         outgoing: &Outgoing,
@@ -121,10 +124,9 @@ impl Repository {
         full: bool,
         options: CreateOptions<'_>,
         progress: &dyn Progress,
+        earlier: Earlier<'_>,
     ) -> Result<Created> {
-        let manifests = self.manifests()?;
-        self.check_key(&manifests, options)?;
-        let with = |point: &str| self.backup_of(&manifests, point, options);
+        let with = |point: &str| self.backup_of(earlier.manifests, point, options);
         if let Some(known) = with(&outgoing.point().uuid)?.filter(|known| !full || known.backup.parent.is_none()) {
             // The attempt that wrote the manifest may have been killed before the manifest's name was durable.
             self.objects().settle()?;
@@ -154,7 +156,7 @@ impl Repository {
             }
             None => {
                 let mut description = describe(outgoing, disk, parent, options)?;
-                description.number = next_number(&manifests);
+                description.number = earlier.number;
                 self.begin(&description)?;
                 (description, Written::default())
             }
@@ -162,6 +164,15 @@ impl Repository {
         let mut sink = RepositorySink { repository: self, id: &description.id };
         run(outgoing, &description, written, &mut sink, options, progress)
     }
+}
+
+/// What a new backup needs to know of the backups in the repository.
+#[derive(Clone, Copy)]
+pub(crate) struct Earlier<'a> {
+    /// Their manifests.
+    pub manifests: &'a [Manifest],
+    /// The number of the new backup.
+    pub number: u64,
 }
 
 /// The number of the next backup.

@@ -5,6 +5,7 @@
 //! refuses a body that was damaged on its way.
 
 use super::address::Credentials;
+use crate::hex;
 use jiff::Timestamp;
 use ring::{digest, hmac};
 
@@ -19,12 +20,8 @@ pub(super) struct Signed<'a> {
     pub body: &'a [u8],
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn sha256(bytes: &[u8]) -> String {
-    hex(digest::digest(&digest::SHA256, bytes).as_ref())
+    hex::encode(digest::digest(&digest::SHA256, bytes).as_ref())
 }
 
 fn hmac(key: &[u8], text: &str) -> hmac::Tag {
@@ -73,7 +70,7 @@ pub(super) fn sign(
     for part in [region, "s3", "aws4_request"] {
         key = hmac(key.as_ref(), part);
     }
-    let signature = hex(hmac(key.as_ref(), &text).as_ref());
+    let signature = hex::encode(hmac(key.as_ref(), &text).as_ref());
     let id = &credentials.key_id;
     let value = format!("AWS4-HMAC-SHA256 Credential={id}/{scope}, SignedHeaders={names}, Signature={signature}");
     headers.push(("authorization", value));

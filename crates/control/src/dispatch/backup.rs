@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Number of characters of the identities in the name of a snapshot.
-const SUFFIX: usize = 8;
+pub(super) const SUFFIX: usize = 8;
 
 fn invalid(text: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, text)

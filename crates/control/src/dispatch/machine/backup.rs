@@ -6,7 +6,7 @@
 
 use super::disks::{Copy, unexpected};
 use super::{Work, start};
-use crate::dispatch::backup::{read_key, repository};
+use crate::dispatch::backup::{SUFFIX, read_key, repository};
 use crate::dispatch::dispatch;
 use crate::message::{
     BackedUpMachine, BackupMachine, BackupRequest, BackupRestore, MachineBackup, MachineReply, MachineRestore, Reply,
@@ -22,9 +22,6 @@ use vm::backup::{PREFIX, Restore, SavedFile, plan, restore, saved};
 use vm::machine::Machine;
 use vm::machines::Snapshot;
 use vm::snapshots;
-
-/// Number of characters of the identities in the name of a snapshot.
-const SUFFIX: usize = 8;
 
 impl Work<'_> {
     /// Backs up a machine: its disks at one snapshot, and its files.

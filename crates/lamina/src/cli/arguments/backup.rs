@@ -88,6 +88,23 @@ pub struct S3Server {
     s3_endpoint: Option<String>,
 }
 
+/// How a backup is stored.
+#[derive(Debug, Args)]
+pub struct Storing {
+    /// Level of the compression by zstd.
+    #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
+        value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
+    pub level: i32,
+    /// Limit of bytes read per second, such as 100M. 0 is no limit.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
+    #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
+    pub key_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub server: S3Server,
+}
+
 /// Back up snapshots of disks to a folder, a bucket, a file or a pipe, and restore them. 'lamina vm backup' does so for
 /// machines.
 #[derive(Debug, Subcommand)]
@@ -107,18 +124,8 @@ pub enum BackupCommand {
         /// In a file or stream: store only what has changed since this earlier snapshot of the disk.
         #[arg(long, value_name = "SNAPSHOT", value_parser = parse_disk, conflicts_with = "full")]
         from: Option<String>,
-        /// Level of the compression by zstd.
-        #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
-            value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
-        level: i32,
-        /// Limit of bytes read per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
-        rate: u64,
-        /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
-        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
-        key_file: Option<PathBuf>,
         #[command(flatten)]
-        server: S3Server,
+        storing: Storing,
     },
     /// Make a key for encrypting backups. Without the key, the encrypted backups cannot be restored.
     Key {
@@ -224,21 +231,19 @@ impl BackupCommand {
             false => Err("only backups of a repository, which is a folder or in a bucket, can be deleted".into()),
         };
         Ok(Request::Backup(match self {
-            Self::Create { source, target, full, from, level, rate, key_file, server } => {
-                BackupRequest::Create(BackupCreate {
-                    disk: source.disk.clone(),
-                    snapshot: match &source.at {
-                        Point::Snapshot(name) => Some(name.clone()),
-                        Point::Head => None,
-                    },
-                    place: target.place(server)?,
-                    full: *full,
-                    from: from.clone(),
-                    level: *level,
-                    rate: *rate,
-                    key: key(key_file)?,
-                })
-            }
+            Self::Create { source, target, full, from, storing } => BackupRequest::Create(BackupCreate {
+                disk: source.disk.clone(),
+                snapshot: match &source.at {
+                    Point::Snapshot(name) => Some(name.clone()),
+                    Point::Head => None,
+                },
+                place: target.place(&storing.server)?,
+                full: *full,
+                from: from.clone(),
+                level: storing.level,
+                rate: storing.rate,
+                key: key(&storing.key_file)?,
+            }),
             Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
             Self::List { target, server } => BackupRequest::List { place: stored(target, server)? },
             Self::Verify { target, backups, key_file, server } => {

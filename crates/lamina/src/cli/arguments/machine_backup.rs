@@ -1,10 +1,9 @@
 //! Arguments of the commands about backups of machines.
 
-use super::backup::{PlaceAddress, S3Server};
+use super::backup::{PlaceAddress, S3Server, Storing};
 use super::machine::{parse_machine, parse_source};
 use crate::cli::address::absolute;
 use crate::cli::size::parse_size;
-use backup::{LEVEL_DEFAULT, LEVEL_MAX};
 use clap::Subcommand;
 use control::{BackupPlace, MachineBackup, MachineRestore, MachineVerb};
 use std::path::{Path, PathBuf};
@@ -28,18 +27,8 @@ pub enum VmBackupCommand {
         /// Freeze the guest's file systems through its agent while a snapshot is taken, if the agent answers.
         #[arg(long)]
         quiesce: bool,
-        /// Level of the compression by zstd.
-        #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
-            value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
-        level: i32,
-        /// Limit of bytes read per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
-        rate: u64,
-        /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
-        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
-        key_file: Option<PathBuf>,
         #[command(flatten)]
-        server: S3Server,
+        storing: Storing,
     },
     /// Restore a machine with its disks. It gets a new UUID and new MAC addresses if a machine has those of the backup.
     Restore {
@@ -85,18 +74,18 @@ impl VmBackupCommand {
     pub fn verb(&self) -> Result<MachineVerb, String> {
         let key = |path: &Option<PathBuf>| path.as_deref().map(|path: &Path| absolute(path)).transpose();
         Ok(match self {
-            Self::Create { source, target, full, quiesce, level, rate, key_file, server } => {
+            Self::Create { source, target, full, quiesce, storing } => {
                 if *quiesce && source.snapshot.is_some() {
                     return Err("--quiesce is for a snapshot that is taken now: give VM without a snapshot".into());
                 }
                 MachineVerb::BackUp(MachineBackup {
                     source: source.clone(),
-                    place: repository(target, server)?,
+                    place: repository(target, &storing.server)?,
                     full: *full,
                     quiesce: *quiesce,
-                    level: *level,
-                    rate: *rate,
-                    key: key(key_file)?,
+                    level: storing.level,
+                    rate: storing.rate,
+                    key: key(&storing.key_file)?,
                 })
             }
             Self::Restore { source, name, backup, live, start, rate, key_file, server } => {
