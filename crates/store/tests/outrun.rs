@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::simulated::{Request, SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +14,8 @@ use store::{Engine, EngineOptions};
 
 /// The longest time that a request may take. Without a limit for the writers it does not end.
 const LONGEST: Duration = Duration::from_secs(30);
+/// How long the medium takes for a write.
+const WRITE_TIME: Duration = Duration::from_micros(50);
 /// Blocks of the disk of the writers. Every third one is written, so that each needs an extent of its own.
 const BLOCKS: u64 = 3 << 15;
 
@@ -32,11 +34,18 @@ fn write(engine: &Engine, disk: u64, block: u64, value: u8) {
 /// disk, and its number.
 fn ends_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync), request: &(dyn Fn(&Engine, u64, u64, u64) + Sync)) {
     let options = SimulatedOptions { reorder: false, capacity: 16 << 30, ..SimulatedOptions::default() };
-    let directory = SimulatedDisk::new(1, options).directory();
+    let medium = SimulatedDisk::new(1, options);
+    let directory = medium.directory();
     Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 64 << 20 }).unwrap();
     let options = EngineOptions { write_buffer: 16 << 20, ..EngineOptions::default() };
     let engine: Arc<Engine> = Engine::open(directory, options).unwrap();
     let (busy, quiet) = (make(&engine, "busy"), make(&engine, "quiet"));
+    // The medium is slower than the clients, also if other programs use the processors.
+    medium.set_pace(Arc::new(|request| {
+        if request == Request::Write {
+            std::thread::sleep(WRITE_TIME);
+        }
+    }));
     let stop = AtomicBool::new(false);
     let (ended, wait) = channel();
     std::thread::scope(|scope| {

@@ -477,7 +477,15 @@ fn only_a_copy_with_the_right_checksum_replaces_a_block() {
     let copies = |bytes: &[u8]| Elsewhere(BTreeMap::from([(references[0].offset, bytes.to_vec())]));
     let (wrong, right) = (copies(&wrong), copies(&good));
     let scrubber = engine.scrubber();
+    let stored = || {
+        let mut bytes = Buffer::zeroed(1);
+        let file = world.disk.directory().open("data.0000", IoMode::Buffered).unwrap();
+        file.read_at(&mut bytes, block * BLOCK).unwrap();
+        bytes.to_vec()
+    };
+    let before = stored();
     assert_eq!(scrubber.restore_block(block, references, &[&wrong]).unwrap(), None);
+    assert!(stored() == before, "the wrong copy was written");
     assert!(scrubber.is_still_damaged(DamagedPlace::Block(block)).unwrap());
     let restored = scrubber.restore_block(block, references, &[&wrong, &right]).unwrap();
     assert_eq!(restored.as_deref(), Some("written again from a replica"));

@@ -1,9 +1,11 @@
-//! Cached data is dropped before recovery, even if the files of a datastore are symbolic links.
+//! Reads of the medium for recovery and verification: cached data is dropped, even if the files of a datastore are
+//! symbolic links; a block that changes while it is verified is not reported.
 
 use super::*;
 use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A folder in which the data files are symbolic links: they can be opened, and the list of regular files leaves them
 /// out.
@@ -41,4 +43,25 @@ fn cached_data_is_dropped_from_data_files_that_are_symbolic_links() {
     let opened = links.opened.into_inner().unwrap();
     let missed: Vec<String> = inner.list().unwrap().into_iter().filter(|name| !opened.contains(name)).collect();
     assert_eq!(missed, ["lock"]);
+}
+
+/// The table is read before the block, so a block that a client overwrites in between differs from its checksum.
+#[test]
+fn a_block_is_damaged_only_if_it_also_differs_while_no_write_is_under_way() {
+    let (_disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    let (place, _) = packed::place(&engine, 1, 0);
+    for (overwritten, damaged) in [(1, 0), (4, 0), (u32::MAX, 1)] {
+        let reads = AtomicU32::new(0);
+        let read = |run: Run, into: &mut [u8]| {
+            let (file, offset) = engine.files.locate(run)?;
+            file.read_at(into, offset).unwrap();
+            into[0] ^= u8::from(reads.fetch_add(1, Ordering::Relaxed) < overwritten);
+            Ok(())
+        };
+        let found = engine.confirm(&read, vec![place.start]).unwrap();
+        assert_eq!(found.len(), damaged, "overwritten before {overwritten} reads");
+    }
 }

@@ -5,8 +5,8 @@ use super::Random;
 use super::memory::{Memory, content};
 use crate::Result;
 use crate::tree::{
-    DataReferences, Freed, MappedCounter, NodeId, NodeStore, Repeats, create, drop_step, freed, freed_after,
-    freed_and_left, levels, replace,
+    DataReferences, Freed, MappedCounter, NodeId, NodeStore, PhysicalRun, Repeats, Source, create, drop_step, freed,
+    freed_after, freed_and_left, levels, pack, replace,
 };
 
 impl DataReferences for Memory {
@@ -156,6 +156,24 @@ fn all_trees_together_free_everything_and_one_of_several_equal_trees_frees_nothi
     let all = used(&store);
     assert_eq!(freed(&mut store, &copies, Repeats::Never, &mut ask()).unwrap(), all);
     assert_eq!(freed(&mut store, &[], Repeats::Never, &mut ask()).unwrap(), Freed::default());
+}
+
+#[test]
+fn a_pack_that_one_tree_maps_by_several_entries_is_freed_with_the_tree() {
+    let mut store = Memory::new();
+    let root = create(&mut store).unwrap();
+    let plain = PhysicalRun { physical: store.allocate_data(8), blocks: 8 };
+    let root = replace(&mut store, root, 0..8, Some((plain.physical, false))).unwrap();
+    let run = PhysicalRun { physical: store.allocate_data(2), blocks: 2 };
+    store.packing = true;
+    let sources = [Source { index: 0, run: plain, packed: None }];
+    let root = pack(&mut store, root, 0..8, 0, run, &sources).unwrap();
+    store.packing = false;
+    store.drop_data_references(run.physical, run.blocks).unwrap();
+    // Without the block in the middle, two entries map the pack.
+    let root = replace(&mut store, root, 3..4, None).unwrap();
+    store.verify(&[root]);
+    assert_eq!(freed(&mut store, &[root], Repeats::Never, &mut ask()).unwrap(), Freed { data: 2, nodes: 1 });
 }
 
 #[test]
