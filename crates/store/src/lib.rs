@@ -35,6 +35,11 @@ pub(crate) use checksums::checksum;
 pub use engine::{Engine, EngineOptions};
 pub(crate) use error::{Error, ErrorKind, IoContext, Result};
 
+/// Physical blocks per data file: just under 1 TiB, below the file size limit of common file systems. An extent is read
+/// and written by requests to one file, so none reaches from one file into the next. The files of unit tests are small,
+/// so that each test that writes much uses several.
+pub(crate) const FILE_BLOCKS: u64 = space::REGION_BLOCKS * if cfg!(test) { 1 } else { 16_384 };
+
 /// Whether an error means that bytes on the medium are lost: they are wrong, or the medium cannot read them.
 pub(crate) fn is_lost(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Io)

@@ -435,7 +435,7 @@ impl Layers {
 /// A run of physical blocks as bytes in its data file: (file number, byte offset, length).
 pub fn place(run: Run) -> (u64, u64, u64) {
     let size = BLOCK_SIZE as u64;
-    (run.start / crate::space::FILE_BLOCKS, run.start % crate::space::FILE_BLOCKS * size, run.blocks * size)
+    (run.start / crate::FILE_BLOCKS, run.start % crate::FILE_BLOCKS * size, run.blocks * size)
 }
 
 #[cfg(test)]

@@ -233,7 +233,7 @@ fn a_partial_overwrite_starts_again_after_a_concurrent_write() {
 
 #[test]
 fn a_run_is_mapped_to_its_file_and_offset() {
-    let file = crate::space::FILE_BLOCKS;
+    let file = crate::FILE_BLOCKS;
     assert_eq!(place(Run { start: 0, blocks: 2 }), (0, 0, 8192));
     assert_eq!(place(Run { start: file - 1, blocks: 1 }), (0, (file - 1) * 4096, 4096));
     assert_eq!(place(Run { start: 3 * file + 7, blocks: 1 }), (3, 7 * 4096, 4096));

@@ -1,9 +1,10 @@
 //! The files of a datastore: their names, and the data files, opened when they are first needed.
 
 use super::log::IMAGES_FILE;
+use crate::FILE_BLOCKS;
 use crate::buffer;
 use crate::pages::PageFile;
-use crate::space::{FILE_BLOCKS, Run};
+use crate::space::Run;
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -147,9 +148,14 @@ impl DataFiles {
         self.files.read().iter().map(|file| Arc::clone(&file.file)).collect()
     }
 
-    /// The file and byte offset of a run. The file exists, because the metadata describes only space of existing files.
+    /// The file and byte offset of a run, which is in one file. The file exists, because the metadata describes only
+    /// space of existing files.
     pub fn locate(&self, run: Run) -> Result<(Arc<dyn File>, u64)> {
         let (number, offset, _) = buffer::place(run);
+        if run.start % FILE_BLOCKS + run.blocks > FILE_BLOCKS {
+            let text = format!("blocks {} to {} are in two data files", run.start, run.start + run.blocks - 1);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
         let files = self.files.read();
         let file = files.get(number as usize).ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format!("{} is missing from the datastore", data_file_name(number)))

@@ -459,7 +459,9 @@ impl Engine {
     ) -> Result<()> {
         let now = replan(logical)?;
         let planned_for = |planned: &Planned| planned.parts.first()?.stored()?.checksum_of(run.start);
-        if planned_for(&now) != Some(planned) {
+        // The read cache may have a block that a longer read takes from the medium. That says nothing about the place.
+        let cached = matches!(now.parts.first(), Some(Part::Cached(_)));
+        if !cached && planned_for(&now) != Some(planned) {
             return Ok(());
         }
         // A block that is suspect or in flight now may get the planned content after the read below.

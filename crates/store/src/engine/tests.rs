@@ -299,6 +299,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
 
 mod accounting;
 mod between;
+mod boundary;
 mod bulk;
 mod cached;
 mod checkpoints;

@@ -98,7 +98,7 @@ impl Engine {
             while end < window.range.end
                 && end - at < VERIFY_BLOCKS
                 && window.written(end)
-                && !end.is_multiple_of(crate::space::FILE_BLOCKS)
+                && !end.is_multiple_of(crate::FILE_BLOCKS)
             {
                 end += 1;
             }

@@ -29,10 +29,8 @@ use backend::{BLOCK_SIZE, Block};
 use region::Region;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Regions per data file: just under 1 TiB, below the file size limit of common file systems.
-pub const FILE_REGIONS: u64 = 16_384;
-/// Blocks per data file.
-pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
+/// Regions per data file.
+pub const FILE_REGIONS: u64 = crate::FILE_BLOCKS / REGION_BLOCKS;
 /// The most regions that one operation may add. Operations name new regions in order, so a larger step is damage.
 const REGIONS_AHEAD_MAX: u64 = 8;
 

@@ -6,7 +6,7 @@
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{Mapping, NodeId, NodeStore, Packed, PhysicalRun, corrupt};
-use crate::Result;
+use crate::{FILE_BLOCKS, Result};
 use std::ops::Range;
 
 /// A run of consecutive logical blocks mapped to consecutive physical blocks.
@@ -37,7 +37,7 @@ impl Extent {
     }
 }
 
-/// Appends to `out` the mappings within `range`, in order and cut to the range.
+/// Appends to `out` the mappings within `range`, in order, cut to the range and at the ends of data files.
 pub fn lookup<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -45,7 +45,7 @@ pub fn lookup<S: NodeStore + ?Sized>(
     out: &mut Vec<Extent>,
 ) -> Result<()> {
     scan::<S, false>(store, root, range, |mapping, shared_path| {
-        out.push(extent(mapping, shared_path));
+        push(out, extent(mapping, shared_path));
         true
     })
 }
@@ -58,7 +58,7 @@ pub fn lookup_exclusive<S: NodeStore + ?Sized>(
     out: &mut Vec<Extent>,
 ) -> Result<()> {
     scan::<S, true>(store, root, range, |mapping, shared_path| {
-        out.push(extent(mapping, shared_path || mapping.packed.is_some()));
+        push(out, extent(mapping, shared_path || mapping.packed.is_some()));
         true
     })
 }
@@ -76,6 +76,19 @@ pub fn first_mapped<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: R
 fn extent(mapping: Mapping, shared_path: bool) -> Extent {
     let Mapping { logical, physical, blocks, unwritten, packed } = mapping;
     Extent { logical, physical, blocks, unwritten, packed, shared_path }
+}
+
+/// Adds an extent, in two parts if it reaches into the next data file: version 0.1.0 has written such entries.
+#[inline]
+fn push(out: &mut Vec<Extent>, mut extent: Extent) {
+    let until = FILE_BLOCKS - extent.physical % FILE_BLOCKS;
+    if extent.blocks > until && extent.packed.is_none() {
+        out.push(Extent { blocks: until, ..extent });
+        extent.logical += until;
+        extent.physical += until;
+        extent.blocks -= until;
+    }
+    out.push(extent);
 }
 
 /// Calls `each` in order with every mapping in `range`, cut to the range, until it returns false.

@@ -35,7 +35,7 @@
 //! determine, are checked on each descent.
 
 use super::{LEVELS_MAX, Mapping, NodeId, Packed, corrupt};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, FILE_BLOCKS, Result};
 use backend::{BLOCK_SIZE, Block};
 use std::ops::Range;
 
@@ -383,12 +383,14 @@ fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
     set_count(page, new_count);
 }
 
-/// The two extents joined, if the second continues the first logically and physically and one entry can hold both.
+/// The two extents joined, if the second continues the first logically and physically in the same data file, and one
+/// entry can hold both.
 fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     let follows = left.end() == right.logical
         && left.packed.is_none()
         && right.packed.is_none()
         && left.physical + left.blocks == right.physical
+        && !right.physical.is_multiple_of(FILE_BLOCKS)
         && left.unwritten == right.unwritten
         && left.blocks + right.blocks <= EXTENT_BLOCKS_MAX;
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
@@ -516,7 +518,7 @@ pub(super) fn share_in_leaf(page: &mut Block, range: Range<u64>, to_of: &dyn Fn(
 /// Whether a single block continues an entry.
 fn continues(before: &Mapping, one: &Mapping) -> bool {
     let next = match (before.packed, one.packed) {
-        (None, None) => before.physical + before.blocks == one.physical,
+        (None, None) => before.physical + before.blocks == one.physical && !one.physical.is_multiple_of(FILE_BLOCKS),
         (Some(left), Some(right)) => {
             before.physical == one.physical && u64::from(left.index) + before.blocks == u64::from(right.index)
         }

@@ -11,12 +11,13 @@
 
 use super::WORTH_EIGHTHS;
 use super::repack::OldPack;
+use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
 use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
 use crate::journal::PACK_OBJECTS_MAX;
-use crate::space::{BlockEntry, FILE_BLOCKS, Run};
+use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
 use rustc_hash::{FxBuildHasher, FxHashSet};
 use std::hash::BuildHasher;

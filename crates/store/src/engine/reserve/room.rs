@@ -68,7 +68,7 @@ impl Engine {
                 *position = Position { file: position.file + 1, offset: 0 };
                 continue;
             };
-            let base = position.file as u64 * crate::space::FILE_BLOCKS;
+            let base = position.file as u64 * crate::FILE_BLOCKS;
             let start = first.start.max(position.offset) / BLOCK_SIZE as u64;
             let region = base + start / REGION_BLOCKS * REGION_BLOCKS;
             let _punching = running.then(|| self.reserves.lock_punching());

@@ -21,12 +21,13 @@
 
 use super::Pair;
 use super::prints::KEPT_REFERENCES_MAX;
+use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::engine::Meta;
 use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
 use crate::engine::packing::{Tree, Unsettled};
 use crate::journal::PACK_OBJECTS_MAX;
-use crate::space::{FILE_BLOCKS, Run};
+use crate::space::Run;
 use crate::tree::{self, Mapping, Share};
 use rustc_hash::FxHashSet;
 

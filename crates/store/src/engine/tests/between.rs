@@ -317,14 +317,13 @@ fn space_that_an_unreadable_page_would_describe_is_reserved_elsewhere() {
 #[test]
 fn no_space_is_reserved_that_an_unreadable_page_would_describe() {
     let (disk, engine, _mend) = partly_readable();
-    let file = engine.files.locate(Run { start: 0, blocks: 1 }).unwrap().0;
-    let (allocated, backed) = (file.allocated().unwrap(), engine.counts().data.backed);
+    let (allocated, backed) = (engine.files.allocated().unwrap(), engine.counts().data.backed);
     // On some file systems, punching a hole needs free space, so space that is reserved in vain may not be returned.
     disk.fail_requests(Fault::Punch, 0, u64::MAX);
     engine.extend(257).unwrap();
     let recorded = (engine.counts().data.backed - backed) * BLOCK_SIZE as u64;
     assert!(recorded > 0);
-    assert_eq!(file.allocated().unwrap() - allocated, recorded);
+    assert_eq!(engine.files.allocated().unwrap() - allocated, recorded);
 }
 
 /// Whether another thread gets the metadata lock at once.
@@ -342,8 +341,7 @@ fn is_metadata_unlocked(engine: &Arc<Engine>) -> bool {
 fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserved_elsewhere() {
     let (disk, engine) = with_a_block(256);
     let backed = engine.counts().data.backed;
-    let file = engine.files.locate(Run { start: 0, blocks: 1 }).unwrap().0;
-    let allocated = file.allocated().unwrap();
+    let allocated = engine.files.allocated().unwrap();
     let (other, medium, lost) = (Arc::clone(&engine), disk.clone(), AtomicBool::new(false));
     let locked = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&locked);
@@ -364,7 +362,7 @@ fn space_whose_table_page_is_lost_during_its_reservation_is_returned_and_reserve
     assert_eq!((engine.failure(), engine.meta.lock().data.unreadable()), (None, vec![0]));
     assert!(engine.reserves.headroom() >= 400);
     let taken = (engine.counts().data.backed - backed) * BLOCK_SIZE as u64;
-    assert_eq!(file.allocated().unwrap() - allocated, taken, "space without a record was returned");
+    assert_eq!(engine.files.allocated().unwrap() - allocated, taken, "space without a record was returned");
 }
 
 #[test]

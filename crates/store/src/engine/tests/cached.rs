@@ -5,6 +5,7 @@ use super::packed::{pack, place, quiet};
 use super::shared::share;
 use super::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const DISK_BLOCKS: u64 = 256;
 
@@ -97,6 +98,21 @@ fn content_from_before_an_overwrite_in_place_is_not_read() {
         quiet(&engine);
         assert_eq!((value(&engine, 3).unwrap(), own_block(&engine, 1, 3)), (round, place));
     }
+}
+
+/// A long read takes a few cached blocks in its middle from the medium too.
+#[test]
+fn a_read_of_a_damaged_block_that_is_cached_fails_and_ends() {
+    let (disk, engine) = direct(64);
+    assert_eq!(value(&engine, 31).unwrap(), 31);
+    disk.flip_bit("data.0000", own_block(&engine, 1, 31).start * BLOCK_SIZE as u64, 0).unwrap();
+    let (head, plans) = (engine.head(1), AtomicU32::new(0));
+    let read = engine.read_blocks("vm", 0..64, &|range| {
+        assert!(plans.fetch_add(1, Ordering::Relaxed) < 20, "the read does not end");
+        engine.plan_head(&head, range)
+    });
+    assert_eq!(read.unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(value(&engine, 31).unwrap(), 31);
 }
 
 /// A read that was planned before an overwrite may end after it.

@@ -69,7 +69,7 @@ impl Engine {
                 group.len() < SLICES_MAX
                     && blocks < GROUP_BLOCKS_MAX
                     && before.start + before.blocks == home.run.start
-                    && before.start / crate::space::FILE_BLOCKS == home.run.start / crate::space::FILE_BLOCKS
+                    && before.start / crate::FILE_BLOCKS == home.run.start / crate::FILE_BLOCKS
             });
             match groups.last_mut() {
                 Some(group) if joins => group.end = i + 1,

@@ -222,7 +222,9 @@ impl Meta {
             {
                 let joins = match (&*known, &zeroed) {
                     (Zeroed::Already, Zeroed::Already) | (Zeroed::New, Zeroed::New) => true,
-                    (Zeroed::Kept(start), Zeroed::Kept(next)) => start + (last.end - last.start) == *next,
+                    (Zeroed::Kept(start), Zeroed::Kept(next)) => {
+                        start + (last.end - last.start) == *next && !next.is_multiple_of(crate::FILE_BLOCKS)
+                    }
                     _ => false,
                 };
                 if joins {

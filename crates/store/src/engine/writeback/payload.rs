@@ -76,7 +76,7 @@ impl Engine {
                 }
                 let mut run = Run { start: blocks[at].0, blocks: (end - at) as u64 };
                 // A run never crosses from one data file into the next.
-                let room = crate::space::FILE_BLOCKS - run.start % crate::space::FILE_BLOCKS;
+                let room = crate::FILE_BLOCKS - run.start % crate::FILE_BLOCKS;
                 run.blocks = run.blocks.min(room);
                 end = at + run.blocks as usize;
                 let (file, offset) = self.files.locate(run).map_err(|error| self.stop(error))?;

@@ -261,7 +261,8 @@ fn push_placement(out: &mut Vec<(Range<u64>, Placement, u64)>, range: Range<u64>
     if let Some((last, last_placement, start)) = out.last_mut()
         && last.end == range.start
         && *last_placement == placement
-        && (placement == Placement::New || *start + (last.end - last.start) == physical)
+        && (placement == Placement::New
+            || *start + (last.end - last.start) == physical && !physical.is_multiple_of(crate::FILE_BLOCKS))
     {
         last.end = range.end;
         return;

@@ -4,6 +4,7 @@
 //! references, lowers a count below zero, or refers to free data. Without `strict` it models a damaged datastore: pages
 //! are validated at each load, and every violation is an error. `fail_in` is the number of calls after which one fails.
 
+use crate::FILE_BLOCKS;
 use crate::tree::{LOGICAL_LIMIT, NodeId, NodeStore, Visit, corrupt, page, validate, walk};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, Block};
@@ -42,6 +43,9 @@ impl Memory {
 
     /// Allocates new data blocks after all others, each with one reference.
     pub fn allocate_data(&mut self, blocks: u64) -> u64 {
+        while self.data.len() as u64 % FILE_BLOCKS + blocks > FILE_BLOCKS {
+            self.skip_data();
+        }
         let physical = self.data.len() as u64;
         self.data.resize(self.data.len() + blocks as usize, 1);
         physical

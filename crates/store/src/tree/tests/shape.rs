@@ -2,6 +2,7 @@
 
 use super::Random;
 use super::memory::{Memory, content};
+use crate::FILE_BLOCKS;
 use crate::tree::page::{self, ENTRIES_MAX};
 use crate::tree::{LOGICAL_LIMIT, NodeId, NodeStore, Visit, create, diff, drop_step, lookup, replace, walk};
 
@@ -103,8 +104,43 @@ fn consecutive_blocks_become_long_extents() {
     }
     let mut extents = Vec::new();
     lookup(&mut store, root, 0..LOGICAL_LIMIT, &mut extents).unwrap();
-    assert_eq!(extents.len() as u64, MILLION.div_ceil(page::EXTENT_BLOCKS_MAX));
+    let last = (MILLION % FILE_BLOCKS).div_ceil(page::EXTENT_BLOCKS_MAX);
+    assert_eq!(extents.len() as u64, MILLION / FILE_BLOCKS * FILE_BLOCKS.div_ceil(page::EXTENT_BLOCKS_MAX) + last);
     assert_eq!(content(&mut store, root).len() as u64, MILLION);
+}
+
+/// The entry of a leaf that reaches into the next data file was written by version 0.1.0.
+#[test]
+fn no_extent_reaches_into_the_next_data_file() {
+    let mut store = Memory::new();
+    // Eight blocks, of which four are in the next file.
+    let allocate = |store: &mut Memory| {
+        while store.allocate_data(0) % FILE_BLOCKS != FILE_BLOCKS - 4 {
+            store.skip_data();
+        }
+        let physical = store.allocate_data(4);
+        assert_eq!(store.allocate_data(4), physical + 4);
+        physical
+    };
+    let physical = allocate(&mut store);
+    let mut root = create(&mut store).unwrap();
+    for i in 0..8 {
+        root = replace(&mut store, root, i..i + 1, Some((physical + i, false))).unwrap();
+    }
+    let found = |store: &mut Memory, root: NodeId, physical: u64| {
+        let mut extents = Vec::new();
+        lookup(store, root, 0..8, &mut extents).unwrap();
+        let found: Vec<_> = extents.iter().map(|extent| (extent.logical, extent.physical, extent.blocks)).collect();
+        assert_eq!(found, [(0, physical, 4), (4, physical + 4, 4)]);
+    };
+    assert_eq!(page::mappings_from(store.page(root), 0).count(), 2);
+    found(&mut store, root, physical);
+    store.verify(&[root]);
+    let physical = allocate(&mut store);
+    let root = replace(&mut store, root, 0..8, Some((physical, false))).unwrap();
+    assert_eq!(page::mappings_from(store.page(root), 0).count(), 1);
+    found(&mut store, root, physical);
+    store.verify(&[root]);
 }
 
 #[test]
