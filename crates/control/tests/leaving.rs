@@ -2,7 +2,7 @@
 //! connected clients prevent waits for these sessions, for a limited time, and does not fail because of them.
 #![allow(clippy::unwrap_used)]
 
-use connections::{Access, Connection, Drain, Limits, Listen, Protocol, ServiceConfig};
+use connections::{Access, Connection, Drain, Limits, Listen, Peer, Protocol, ServiceConfig};
 use control::{DiskRequest, OPEN_OPTIONS, Reply, Request, Service, SnapshotRequest, Target, dispatch};
 use disk::{Datastore, InitOptions, NewDisk, Provisioning, SettingsChange, SnapshotOptions};
 use error::{ErrorKind, Result};
@@ -24,6 +24,10 @@ struct Lingering {
     clients: Arc<Clients>,
     datastore: Arc<Datastore>,
     milliseconds: AtomicU64,
+    /// Whether sessions stay after that time.
+    held: AtomicBool,
+    /// Whether clients can only read.
+    reads_only: AtomicBool,
     /// Whether clients send a disconnect request.
     farewell: AtomicBool,
 }
@@ -36,6 +40,9 @@ impl Protocol for Lingering {
         let name = std::str::from_utf8(&name[..length]).unwrap();
         visit.chooses(name, LONG).unwrap();
         let device = self.datastore.device(name, false).unwrap();
+        if self.reads_only.load(Ordering::SeqCst) {
+            visit.reads_only();
+        }
         visit.agreed(name);
         if self.farewell.load(Ordering::SeqCst) {
             visit.says_farewell();
@@ -45,6 +52,9 @@ impl Protocol for Lingering {
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_millis(self.milliseconds.load(Ordering::SeqCst)));
+        while self.held.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         drop(device);
     }
 }
@@ -69,6 +79,8 @@ impl Setup {
             clients: Arc::clone(&clients),
             datastore: Arc::clone(&datastore),
             milliseconds: AtomicU64::new(150),
+            held: AtomicBool::new(false),
+            reads_only: AtomicBool::new(false),
             farewell: AtomicBool::new(true),
         });
         let socket = folder.path().join("socket");
@@ -158,6 +170,29 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
     drop(stays);
     let error = setup.ask(delete_snapshot(false)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+}
+
+/// Accepted requests of a killed client may still be under way in the device, and would overwrite acknowledged writes of
+/// the next client.
+#[test]
+fn a_new_session_waits_for_the_requests_of_a_client_that_has_left() {
+    let setup = Setup::new();
+    setup.lingering.milliseconds.store(0, Ordering::SeqCst);
+    setup.lingering.held.store(true, Ordering::SeqCst);
+    let clients = &setup.lingering.clients;
+    let next = clients.arrive(Peer::Unknown);
+    let chooses = |export: &str| next.chooses(export, Duration::from_millis(20)).map_err(|error| error.kind());
+    let client = setup.client("vm");
+    let stays = chooses("vm");
+    drop(client);
+    let left = chooses("vm");
+    setup.lingering.reads_only.store(true, Ordering::SeqCst);
+    drop(setup.client("vm@s"));
+    let left_reader = chooses("vm@s");
+    // The service waits for its sessions, also after a failed assertion.
+    setup.lingering.held.store(false, Ordering::SeqCst);
+    assert_eq!((stays, left, left_reader), (Ok(()), Err(ErrorKind::Busy), Ok(())));
+    next.chooses("vm", LONG).unwrap();
 }
 
 /// The guest of a frozen machine is no client, and continues with the free map in its memory.

@@ -10,8 +10,10 @@
 //! 1. A session is listed as connected from the moment its export is negotiated until the export's device is closed. If
 //!    the session ends without a disconnect request, its client enters grace in the same step. So a client that may
 //!    reconnect is listed at every moment.
-//! 2. While a session that has to end finishes its requests, new sessions of the same export wait. So a request that a
-//!    client repeats on a new connection never overtakes the original request.
+//! 2. While a session finishes its requests although it has to end, or although its client has closed the connection or
+//!    was killed, new sessions of the same export wait. So a request that a client repeats on a new connection never
+//!    overtakes the original request, and no accepted write of a killed client is carried out after writes of the next
+//!    client. For a client that can only read, new sessions do not wait.
 //! 3. The list is stored in a [record](record), so that it survives the end of the process. A separate thread writes
 //!    the record after each change: no session waits for it, and a failure to write it is only logged.
 //! 4. While the process runs, the grace time is measured with the monotonic clock; between two processes, with the time
@@ -118,6 +120,8 @@ struct Session {
     asked: Option<String>,
     /// Whether the handshake is complete.
     agreed: bool,
+    /// Whether the client can only read the export.
+    reads_only: bool,
     since: u64,
     stop: Arc<AtomicBool>,
     /// The connection; `None` for a session without a connection of the server, such as one in a test.
@@ -251,6 +255,7 @@ impl Clients {
             export: None,
             asked: None,
             agreed: false,
+            reads_only: false,
             since: clock::seconds(),
             stop: Arc::clone(&stop),
             connection: connection.clone(),
@@ -469,7 +474,8 @@ impl Visit {
         }
     }
 
-    /// Called when the client is about to open an export. Waits for those sessions of the export that have to end.
+    /// Called when the client is about to open an export. Waits for those sessions of the export that have to end, or
+    /// whose clients have left.
     ///
     /// # Errors
     /// `Busy` if these sessions do not end within `patience`, if this session has to end itself, or if a client of a
@@ -478,10 +484,8 @@ impl Visit {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         let own = self.number;
-        // A session whose handshake is not complete has no requests to wait for.
         let in_the_way = |state: &ClientsState| {
-            let ends =
-                |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
+            let ends = |session: &Session| session.export.as_deref() == Some(export) && session.is_ending();
             state.sessions.iter().any(|(number, session)| *number != own && ends(session))
         };
         while in_the_way(&state) {
@@ -490,15 +494,24 @@ impl Visit {
                 let text = format!("requests of an earlier connection to '{export}' are still under way: try again");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            // A server that stops only sets the flag and does not signal `left`, so the wait is limited.
+            // A server that stops only sets the flag and does not signal `left`, and a client may leave meanwhile, so
+            // the wait is limited.
             self.shared.left.wait_until(&mut state, deadline.min(now + RETIRED_LOOK));
         }
         state.refuse_former_name(export)?;
         if let Some(session) = state.sessions.get_mut(&own) {
             session.export = Some(export.to_owned());
             session.asked = Some(export.to_owned());
+            session.reads_only = false;
         }
         Ok(())
+    }
+
+    /// Called when the chosen export is open and the client can only read it.
+    pub fn reads_only(&self) {
+        if let Some(session) = self.shared.state.lock().sessions.get_mut(&self.number) {
+            session.reads_only = true;
+        }
     }
 
     /// Called when the handshake is complete: the client uses the export from now on.

@@ -62,7 +62,7 @@ pub enum ResizePolicy {
     Any,
 }
 
-/// The exports for one session. If sessions of an export have to end, opening the export waits for their end.
+/// The exports for one session. If sessions of an export are ending, opening the export waits for their end.
 pub struct Admission<'a> {
     exports: &'a dyn Exports,
     visit: &'a Visit,
@@ -89,6 +89,9 @@ impl Exports for Admission<'_> {
         self.visit.chooses(name, RETIRED_PATIENCE)?;
         let device = self.exports.open(name, read_only)?;
         self.visit.opened(name)?;
+        if device.read_only() {
+            self.visit.reads_only();
+        }
         Ok(device)
     }
 

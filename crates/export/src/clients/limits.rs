@@ -14,7 +14,8 @@ pub const CLIENT_GRACE_MAX: Duration = Duration::from_secs(86_400);
 /// clients in grace is removed.
 pub const CLIENTS_GONE_MAX: usize = 1024;
 
-/// Interval at which a session that waits for the end of other sessions checks whether it has to end itself.
+/// Interval at which a session that waits for the end of other sessions checks whether it has to end itself, and
+/// whether the client of another session has left.
 pub const RETIRED_LOOK: Duration = Duration::from_millis(100);
 
 /// How long changes of the list are collected before the record is written.
@@ -23,7 +24,7 @@ pub const RECORD_GATHER: Duration = Duration::from_millis(50);
 /// Time after which a failed write of the record is retried.
 pub const RECORD_RETRY: Duration = Duration::from_secs(30);
 
-/// How long a client that opens an export waits for sessions of the export that have to end. It is shorter than
+/// How long a client that opens an export waits for sessions of the export that are ending. It is shorter than
 /// [`HANDSHAKE_TIMEOUT_DEFAULT`](connections::limits::HANDSHAKE_TIMEOUT_DEFAULT).
 pub const RETIRED_PATIENCE: Duration = Duration::from_secs(25);
 

@@ -137,6 +137,16 @@ pub enum Planning {
     Plan(u64),
 }
 
+/// A write that the disk holds before it is carried out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HeldWrite {
+    #[default]
+    None,
+    /// The next write is held.
+    Next,
+    Held,
+}
+
 /// The disk.
 pub struct MemoryDisk {
     name: String,
@@ -146,6 +156,8 @@ pub struct MemoryDisk {
     pub flushes: AtomicU64,
     flushes_held: Mutex<bool>,
     flushes_released: Condvar,
+    held_write: Mutex<HeldWrite>,
+    write_moved: Condvar,
     pub fua_writes: AtomicU64,
     /// Every n-th read returns [`Verdict::Again`]; with 0, only if the range was changed.
     pub again_every: AtomicU32,
@@ -195,6 +207,8 @@ impl MemoryDisk {
             flushes: AtomicU64::new(0),
             flushes_held: Mutex::default(),
             flushes_released: Condvar::new(),
+            held_write: Mutex::default(),
+            write_moved: Condvar::new(),
             fua_writes: AtomicU64::new(0),
             again_every: AtomicU32::new(0),
             verdicts: AtomicU32::new(0),
@@ -217,6 +231,24 @@ impl MemoryDisk {
     pub fn hold_flushes(&self, held: bool) {
         *self.flushes_held.lock() = held;
         self.flushes_released.notify_all();
+    }
+
+    /// Holds the next write, and lets later ones pass, until it is released.
+    pub fn hold_next_write(&self) {
+        *self.held_write.lock() = HeldWrite::Next;
+    }
+
+    /// Waits until the write is held.
+    pub fn await_held_write(&self) {
+        let mut held = self.held_write.lock();
+        while *held != HeldWrite::Held {
+            self.write_moved.wait(&mut held);
+        }
+    }
+
+    pub fn release_write(&self) {
+        *self.held_write.lock() = HeldWrite::None;
+        self.write_moved.notify_all();
     }
 
     /// Sets the number of reads out of 8 that miss the page cache.
@@ -395,6 +427,15 @@ impl Device for MemoryDisk {
 
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
         let length = data.len() as u64;
+        let mut held = self.held_write.lock();
+        if *held == HeldWrite::Next {
+            *held = HeldWrite::Held;
+            self.write_moved.notify_all();
+            while *held == HeldWrite::Held {
+                self.write_moved.wait(&mut held);
+            }
+        }
+        drop(held);
         self.change(offset, length, fua, |state, block| {
             let (from, to) = (offset.max(block * BLOCK), (offset + length).min((block + 1) * BLOCK));
             let data = &data[(from - offset) as usize..(to - offset) as usize];

@@ -9,6 +9,7 @@ use export::nbd::ServerConfig;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use testkit::process::{PATIENCE, until};
 use testkit::protocol::*;
 
@@ -124,6 +125,34 @@ fn set_fua(client: &mut Client, disk: &MemoryDisk, command: u16, payload: &[u8])
     assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before);
     assert_eq!(client.ask_with(command, FUA, 0, 4096, payload).error, 0);
     assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before + 1);
+}
+
+#[test]
+fn a_write_of_a_killed_client_is_not_carried_out_after_those_of_the_next_client() {
+    let (running, disk) = start();
+    let mut killed = Client::open(&running.socket, "vm", Mode::Structured);
+    disk.hold_next_write();
+    killed.send(CMD_WRITE, 0, 0, 4096, &[1; 4096]);
+    disk.await_held_write();
+    drop(killed);
+    std::thread::scope(|scope| {
+        let (flushed, after) = std::sync::mpsc::channel();
+        let socket = &running.socket;
+        scope.spawn(move || {
+            let mut next = Client::open(socket, "vm", Mode::Structured);
+            next.write(0, &[2; 4096]);
+            assert_eq!(next.ask(CMD_FLUSH, 0, 0, 0).error, 0);
+            flushed.send(()).unwrap();
+            next.leave();
+        });
+        let early = after.recv_timeout(Duration::from_millis(300));
+        disk.release_write();
+        if early.is_err() {
+            after.recv_timeout(PATIENCE).unwrap();
+        }
+    });
+    until("the sessions end", || running.server.connections() == 0);
+    assert!(disk.contents()[..4096] == [2; 4096], "an acknowledged and flushed write is lost");
 }
 
 #[test]
