@@ -30,6 +30,12 @@ pub trait Exports: Send + Sync {
         true
     }
 
+    /// Whether an export that the client has opened under that name in the handshake still has the name, and the client
+    /// may still open it.
+    fn still(&self, _name: &str) -> bool {
+        true
+    }
+
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
 
@@ -97,6 +103,10 @@ impl Exports for Admission<'_> {
 
     fn may_open(&self, name: &str) -> bool {
         self.exports.may_open(name)
+    }
+
+    fn still(&self, name: &str) -> bool {
+        self.may_open(name) && self.visit.opened(name).is_ok()
     }
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {

@@ -35,6 +35,11 @@ impl Clients {
 }
 
 impl Visit {
+    /// The current name of the export that the session has open or is opening.
+    pub(crate) fn export(&self) -> Option<String> {
+        self.shared.state.lock().sessions.get(&self.number)?.export.clone()
+    }
+
     /// Called when the client may no longer open its export.
     pub(crate) fn loses_access(&self) {
         if let Some(session) = self.shared.state.lock().sessions.get_mut(&self.number) {

@@ -11,7 +11,7 @@
 //!    that does not exist: the name is passed to the rules only. If a client may learn of no snapshot, there are no
 //!    metadata contexts of snapshots for it.
 //! 5. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
-//!    disconnects.
+//!    disconnects, and if the disk has another name when the client requests it again.
 
 use super::Terms;
 use super::limits::*;
@@ -405,7 +405,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Opens an export, or returns the open device if it is the same export.
+    /// Opens an export, or returns the open device if it is still the same export.
     fn open(&mut self, name: &str) -> Result<Opened> {
         let default;
         let name = if name.is_empty() {
@@ -426,7 +426,8 @@ impl Handshake<'_> {
                 permission
             }
         };
-        if let Some(opened) = self.opened.as_ref().filter(|opened| opened.name == name) {
+        // If the disk was renamed since it was opened, another disk may have the name now.
+        if let Some(opened) = self.opened.as_ref().filter(|opened| opened.name == name && self.exports.still(name)) {
             return Ok(opened.clone());
         }
         // The previous device is closed first, so that a client that queries all exports does not keep them all open.

@@ -94,7 +94,9 @@ pub fn serve(
     let registered = terms.rules.as_ref().map(|rules| {
         let permission = if agreement.device.read_only() { Permission::Read } else { Permission::Write };
         let certificate = agreement.transport.peer_certificate();
-        rules.register(visit.number(), certificate, &agreement.export, permission)
+        // The disk may have been renamed since it was opened; the rules apply to its present name.
+        let export = visit.export();
+        rules.register(visit.number(), certificate, export.as_deref().unwrap_or(&agreement.export), permission)
     });
     let _registered = registered.transpose().inspect_err(|error| {
         visit.loses_access();

@@ -1,7 +1,7 @@
 //! Tenants: clients that may open some of the exports, depending on their certificates, and cannot find out anything
 //! about the others.
 
-use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use crate::memory_disk::{Changing, MemoryDisk, Random, Shelf};
 use crate::tls::{Certificates, upgrade};
 use crate::{Folder, Running};
 use connections::Listen;
@@ -279,6 +279,35 @@ fn a_rename_is_not_revealed_to_other_tenants_and_users() {
         assert_eq!(reply(client, OPT_INFO, "b-1"), absent);
         let (kind, text) = reply(client, OPT_INFO, "a-1");
         assert!(kind == ERR_UNKNOWN && text.contains("try again") && !text.contains("secret"), "{text}");
+    }
+}
+
+/// The rules permit the name under which the client has opened the disk, and not the one that the disk has since.
+#[test]
+fn a_disk_that_is_renamed_during_the_handshake_is_served_by_the_rules_for_its_new_name() {
+    const DESCRIPTION: u16 = 2;
+    for (to, served) in [("a-2", true), ("b-1", false)] {
+        let certificates = Certificates::new();
+        let clients = Arc::new(export::clients::Clients::in_memory(Duration::from_secs(60)));
+        let config = ServerConfig {
+            listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+            tls: Some(certificates.server(true, true)),
+            rules: Some(Rules::parse("a.example a-* write\n* b-1 read\n").unwrap()),
+            clients: Arc::clone(&clients),
+            ..ServerConfig::default()
+        };
+        let shelf = Shelf::of(&[&MemoryDisk::new("a-1", CAPACITY, 2)]);
+        let (renamed, after) = (Arc::clone(&clients), Arc::clone(&shelf));
+        let exports = Changing::new(shelf, move || renamed.rename("a-1", to, || Ok(after)).unwrap());
+        let tenants = Tenants { certificates, running: Running::with(config, exports) };
+        let mut client = tenants.client("a.example");
+        // The server queries the description, at which the disk is renamed, after it has opened the export.
+        let replies = client.option(OPT_GO, &Client::info_data("a-1", &[DESCRIPTION]));
+        assert_eq!(replies.last().unwrap().0, REP_ACK);
+        let read = client.encode(CMD_READ, 0, 0, 512, &[]).1;
+        // The server may have closed the connection already.
+        let _ = client.stream.write_all(&read);
+        assert_eq!(!client.at_end(), served, "{to}");
     }
 }
 

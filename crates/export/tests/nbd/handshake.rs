@@ -1,9 +1,12 @@
 //! Negotiation of options, with one property in each test.
 
 use crate::Running;
-use crate::memory_disk::{MemoryDisk, Shelf};
+use crate::memory_disk::{Changing, MemoryDisk, Shelf};
+use export::clients::Clients;
 use export::exports::ResizePolicy;
 use export::nbd::ServerConfig;
+use std::sync::Arc;
+use std::time::Duration;
 use testkit::protocol::*;
 
 const MIB: u64 = 1 << 20;
@@ -347,5 +350,34 @@ fn the_empty_name_is_the_default_export_in_every_option() {
         assert_eq!(client.go(opened), REP_ACK);
         assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, 0, "{chosen:?} {opened:?}");
         client.leave();
+    }
+}
+
+/// The disk that the client has queried is renamed, and another disk gets its name, before the client chooses the name.
+#[test]
+fn the_chosen_export_is_the_disk_that_has_its_name_then() {
+    const DESCRIPTION: u16 = 2;
+    for style in [OPT_SET_META, OPT_GO] {
+        let clients = Arc::new(Clients::in_memory(Duration::from_secs(60)));
+        let (old, new) = (MemoryDisk::new("a", MIB, 1), MemoryDisk::new("a", 2 * MIB, 1));
+        let after = Shelf::of(&[&new]);
+        let renamed = Arc::clone(&clients);
+        let change = move || renamed.rename("a", "b", || Ok(after)).unwrap();
+        let exports = Changing::new(Shelf::of(&[&old]), change);
+        let config = ServerConfig { clients: Arc::clone(&clients), ..ServerConfig::default() };
+        let running = Running::with(config, exports);
+        let mut client = greeted(&running);
+        client.choose(Mode::Structured);
+        let replies = client.option(OPT_INFO, &Client::info_data("a", &[DESCRIPTION]));
+        assert_eq!(replies[0].1[2..10], MIB.to_be_bytes());
+        if style == OPT_SET_META {
+            assert_eq!(client.set_meta("a", &["base:allocation"]).len(), 1);
+        }
+        assert_eq!(client.go("a"), REP_ACK);
+        assert_eq!(client.size, 2 * MIB, "the size of the disk that has the name now");
+        client.write(0, &[1; 512]);
+        assert!(old.contents()[..512] == [0; 512] && new.contents()[..512] == [1; 512]);
+        let listed: Vec<String> = clients.all().into_iter().map(|client| client.export).collect();
+        assert_eq!(listed, ["a"]);
     }
 }

@@ -553,6 +553,40 @@ impl Exports for Shelf {
     }
 }
 
+/// Exports that change when a client queries a description, after it has opened an export: a rename during a handshake.
+pub struct Changing {
+    now: Mutex<Arc<Shelf>>,
+    change: Mutex<Option<Box<dyn FnOnce() -> Arc<Shelf> + Send>>>,
+}
+
+impl Changing {
+    pub fn new(first: Arc<Shelf>, change: impl FnOnce() -> Arc<Shelf> + Send + 'static) -> Arc<Self> {
+        Arc::new(Self { now: Mutex::new(first), change: Mutex::new(Some(Box::new(change))) })
+    }
+
+    fn now(&self) -> Arc<Shelf> {
+        Arc::clone(&self.now.lock())
+    }
+}
+
+impl Exports for Changing {
+    fn names(&self) -> Vec<ExportName> {
+        self.now().names()
+    }
+    fn open(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
+        self.now().open(name, read_only)
+    }
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.now().queue(depth)
+    }
+    fn description(&self, _name: &str) -> Option<String> {
+        if let Some(change) = self.change.lock().take() {
+            *self.now.lock() = change();
+        }
+        None
+    }
+}
+
 /// A writable disk opened read-only.
 struct ReadOnly(Arc<MemoryDisk>);
 
