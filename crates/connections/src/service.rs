@@ -4,8 +4,9 @@
 //!
 //! 1. The register has exactly the connections whose threads run, even if a thread panics. Each class of connections
 //!    has its own limit ([`Limits`]), which is never exceeded.
-//! 2. A TCP connection is unauthenticated until its client has presented a valid certificate. A holder of certificates
-//!    gets no connection while it has as many as are free: one holder has at most half of them, and leaves free ones.
+//! 2. A TCP connection is unauthenticated until its client has presented a valid certificate. A holder of certificates,
+//!    and a user of a unix socket other than root and the user of the server, gets no connection while it has as many as
+//!    are free: one holder has at most half of its class, and leaves free ones.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
 //! 4. Refusals and failed negotiations are logged at a bounded rate, no matter how often clients connect. Over TCP,
@@ -24,6 +25,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
+use rustix::process::geteuid;
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
@@ -50,6 +52,8 @@ pub trait Protocol: Send + Sync {
 pub enum Refusal {
     /// The limit for the client's class of connections is reached.
     Full(Class, usize),
+    /// The client's user has this number of connections, and no more are free.
+    Share(usize),
     /// The service is stopping.
     Stopping,
 }
@@ -143,17 +147,27 @@ impl Register {
         self.places.get(&connection.number).map_or(Class::Unauthenticated, |place| place.class)
     }
 
-    /// Number of authenticated connections of a holder.
-    fn held_by(&self, holder: &[u8]) -> usize {
-        self.places.values().filter(|place| place.holder.as_deref() == Some(holder)).count()
+    /// Number of connections that a holder has in a class.
+    fn held_by(&self, class: Class, holder: &[u8]) -> usize {
+        let held = |place: &&Place| place.class == class && place.holder.as_deref() == Some(holder);
+        self.places.values().filter(held).count()
     }
 }
 
 struct Place {
     connection: Arc<Connection>,
     class: Class,
-    /// The holder of the client's certificate, if the share of the holder is limited.
+    /// The holder of the client's certificate, or the client's user, if the share of the holder is limited.
     holder: Option<Vec<u8>>,
+}
+
+/// The holder of a connection over a unix socket. Root and the user of the server have none, because their share is not
+/// limited.
+fn user_of(peer: &Peer) -> Option<Vec<u8>> {
+    match peer {
+        Peer::Process { user, .. } if *user != 0 && *user != geteuid().as_raw() => Some(user.to_le_bytes().to_vec()),
+        _ => None,
+    }
 }
 
 /// A connection in the register, which is removed when this value is dropped.
@@ -364,11 +378,18 @@ impl Shared {
             register.refusals[class as usize].count();
             return Err((socket, Refusal::Full(class, limit)));
         }
+        let holder = if class == Class::Unix { user_of(&peer) } else { None };
+        let held = holder.as_deref().map_or(0, |holder| register.held_by(class, holder));
+        // Connections are not taken away from a holder, so a holder must leave some to others that connect later.
+        if held >= limit - register.counts[class as usize] {
+            register.refusals[class as usize].count();
+            return Err((socket, Refusal::Share(held)));
+        }
         let number = register.next;
         register.next += 1;
         let (socket, tcp, stop) = (Arc::new(socket), class != Class::Unix, Arc::default());
         let connection = Arc::new(Connection { number, peer, socket, tcp, stop, service: Arc::clone(self) });
-        register.places.insert(number, Place { connection: Arc::clone(&connection), class, holder: None });
+        register.places.insert(number, Place { connection: Arc::clone(&connection), class, holder });
         register.counts[class as usize] += 1;
         Ok(RegisterEntry { connection, registration: Registration { shared: Arc::clone(self), number } })
     }
@@ -378,12 +399,12 @@ impl Shared {
         let mut register = self.register.lock();
         let limit = self.limits.authenticated;
         let free = limit.saturating_sub(register.counts[Class::Authenticated as usize]);
-        let held = holder.map_or(0, |holder| register.held_by(holder));
+        let held = holder.map_or(0, |holder| register.held_by(Class::Authenticated, holder));
         let Some(place) = register.places.get_mut(&connection.number) else { return Ok(()) };
         if place.class != Class::Unauthenticated {
             return Ok(());
         }
-        // Connections are not taken away from a holder, so a holder must leave some to others that connect later.
+        // As in `enter`, a holder must leave some connections to others that connect later.
         if held < free {
             place.class = Class::Authenticated;
             place.holder = holder.map(<[u8]>::to_vec);

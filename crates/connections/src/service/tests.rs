@@ -63,6 +63,7 @@ impl Protocol for Small {
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
         let text: &[u8] = match why {
             Refusal::Full(..) => b"full",
+            Refusal::Share(..) => b"share",
             Refusal::Stopping => b"stopping",
         };
         let _ = rustix::io::write(socket, text);
@@ -185,6 +186,32 @@ fn one_name_does_not_use_up_the_connections_of_others() {
     assert!(enter(b'1').is_none());
     assert!(enter(b'5').is_some());
     assert!(first.iter_mut().all(|stream| ask(stream, b'e')));
+}
+
+#[test]
+fn one_user_does_not_use_up_the_connections_of_others() {
+    let world = start(Limits { unix: 8, ..Limits::each(32) }, QUICK);
+    let shared = &world.service.shared;
+    let own = geteuid().as_raw();
+    let enter = |user: u32| {
+        let (socket, client) = UnixStream::pair().unwrap();
+        let entry = shared.enter(socket.into(), Peer::Process { pid: 1, user }, Class::Unix);
+        entry.map(|entry| (entry, client)).map_err(|(_, why)| why)
+    };
+    let enters = |user: u32| (0..8).map_while(|_| enter(user).ok()).collect::<Vec<_>>();
+    let mut first = enters(own + 1);
+    // The next one is refused before its handshake begins.
+    assert_eq!(enter(own + 1).err(), Some(Refusal::Share(4)));
+    let others = [enters(own + 2), enters(own + 3)];
+    assert_eq!((first.len(), others.each_ref().map(Vec::len)), (4, [2, 1]));
+    // The connection that is left goes to a user who has none. Root and the user of the server get any.
+    let last = enter(own).unwrap();
+    assert_eq!(enter(own + 4).err(), Some(Refusal::Full(Class::Unix, 8)));
+    drop((last, first.pop()));
+    assert_eq!(enter(own + 1).err(), Some(Refusal::Share(3)));
+    let privileged = [enter(own).unwrap(), enter(0).unwrap()];
+    drop(privileged);
+    assert!(enter(own + 4).is_ok());
 }
 
 #[test]

@@ -109,6 +109,7 @@ impl Protocol for Control {
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
         let sentence = match why {
             Refusal::Full(_, limit) => format!("{limit} commands are under way already: try again later"),
+            Refusal::Share(held) => format!("this user has {held} commands under way already: try again later"),
             // A client that connected just before the stop gets the reply that its request was not begun.
             Refusal::Stopping => "the server of this datastore is stopping: try again".to_owned(),
         };
