@@ -182,6 +182,9 @@ impl ReadPlan {
 pub struct FlushTicket {
     /// The last acknowledged write that the flush covers, as a number that the device assigns.
     pub number: u64,
+    /// Whether the flush is that of a client that can only read. A loss of acknowledged writes, which is reported once,
+    /// is not reported by such a flush, because a client that writes has to learn of it.
+    pub of_reader: bool,
     /// A value that the device needs until the flush has completed.
     pub guard: Option<Box<dyn Any + Send>>,
 }

@@ -440,6 +440,7 @@ impl Device for SwitchedDevice {
         let held = self.switch.enter();
         self.tell_loss(&self.told.by_flush)?;
         let mut ticket = held.device.begin_flush()?;
+        ticket.of_reader = self.read_only;
         let guard = ticket.guard.take();
         ticket.guard = Some(Box::new(Origin { held, guard }));
         Ok(ticket)
@@ -454,7 +455,8 @@ impl Device for SwitchedDevice {
             )
         })?;
         ticket.guard = guard;
-        held.device.finish_flush(ticket)
+        // Other clients may write a device that this client only reads. A device that is read-only itself has no writes.
+        if held.device.read_only() { Ok(()) } else { held.device.finish_flush(ticket) }
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -306,16 +306,15 @@ impl Device for NativeDevice {
     }
 
     fn begin_flush(&self) -> Result<FlushTicket> {
-        Ok(FlushTicket { number: self.engine.acknowledged(), guard: None })
+        Ok(FlushTicket { number: self.engine.acknowledged(), ..FlushTicket::default() })
     }
 
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
-        match &self.target {
-            Target::Head(head) => {
-                self.engine.flush_head(head, ticket.number).map_err(|error| error.context(&self.name))
-            }
-            Target::Snapshot(_) => self.engine.flush_to(ticket.number),
-        }
+        let flushed = match &self.target {
+            Target::Head(head) if !ticket.of_reader => self.engine.flush_head(head, ticket.number),
+            Target::Head(_) | Target::Snapshot(_) => self.engine.flush_to(ticket.number),
+        };
+        flushed.map_err(|error| error.context(&self.name))
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

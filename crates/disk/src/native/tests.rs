@@ -1,6 +1,7 @@
 //! Snapshots on which linked clones are based: handed over when their disk is deleted, or temporary. The capacity of
 //! devices that are opened while a disk is resized or reverted. The reservation of a thick disk that shrinks. What goes
-//! on while a thick disk grows. What a read of compressed blocks fetches. Which equal blocks are stored once.
+//! on while a thick disk grows. What a read of compressed blocks fetches. Which equal blocks are stored once. Which
+//! client learns of a loss.
 
 #![allow(clippy::unwrap_used)]
 
@@ -266,4 +267,51 @@ fn equal_blocks_of_a_disk_or_of_all_disks_are_stored_once() {
     let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
     assert_eq!(report.findings, []);
     assert!(device("c").read(0, whole.len()).unwrap() == whole);
+}
+
+/// Only one flush of a disk reports a loss of acknowledged writes. A client that only reads would ignore the report.
+#[test]
+fn a_flush_of_a_reader_takes_no_report_of_a_loss_from_the_writers() {
+    const BLOCK: u64 = BLOCK_SIZE as u64;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let open = || Datastore::open(&path, options(QueueChoice::Threads)).unwrap();
+    let datastore = open();
+    datastore.create_disk("a", &NewDisk::native(16 << 20, Provisioning::Thin), &NoProgress).unwrap();
+    let writer = datastore.device("a", false).unwrap();
+    let block = SharedSlice::copy_of(&[1; BLOCK_SIZE]);
+    // Every second block is written, so that the map has several leaves.
+    for number in 0..1200 {
+        writer.write(2 * number * BLOCK, block.clone(), false).unwrap();
+    }
+    drop(writer);
+    datastore.close().unwrap();
+    drop(datastore);
+
+    // Damages the last leaf of the map, all its versions, and the pages of the last checkpoint.
+    let change = |name: &str, change: &mut dyn FnMut(&mut [u8])| {
+        let mut bytes = std::fs::read(path.join(name)).unwrap();
+        change(&mut bytes);
+        std::fs::write(path.join(name), &bytes).unwrap();
+    };
+    let first = |page: &[u8]| {
+        let leaf = &page[..4] == b"LMND" && page[6] == 0 && page[8] > 50;
+        leaf.then(|| u64::from_le_bytes(page[32..40].try_into().unwrap()) & ((1 << 40) - 1))
+    };
+    let mut lost = 0;
+    change("map", &mut |map| {
+        lost = map.chunks_exact(BLOCK_SIZE).filter_map(first).max().unwrap();
+        let versions = map.chunks_exact_mut(BLOCK_SIZE).filter(|page| first(page) == Some(lost));
+        versions.for_each(|page| page[1000..1100].iter_mut().for_each(|byte| *byte ^= 0x5a));
+    });
+    change("checkpoint", &mut |images| images[..64].iter_mut().for_each(|byte| *byte ^= 0x5a));
+
+    let datastore = open();
+    let (writer, reader) = (datastore.device("a", false).unwrap(), datastore.device("a", true).unwrap());
+    writer.write(lost * BLOCK, block, false).unwrap();
+    reader.flush().unwrap();
+    let told = writer.flush().unwrap_err();
+    assert!(told.kind() == ErrorKind::Corrupt && told.to_string().contains("are lost"), "{told}");
+    writer.flush().unwrap();
 }

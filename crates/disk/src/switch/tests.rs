@@ -24,13 +24,17 @@ struct Memory {
 
 impl Memory {
     fn new(bytes: Vec<u8>) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new(Self::build(bytes, false))
+    }
+
+    fn build(bytes: Vec<u8>, refuses: bool) -> Self {
+        Self {
             bytes: Mutex::new(bytes),
             finished: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
-            refuses: false,
+            refuses,
             gone: AtomicBool::new(false),
-        })
+        }
     }
 
     fn come_in(&self) {
@@ -317,6 +321,17 @@ fn a_loss_is_reported_once_to_each_connected_client() {
     assert!(is_told(first.discard(0, SECTOR as u64, true)));
     assert!(is_told(second.write_zeroes(0, SECTOR as u64, false, true)));
     assert!(is_told(late.flush()));
+}
+
+#[test]
+fn a_reader_flushes_a_device_that_others_write_and_not_one_that_never_changes() {
+    for refuses in [false, true] {
+        let memory = Arc::new(Memory::build(vec![0; SECTOR], refuses));
+        let reader = SwitchedDevice::new("disk", true, Switch::new(Arc::clone(&memory) as Arc<dyn Device>));
+        assert!(reader.begin_flush().unwrap().of_reader);
+        reader.flush().unwrap();
+        assert_eq!(memory.flushed.load(Ordering::SeqCst), u64::from(!refuses));
+    }
 }
 
 /// The cost of the indirection, measured with the cheapest request: a read from memory.

@@ -97,9 +97,6 @@ impl<T> Flushes<T> {
 
     /// The outcome of the device flush; `None` if the flush was passed to the flusher thread.
     fn carry_out(&mut self, beside_others: bool) -> Option<Result<()>> {
-        if self.device.read_only() {
-            return Some(Ok(()));
-        }
         let mut ticket = match self.device.begin_flush() {
             Ok(ticket) => ticket,
             Err(error) => return Some(Err(error)),

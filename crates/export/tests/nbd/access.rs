@@ -13,6 +13,7 @@ use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use testkit::protocol::*;
 
@@ -308,6 +309,27 @@ fn a_disk_that_is_renamed_during_the_handshake_is_served_by_the_rules_for_its_ne
         // The server may have closed the connection already.
         let _ = client.stream.write_all(&read);
         assert_eq!(!client.at_end(), served, "{to}");
+    }
+}
+
+/// The export offers CAN_MULTI_CONN: a flush on one connection covers the writes of all.
+#[test]
+fn a_flush_of_a_tenant_that_may_only_read_covers_the_writes_of_others() {
+    let certificates = Certificates::new();
+    let config = ServerConfig {
+        listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+        tls: Some(certificates.server(true, true)),
+        rules: Some(Rules::parse("a.example shared write\nb.example shared read\n").unwrap()),
+        ..ServerConfig::default()
+    };
+    let disk = MemoryDisk::new("shared", CAPACITY, 2);
+    let tenants = Tenants { certificates, running: Running::with(config, Shelf::of(&[&disk])) };
+    let [mut a, mut b] = ["a.example", "b.example"].map(|name| tenants.client(name));
+    assert_eq!((a.go("shared"), b.go("shared")), (REP_ACK, REP_ACK));
+    a.write(0, b"of tenant a");
+    for flushes in 1..3 {
+        assert_eq!(b.ask(CMD_FLUSH, 0, 0, 0).error, 0);
+        assert_eq!(disk.flushes.load(Ordering::SeqCst), flushes);
     }
 }
 
