@@ -218,6 +218,15 @@ pub struct DirtyExtent {
     pub dirty: bool,
 }
 
+/// Identifies a snapshot of a disk, also after a later snapshot got its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BaseIdentity {
+    /// The number of the snapshot in the disk's format.
+    pub number: u64,
+    /// When the snapshot was taken, in a unit of the format; 0 if numbers are never used again.
+    pub created: u64,
+}
+
 /// A disk or snapshot opened for I/O. Offsets and lengths are bytes at any alignment; ranges must lie within the
 /// capacity (`Invalid` otherwise). Every method may be called from any thread at once.
 pub trait Device: Send + Sync {
@@ -301,8 +310,13 @@ pub trait Device: Send + Sync {
     /// reached.
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>>;
 
-    /// The snapshots that [`Device::changed_since`] accepts.
+    /// The snapshots that [`Device::changed_since`] accepts. Each has a [`Device::base_identity`].
     fn dirty_bases(&self) -> Vec<String>;
+
+    /// The identity of the snapshot with this name; `None` if [`Device::changed_since`] does not accept the name.
+    fn base_identity(&self, _base: &str) -> Option<BaseIdentity> {
+        None
+    }
 
     /// The ranges that changed since snapshot `base` of the same disk, as at most `limit` extents.
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>>;

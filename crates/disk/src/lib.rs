@@ -43,7 +43,9 @@ mod zeros;
 pub use compression::Compression;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use deduplication::Deduplication;
-pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
+pub use device::{
+    Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict,
+};
 pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;

@@ -20,7 +20,7 @@
 //! 5. A new device has no record of writes that were lost with the previous device, so its flush would succeed. After
 //!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
 
-use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::device::{BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::full::SpaceWait;
 use crate::quota;
 use crate::settings::OpenDisk;
@@ -473,6 +473,10 @@ impl Device for SwitchedDevice {
 
     fn dirty_bases(&self) -> Vec<String> {
         self.switch.enter().device.dirty_bases()
+    }
+
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        self.switch.enter().device.base_identity(base)
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {

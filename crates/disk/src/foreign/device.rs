@@ -7,7 +7,9 @@
 //! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may
 //!    have returned old data. A range that is written during the read may return old or new data, as on any disk.
 
-use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{
+    Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict,
+};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
@@ -170,6 +172,11 @@ impl Device for ChainedDevice {
 
     fn dirty_bases(&self) -> Vec<String> {
         self.bases.read().iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        let (number, created) = self.disk.upgrade()?.snapshot_identity(base)?;
+        Some(BaseIdentity { number: number.into(), created })
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {

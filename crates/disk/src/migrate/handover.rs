@@ -4,7 +4,7 @@
 //! another part of the block that reached the native disk meanwhile by another way would be lost. So each change
 //! through this device locks its range in the chain, until no request uses the chain any more.
 
-use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::device::{BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use backend::SharedSlice;
 use chain::Chain;
 use error::Result;
@@ -120,6 +120,10 @@ impl Device for Handover {
 
     fn dirty_bases(&self) -> Vec<String> {
         self.disk.dirty_bases()
+    }
+
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        self.disk.base_identity(base)
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {

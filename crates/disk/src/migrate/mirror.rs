@@ -32,7 +32,7 @@
 mod passing;
 
 use super::work::Work;
-use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use crate::device::{BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::stride::Stride;
 use crate::zeros::is_zero;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -577,6 +577,10 @@ impl Device for MirrorDevice {
 
     fn dirty_bases(&self) -> Vec<String> {
         self.source.dirty_bases()
+    }
+
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        self.source.base_identity(base)
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {

@@ -1,7 +1,9 @@
 //! A native disk or snapshot as a device: maps byte ranges at any alignment to the store's blocks.
 
 use super::{Capacity, Native};
-use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{
+    Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict,
+};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -363,6 +365,11 @@ impl Device for NativeDevice {
             }),
             Target::Snapshot(_) => Vec::new(),
         }
+    }
+
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        let id = self.engine.with_catalog(|catalog| catalog.snapshot(self.id(), base).map(|object| object.id))?;
+        Some(BaseIdentity { number: id, created: 0 })
     }
 
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {

@@ -384,7 +384,7 @@ impl Handshake<'_> {
         };
         let bases = if self.exports.shows_snapshots() { opened.device.dirty_bases() } else { Vec::new() };
         if set {
-            let Some(contexts) = status::choose(&request, &bases) else {
+            let Some(contexts) = status::choose(&request, &*opened.device, &bases) else {
                 self.refuse(code, option_reply::ERR_TOO_BIG, "too many metadata contexts");
                 return Ok(());
             };

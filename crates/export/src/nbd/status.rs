@@ -4,13 +4,17 @@
 //! - `lamina:dirty:SNAPSHOT`: ranges that may differ between the snapshot and the export; also offered as
 //!   `qemu:dirty-bitmap:SNAPSHOT`, the name under which backup clients look for changed blocks.
 //!
+//! A context of a snapshot belongs to the snapshot that had the name when the client chose the context: if that snapshot
+//! is deleted, queries fail, also if another snapshot has its name.
+//!
 //! Whatever the device returns, a reply begins at the start of the requested range, does not exceed the range, and has
 //! at least one extent, none of them empty. So a client that walks an export always makes progress.
 
 use super::limits::{CONTEXTS_MAX, STATUS_EXTENTS_MAX};
 use super::options::ContextRequest;
 use super::protocol::{Put, allocation, dirty};
-use disk::device::{Allocation, Device};
+use disk::device::{Allocation, BaseIdentity, Device};
+use error::{Error, ErrorKind};
 
 /// The standard context.
 pub const ALLOCATION: &str = "base:allocation";
@@ -23,8 +27,13 @@ pub const DIRTY_PREFIXES: [&str; 2] = ["lamina:dirty:", "qemu:dirty-bitmap:"];
 pub enum Topic {
     /// Data, zeros or holes.
     Allocation,
-    /// What changed since this snapshot.
-    ChangedSince(String),
+    /// What changed since a snapshot.
+    ChangedSince {
+        /// The name of the snapshot.
+        base: String,
+        /// The snapshot that had this name when the client chose the context.
+        identity: BaseIdentity,
+    },
 }
 
 /// A context that a client has chosen.
@@ -64,16 +73,18 @@ pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     names
 }
 
-/// The contexts that `queries` select by exact name, each once. `None` if they exceed the limit.
-pub fn choose(request: &ContextRequest<'_>, bases: &[String]) -> Option<Vec<Context>> {
+/// The contexts of `device` that `queries` select by exact name, each once, with those of the snapshots `bases`. `None`
+/// if they exceed the limit.
+pub fn choose(request: &ContextRequest<'_>, device: &dyn Device, bases: &[String]) -> Option<Vec<Context>> {
     let mut chosen: Vec<Context> = Vec::new();
     for query in &request.queries {
         let topic = if *query == ALLOCATION {
             Topic::Allocation
         } else {
             let base = DIRTY_PREFIXES.iter().find_map(|prefix| query.strip_prefix(prefix));
-            match base.filter(|base| bases.iter().any(|known| known == base)) {
-                Some(base) => Topic::ChangedSince(base.to_owned()),
+            let base = base.filter(|base| bases.iter().any(|known| known == base));
+            match base.and_then(|base| Some((base, device.base_identity(base)?))) {
+                Some((base, identity)) => Topic::ChangedSince { base: base.to_owned(), identity },
                 None => continue,
             }
         };
@@ -111,8 +122,15 @@ pub fn extents(
             });
             tidy(found, length, limit, 0)
         }
-        Topic::ChangedSince(base) => {
+        Topic::ChangedSince { base, identity } => {
+            // The snapshot may have been deleted and another one taken under its name, before the query or during it.
+            let is_base = || device.base_identity(base) == Some(*identity);
+            let before = is_base();
             let found = device.changed_since(base, offset, length, limit)?;
+            if !before || !is_base() {
+                let text = format!("{}: '{base}' is not the snapshot that the client chose", device.name());
+                return Err(Error::new(ErrorKind::NotFound, text));
+            }
             let found = found
                 .into_iter()
                 .map(|extent| Extent { length: extent.length, flags: if extent.dirty { dirty::DIRTY } else { 0 } });

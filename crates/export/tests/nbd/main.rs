@@ -3,6 +3,7 @@
 
 mod access;
 mod chained;
+mod dirty;
 mod fuzzed;
 mod handshake;
 mod hostile;

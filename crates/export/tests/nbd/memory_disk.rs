@@ -5,7 +5,9 @@
 //! all code paths of reads are used.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, SharedSlice, portable};
-use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use disk::device::{
+    Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict,
+};
 use error::{Error, ErrorKind, Result};
 use export::exports::{ExportName, Exports};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -492,6 +494,10 @@ impl Device for MemoryDisk {
     fn dirty_bases(&self) -> Vec<String> {
         vec!["monday".to_owned(), "tuesday".to_owned()]
     }
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        let number = self.dirty_bases().iter().position(|known| known == base)?;
+        Some(BaseIdentity { number: number as u64, created: 0 })
+    }
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
         assert!(self.dirty_bases().iter().any(|known| known == base));
         let state = self.state.lock();
@@ -629,6 +635,9 @@ impl Device for ReadOnly {
     }
     fn dirty_bases(&self) -> Vec<String> {
         self.0.dirty_bases()
+    }
+    fn base_identity(&self, base: &str) -> Option<BaseIdentity> {
+        self.0.base_identity(base)
     }
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
         self.0.changed_since(base, offset, length, limit)
