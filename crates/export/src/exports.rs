@@ -50,6 +50,9 @@ pub trait Exports: Send + Sync {
         true
     }
 
+    /// Called when a client has resized an export, which had that name when the client opened it.
+    fn resized(&self, _name: &str, _capacity: u64) {}
+
     /// The description of one export. Implementations that list all names slowly should override it.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
@@ -119,6 +122,11 @@ impl Exports for Admission<'_> {
 
     fn shows_snapshots(&self) -> bool {
         self.exports.shows_snapshots()
+    }
+
+    fn resized(&self, name: &str, capacity: u64) {
+        // The disk may have been renamed since.
+        self.exports.resized(self.visit.export().as_deref().unwrap_or(name), capacity);
     }
 
     fn description(&self, name: &str) -> Option<String> {

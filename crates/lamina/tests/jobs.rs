@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use testkit::process::{Done, PATIENCE, Serving, Store, output};
+use testkit::protocol::{CMD_RESIZE, Client, Mode};
 
 /// A file without zeros, of this size in MiB.
 fn make_raw(path: &Path, mib: usize) {
@@ -150,16 +151,24 @@ fn events_are_printed_as_lines() {
     store.run("snapshot create vm1@a").ok();
     store.run("clone vm1@a vm2").ok();
     store.run("disk rename vm2 vm3").ok();
+    let mut client = Client::open(&store.socket(), "vm1", Mode::Structured);
+    assert_eq!(client.ask(CMD_RESIZE, 0, 16 << 20, 0).error, 0);
+    client.leave();
     let mut told = Vec::new();
-    while told.len() < 4 {
+    while told.len() < 5 {
         let event = events.next();
         // Creating a disk may take long, so it is a job too.
         if !event["event"].as_str().unwrap().starts_with("job_") {
             told.push((event["event"].as_str().unwrap().to_owned(), event["disk"].as_str().unwrap().to_owned()));
         }
     }
-    let expected =
-        [("disk_created", "vm1"), ("snapshot_created", "vm1"), ("disk_created", "vm2"), ("disk_renamed", "vm2")];
+    let expected = [
+        ("disk_created", "vm1"),
+        ("snapshot_created", "vm1"),
+        ("disk_created", "vm2"),
+        ("disk_renamed", "vm2"),
+        ("disk_resized", "vm1"),
+    ];
     assert_eq!(told, expected.map(|(event, disk)| (event.to_owned(), disk.to_owned())));
     // The subscription ends when the command is interrupted, and when the server stops.
     let mut other = Events::new(&store);

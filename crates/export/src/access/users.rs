@@ -79,6 +79,10 @@ impl Exports for Restricted {
         self.access.only(self.user).is_none()
     }
 
+    fn resized(&self, name: &str, capacity: u64) {
+        self.exports.resized(name, capacity);
+    }
+
     fn description(&self, name: &str) -> Option<String> {
         self.exports.description(name).filter(|_| self.may_open(name))
     }

@@ -65,6 +65,7 @@ pub fn transmit(
     let mut transmission = Transmission {
         transport,
         session: Session::new(device, exports),
+        exports,
         style,
         contexts,
         terms,
@@ -103,6 +104,7 @@ struct Tag {
 struct Transmission<'a> {
     transport: &'a mut dyn Transport,
     session: Session<'a, Tag>,
+    exports: &'a dyn Exports,
     style: Style,
     contexts: Vec<Context>,
     terms: &'a Terms,
@@ -370,7 +372,7 @@ impl Transmission<'_> {
                 return self.conclude(head, done);
             }
             Action::Resize { capacity } => {
-                let done = device.resize(capacity);
+                let done = device.resize(capacity).inspect(|()| self.exports.resized(device.name(), capacity));
                 return self.conclude(head, done);
             }
             Action::Flush => Operation::Flush,

@@ -6,6 +6,7 @@ use crate::tls::{Certificates, upgrade};
 use crate::{Folder, Running};
 use connections::Listen;
 use export::access::{Rules, UserAccess};
+use export::exports::Exports;
 use export::nbd::ServerConfig;
 use rustix::fs::{CWD, FileType, mknodat};
 use std::collections::BTreeSet;
@@ -248,6 +249,23 @@ fn a_user_learns_of_no_snapshot_of_its_own_disk() {
     user.write(0, b"of the user");
     assert_eq!(user.ask(CMD_RESIZE, 0, 2 * CAPACITY, 0).error, 0);
     assert_eq!(user.ask(CMD_RESIZE, 0, CAPACITY, 0).error, EPERM);
+}
+
+#[test]
+fn a_resize_by_a_client_is_reported_with_the_present_name_of_the_disk() {
+    let clients = Arc::new(export::clients::Clients::in_memory(Duration::from_secs(60)));
+    let user_access: Option<Arc<dyn UserAccess>> = Some(Arc::new(OneDisk));
+    let config = ServerConfig { user_access, clients: Arc::clone(&clients), ..ServerConfig::default() };
+    let shelf = Shelf::of(&[&MemoryDisk::new("a-1", CAPACITY, 2)]);
+    let running = Running::with(config, Arc::clone(&shelf) as Arc<dyn Exports>);
+    let mut user = Client::open(&running.socket, "a-1", Mode::Structured);
+    assert_eq!(user.ask(CMD_RESIZE, 0, 2 * CAPACITY, 0).error, 0);
+    clients.rename("a-1", "a-9", || Ok(())).unwrap();
+    assert_eq!(user.ask(CMD_RESIZE, 0, 3 * CAPACITY, 0).error, 0);
+    // Neither a refused request nor a failed one has resized the disk.
+    assert_eq!(user.ask(CMD_RESIZE, 0, CAPACITY, 0).error, EPERM);
+    assert_eq!(user.ask(CMD_RESIZE, 0, 2 << 30, 0).error, ENOSPC);
+    assert_eq!(*shelf.resized.lock(), [("a-1".to_owned(), 2 * CAPACITY), ("a-9".to_owned(), 3 * CAPACITY)]);
 }
 
 /// A renamed disk whose former name a client may still request: no other client learns of it.

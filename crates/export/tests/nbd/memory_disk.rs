@@ -529,12 +529,14 @@ fn runs<K: PartialEq>(offset: u64, length: u64, limit: usize, kind: impl Fn(u64)
 pub struct Shelf {
     disks: Vec<Arc<MemoryDisk>>,
     workers: Arc<portable::Workers>,
+    /// The names and capacities of the disks that clients have resized.
+    pub resized: Mutex<Vec<(String, u64)>>,
 }
 
 impl Shelf {
     pub fn of(disks: &[&Arc<MemoryDisk>]) -> Arc<Self> {
         let disks = disks.iter().map(|disk| Arc::clone(disk)).collect();
-        Arc::new(Self { disks, workers: portable::Workers::new() })
+        Arc::new(Self { disks, workers: portable::Workers::new(), resized: Mutex::default() })
     }
 }
 
@@ -556,6 +558,9 @@ impl Exports for Shelf {
     }
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
         Ok(Box::new(portable::PortableQueue::new(Arc::clone(&self.workers), depth)?))
+    }
+    fn resized(&self, name: &str, capacity: u64) {
+        self.resized.lock().push((name.to_owned(), capacity));
     }
 }
 

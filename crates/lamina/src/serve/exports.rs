@@ -1,6 +1,8 @@
 //! The disks and snapshots of a datastore as exports of the NBD server.
 
 use backend::Queue;
+use control::Change;
+use control::jobs::Jobs;
 use disk::pace::Foreground;
 use disk::{Datastore, Device};
 use error::Result;
@@ -14,6 +16,8 @@ pub struct DatastoreExports {
     pub datastore: Arc<Datastore>,
     /// Whether writes are refused for all clients.
     pub read_only: bool,
+    /// Receives the events of changes that clients make.
+    pub jobs: Arc<Jobs>,
 }
 
 fn describe(name: &str) -> String {
@@ -39,6 +43,10 @@ impl Exports for DatastoreExports {
 
     fn foreground(&self) -> Option<Arc<Foreground>> {
         Some(Arc::clone(self.datastore.foreground()))
+    }
+
+    fn resized(&self, name: &str, capacity: u64) {
+        self.jobs.events().publish(vec![Change::DiskResized { disk: name.to_owned(), capacity }]);
     }
 
     fn description(&self, name: &str) -> Option<String> {

@@ -126,7 +126,9 @@ fn serve(
     started: impl FnOnce(),
 ) -> Result<()> {
     let status = datastore.status()?;
-    let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
+    let jobs = Arc::new(Jobs::new()?);
+    let (served, of_clients) = (Arc::clone(datastore), Arc::clone(&jobs));
+    let exports = DatastoreExports { datastore: served, read_only: arguments.read_only, jobs: of_clients };
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
     let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments, groups.nbd)? };
@@ -134,7 +136,6 @@ fn serve(
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     datastore.refuse_names(control::refuse_left);
-    let jobs = Arc::new(Jobs::new()?);
     let of_waiting = Arc::clone(&jobs);
     datastore.notice_waiting(move |notice| of_waiting.events().publish(vec![notice.into()]));
     let of_imports = Arc::clone(&jobs);
