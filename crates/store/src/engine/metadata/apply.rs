@@ -217,8 +217,9 @@ impl Meta {
 
     /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
     /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
-    /// reference when leaves refer to them. Those with another checksum than the blocks from `from` on, which have the
-    /// same content, get that checksum: a block that was unwritten, or whose owner is lost, has a reference already.
+    /// reference when leaves refer to them. Those without a checksum get that of the blocks from `from` on, which have
+    /// the same content: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that is
+    /// there is right. The blocks from `from` on may have none, if the operation that wrote them was left out.
     pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
         for at in 0..run.blocks {
@@ -228,7 +229,7 @@ impl Meta {
                 self.data.adopt(&mut self.pages, one)?;
                 adopted.push(one);
             }
-            if kept.references == 0 || kept.checksum != checksum {
+            if kept.references == 0 || kept.checksum == 0 && checksum != 0 {
                 self.note_written(one, &[checksum])?;
             }
         }

@@ -105,6 +105,48 @@ fn a_repair_keeps_a_shared_block_for_its_other_owner() {
     }
 }
 
+/// The leaf of the replaced block is lost, and with it the operation that wrote the block. The kept block belongs to an
+/// undamaged disk.
+#[test]
+fn a_repair_keeps_the_content_of_a_block_that_a_lost_disk_shares() {
+    for salvaged in [false, true] {
+        let (disk, engine) = with_a_block(256);
+        let other = add_disk(&engine, "other", 64, Provisioning::Thin);
+        engine.write_blocks(&engine.head(other), 0, slice(77, 1)).unwrap();
+        engine.settle(&engine.head(other)).unwrap();
+        engine.flush().unwrap();
+        engine.checkpoint().unwrap();
+        let before = checkpoints(&engine);
+        let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
+        write(&engine, 1, 77);
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        let kept = place(&engine, other, 0);
+        assert_eq!(share_equal(&engine, [(other, 1), (1, 2)]), 1);
+        assert_eq!((place(&engine, 1, 1), place(&engine, other, 0)), (kept, kept));
+        engine.flush().unwrap();
+        assert_eq!(checkpoints(&engine), before);
+        // The engine is dropped without closing, as by a kill.
+        drop(engine);
+        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
+        let at = root.0 * BLOCK_SIZE as u64;
+        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        if salvaged {
+            let salvage = Salvage::open(disk.directory()).unwrap();
+            assert_eq!(salvage.contents(other, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(77));
+        }
+        let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        for _ in 0..2 {
+            assert_eq!(get(&engine, other, 0).unwrap(), 77);
+            assert_eq!(value(&engine, 1).unwrap_err().kind(), ErrorKind::Corrupt);
+            engine.close().unwrap();
+            drop(engine);
+            engine = open(&disk).unwrap();
+        }
+    }
+}
+
 /// A full leaf that only the disk had was split for a share. In replay, a deleted snapshot shares the leaf, because its
 /// drop ends at a lost leaf before. The disk must not map the replaced block any more, which another disk has got.
 #[test]
