@@ -101,6 +101,11 @@ impl<R: Read> LineReader<R> {
         !self.pending.is_empty()
     }
 
+    /// Whether a complete line has been received, so that [`LineReader::next`] returns without reading.
+    pub fn has_line(&self) -> bool {
+        self.pending[self.searched..].contains(&b'\n')
+    }
+
     /// The stream from which the lines are read.
     pub fn stream(&self) -> &R {
         &self.stream

@@ -245,8 +245,11 @@ impl Session<'_> {
             let worker = worker.map_err(|e| Error::io("carrying out a control request", e))?;
             let mut told = (0, 0);
             loop {
-                // The socket of a disconnected client is always readable, so it is no longer watched.
-                let ready = if usable {
+                // The socket of a disconnected client is always readable, so it is no longer watched. A line that was
+                // received together with the request does not make the socket readable.
+                let ready = if usable && lines.has_line() {
+                    Ok([false, true])
+                } else if usable {
                     wait([finished.as_fd(), self.connection.socket().as_fd()], PROGRESS_INTERVAL)
                 } else {
                     wait([finished.as_fd()], PROGRESS_INTERVAL).map(|[ended]| [ended, false])

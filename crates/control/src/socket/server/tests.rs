@@ -128,6 +128,29 @@ fn progress_is_reported_and_cancel_ends_the_request() {
 }
 
 #[test]
+fn a_cancellation_that_arrives_together_with_its_request_is_not_lost() {
+    let mut world = World::new();
+    let mut stream = world.stream();
+    let lines =
+        [FromClient::Request(detach()), FromClient::Cancel].map(|line| encode(&line, REQUEST_LINE_MAX).unwrap());
+    // Half a line after the two does not make the server wait for its rest.
+    stream.write_all(&[&lines.concat()[..], b"{"].concat()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    for line in BufReader::new(&stream).lines() {
+        match decode(line.unwrap().as_bytes()).unwrap() {
+            FromServer::Progress(_) => {}
+            FromServer::Error(failure) => {
+                assert_eq!(Error::from(failure).kind(), ErrorKind::Interrupted);
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    drop(stream);
+    world.stop();
+}
+
+#[test]
 fn a_disconnect_cancels_the_requests_of_the_client() {
     let mut world = World::new();
     let mut stream = world.stream();
