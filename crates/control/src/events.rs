@@ -127,6 +127,12 @@ impl Events {
         self.changed.notify_all();
     }
 
+    /// Keeps others from publishing changes until the result is dropped.
+    #[cfg(test)]
+    pub(crate) fn held(&self) -> impl Drop {
+        self.state.lock()
+    }
+
     fn subscribe(&self) -> Result<Subscription<'_>> {
         let mut state = self.state.lock();
         if state.queues.len() >= SUBSCRIBERS_MAX {

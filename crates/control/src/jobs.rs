@@ -17,7 +17,8 @@
 //!    kill, the recovery of the datastore completes or undoes their operations.
 //! 4. At most [`STARTED_MAX`] started jobs run at a time, and an outcome longer than [`OUTCOME_MAX`] is not kept.
 //!
-//! Locks: `state` is held to look up, add and end jobs; no other lock is taken while it is held.
+//! Locks: `state` is held to look up, add and end jobs. Only the events are locked while it is held, to publish the end
+//! of a job.
 
 pub mod kind;
 
@@ -114,7 +115,10 @@ struct End {
 
 impl Job {
     fn info(&self) -> JobInfo {
-        let end = self.end.get();
+        self.info_with(self.end.get())
+    }
+
+    fn info_with(&self, end: Option<&End>) -> JobInfo {
         let state = match end {
             None => JobState::Running,
             Some(End { outcome: Ok(_), .. }) => JobState::Done,
@@ -256,13 +260,13 @@ impl Jobs {
     }
 
     fn end(&self, job: &Job, end: End) {
-        {
-            let mut state = self.state.lock();
-            let _ = job.end.set(end);
-            state.forget(job.origin);
-            self.ended.notify_all();
-        }
-        self.events.publish(vec![Change::JobEnded { job: Box::new(job.info()) }]);
+        let mut state = self.state.lock();
+        // Published before anyone can see the end: a client that has waited for the job may look for the event, and
+        // a stop closes the events when all jobs have ended.
+        self.events.publish(vec![Change::JobEnded { job: Box::new(job.info_with(Some(&end))) }]);
+        let _ = job.end.set(end);
+        state.forget(job.origin);
+        self.ended.notify_all();
     }
 
     /// Carries out an operation as a job of its client, on this thread.

@@ -66,6 +66,34 @@ fn an_attached_job_can_be_listed_and_cancelled_by_other_clients() {
     });
 }
 
+/// Otherwise a stop may close the events between the end and its event.
+#[test]
+fn the_end_of_a_job_is_published_before_it_can_be_seen() {
+    let jobs = Jobs::new().unwrap();
+    let step = std::sync::Barrier::new(2);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let work = |_: &dyn Watch| {
+                step.wait();
+                step.wait();
+                Ok(Reply::Settled)
+            };
+            jobs.attached(kind(), &Client::default(), work).unwrap();
+        });
+        step.wait();
+        let held = jobs.events.held();
+        step.wait();
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(100) {
+            let state = jobs.state.try_lock();
+            assert!(!state.is_some_and(|state| state.jobs.values().any(|job| job.end.get().is_some())));
+            thread::sleep(Duration::from_millis(1));
+        }
+        drop(held);
+    });
+    assert_eq!(jobs.list()[0].state, JobState::Done);
+}
+
 #[test]
 fn an_attached_job_ends_when_its_client_leaves_but_not_when_a_waiter_leaves() {
     let jobs = Jobs::new().unwrap();
