@@ -119,7 +119,7 @@ impl Connection {
     /// Waits until no other connection of the service has a peer that has disconnected. Returns false if there still is
     /// such a connection after `patience`, or if this connection has to end.
     pub fn others_settled(&self, patience: Duration) -> bool {
-        self.service.settled(patience, || self.ends())
+        self.service.settled(self.number, patience, || self.ends())
     }
 
     /// Closes the connection in both directions, after everything was sent. If a socket with unread input is closed,

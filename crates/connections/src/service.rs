@@ -347,11 +347,15 @@ impl Shared {
         true
     }
 
-    /// Waits until no open connection has a peer that has disconnected.
-    pub(crate) fn settled(&self, patience: Duration, interrupted: impl Fn() -> bool) -> bool {
+    /// Waits until no open connection besides `asking` has a peer that has disconnected, or closed its side.
+    pub(crate) fn settled(&self, asking: u64, patience: Duration, interrupted: impl Fn() -> bool) -> bool {
         let deadline = Instant::now() + patience;
         let mut register = self.register.lock();
-        while register.places.values().any(|place| place.connection.peer_has_gone()) {
+        let others = |register: &Register| {
+            let mut others = register.places.iter().filter(|(number, _)| **number != asking);
+            others.any(|(_, place)| place.connection.peer_has_gone())
+        };
+        while others(&register) {
             if Instant::now() >= deadline || interrupted() {
                 return false;
             }

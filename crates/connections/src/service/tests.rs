@@ -14,7 +14,8 @@ const MOMENT: Duration = Duration::from_millis(50);
 
 /// Responds to each byte: to `e` by returning it, to `a` by authenticating the client, to a digit by authenticating the
 /// client as the holder with this name, to `p` with a panic, to `w` by writing until the client has read everything, to
-/// `h` by working until the connection has to end. Other bytes end the connection.
+/// `h` by working until the connection has to end, to `s` by waiting until the client has closed its side and all
+/// others have settled. Other bytes end the connection.
 #[derive(Default)]
 struct Small {
     working: AtomicUsize,
@@ -46,6 +47,12 @@ impl Protocol for Small {
                     }
                     self.finished.fetch_add(1, Ordering::SeqCst);
                     send(connection, b"h")
+                }
+                b's' => {
+                    while !connection.peer_has_gone() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    connection.others_settled(MOMENT) && send(connection, &byte)
                 }
                 _ => false,
             };
@@ -281,6 +288,24 @@ fn sessions_are_asked_to_end_after_the_grace_period() {
     world.service.stop();
     assert!(begin.elapsed() >= MOMENT);
     assert_eq!(rest(&mut client), "h");
+}
+
+#[test]
+fn a_client_that_has_closed_its_side_does_not_wait_for_itself() {
+    let world = start(Limits::each(8), QUICK);
+    let ask = || {
+        let mut stream = UnixStream::connect(&world.path).unwrap();
+        stream.write_all(b"s").unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        rest(&mut stream)
+    };
+    assert_eq!(ask(), "s");
+    // Another connection whose client has disconnected is still in use.
+    let mut other = world.unix();
+    other.write_all(b"h").unwrap();
+    world.working(1);
+    drop(other);
+    assert_eq!(ask(), "");
 }
 
 #[test]
