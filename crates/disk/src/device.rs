@@ -300,6 +300,12 @@ pub trait Device: Send + Sync {
         self.finish_flush(self.begin_flush()?)
     }
 
+    /// How often the device is known to have lost acknowledged writes. A device may report a loss by its first flush
+    /// and its first durable write only, whichever client they are for.
+    fn losses(&self) -> u64 {
+        0
+    }
+
     /// Hints that a range will be read soon, so that the device can load it into its caches.
     fn prefetch(&self, offset: u64, length: u64) -> Result<()>;
 

@@ -17,8 +17,9 @@
 //! 3. While requests may use either device, acknowledged writes must be in both. The caller of the exchange ensures
 //!    that; a migration uses a mirror of both.
 //! 4. Whether a client may write is a property of the client ([`SwitchedDevice`]), not of the device.
-//! 5. A new device has no record of writes that were lost with the previous device, so its flush would succeed. After
-//!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
+//! 5. After acknowledged writes were lost, the first flush of each connected client fails, and so does its first write
+//!    with FUA. A device reports a loss to one client only ([`Device::losses`]), and a new device has no record of
+//!    writes that were lost with the previous one ([`Switch::note_loss`], called before the exchange).
 
 use crate::device::{BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::full::SpaceWait;
@@ -44,6 +45,8 @@ struct Held {
     device: Arc<dyn Device>,
     /// Whether the device is a temporary replacement of the disk's own device ([`Switch::suspend`]).
     stands_in: bool,
+    /// The losses of the device that are included in the losses of the switch.
+    noted: Mutex<u64>,
 }
 
 /// The current device of a disk or snapshot.
@@ -52,7 +55,7 @@ pub struct Switch {
     clients: AtomicU64,
     /// Number of those clients that are operations of the datastore.
     operations: AtomicU64,
-    /// Number of exchanges at which acknowledged writes may have been lost.
+    /// How often acknowledged writes may have been lost: by exchanges, and by the devices.
     losses: AtomicU64,
 }
 
@@ -64,7 +67,8 @@ pub struct Before {
 impl Switch {
     /// A switch whose current device is `device`.
     pub fn new(device: Arc<dyn Device>) -> Arc<Self> {
-        let held = RwLock::new(Arc::new(Held { device, stands_in: false }));
+        let noted = Mutex::new(device.losses());
+        let held = RwLock::new(Arc::new(Held { device, stands_in: false, noted }));
         Arc::new(Self { held, clients: AtomicU64::new(0), operations: AtomicU64::new(0), losses: AtomicU64::new(0) })
     }
 
@@ -80,12 +84,12 @@ impl Switch {
 
     /// Makes `device` the current device for requests that begin from now on.
     pub fn exchange(&self, device: Arc<dyn Device>) -> Before {
-        self.replace(Held { device, stands_in: false })
+        self.replace(device, false)
     }
 
     /// As [`Switch::exchange`], with a device that refuses requests until the disk's own device is available again.
     pub fn suspend(&self, device: Arc<dyn Device>) -> Before {
-        self.replace(Held { device, stands_in: true })
+        self.replace(device, true)
     }
 
     /// Whether the current device was set by [`Switch::suspend`].
@@ -93,8 +97,12 @@ impl Switch {
         self.held.read().stands_in
     }
 
-    fn replace(&self, held: Held) -> Before {
-        Before { held: std::mem::replace(&mut *self.held.write(), Arc::new(held)) }
+    fn replace(&self, device: Arc<dyn Device>, stands_in: bool) -> Before {
+        let mut held = self.held.write();
+        self.losses(&held);
+        // The new device may pass requests to the previous one. What it has lost beyond is not reported yet.
+        let noted = Mutex::new(device.losses().min(*held.noted.lock()));
+        Before { held: std::mem::replace(&mut *held, Arc::new(Held { device, stands_in, noted })) }
     }
 
     /// Undoes an exchange. The next exchange waits for the requests that still use the other device.
@@ -106,6 +114,14 @@ impl Switch {
     /// exchange.
     pub fn note_loss(&self) {
         self.losses.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The losses until now, including those of a device.
+    fn losses(&self, held: &Held) -> u64 {
+        let mut noted = held.noted.lock();
+        let known = held.device.losses().max(*noted);
+        let more = known - std::mem::replace(&mut *noted, known);
+        self.losses.fetch_add(more, Ordering::SeqCst) + more
     }
 
     fn enter(&self) -> Arc<Held> {
@@ -262,13 +278,15 @@ struct Told {
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
+    /// The losses when the flush began.
+    losses: u64,
 }
 
 impl Origin {
     /// The plan, with a guard that also refers to its device.
     fn hold(held: Arc<Held>, mut plan: ReadPlan) -> ReadPlan {
         let guard = plan.guard.take();
-        plan.guard = Some(Box::new(Self { held, guard }));
+        plan.guard = Some(Box::new(Self { held, guard, losses: 0 }));
         plan
     }
 }
@@ -281,8 +299,8 @@ impl SwitchedDevice {
 
     /// As [`SwitchedDevice::new`], for a client that is already counted.
     pub(crate) fn over(name: impl Into<String>, read_only: bool, client: Client) -> Self {
-        let losses = || AtomicU64::new(client.switch.losses.load(Ordering::SeqCst));
-        let told = Told { by_flush: losses(), by_fua: losses() };
+        let losses = client.switch.losses(&client.switch.enter());
+        let told = Told { by_flush: losses.into(), by_fua: losses.into() };
         Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told, open: None }
     }
 
@@ -329,28 +347,42 @@ impl SwitchedDevice {
         Ok(held)
     }
 
-    /// As [`SwitchedDevice::writer`]; with `fua`, also returns an error after a loss.
-    fn durable_writer(&self, fua: bool) -> Result<Arc<Held>> {
+    /// Carries out a change of the disk. With `fua`, also returns an error after a loss.
+    fn change(&self, fua: bool, change: impl FnOnce(&Held) -> Result<()>) -> Result<()> {
         let held = self.writer()?;
-        if fua {
-            self.tell_loss(&self.told.by_fua)?;
+        if !fua {
+            return change(&held);
         }
-        Ok(held)
+        let losses = self.switch.losses(&held);
+        let changed = change(&held);
+        self.tell_loss(&held, &self.told.by_fua, losses, changed)
     }
 
-    /// Returns an error once after a loss of acknowledged writes. Callers acquire the device first, because a loss
-    /// could otherwise be recorded between this check and the request.
-    fn tell_loss(&self, told: &AtomicU64) -> Result<()> {
-        let losses = self.switch.losses.load(Ordering::SeqCst);
-        if self.read_only || told.swap(losses, Ordering::SeqCst) == losses {
-            return Ok(());
+    /// The outcome of a flush or durable write that has ended: an error if it succeeded and writes were lost since the
+    /// client was told last, or since the request began, when there were `losses`. The request's own data may be among
+    /// them, and the device may have reported the loss by another request.
+    fn tell_loss(&self, held: &Held, told: &AtomicU64, losses: u64, outcome: Result<()>) -> Result<()> {
+        let now = self.switch.losses(held);
+        match outcome {
+            Ok(()) if self.read_only => Ok(()),
+            Ok(()) if told.fetch_max(now, Ordering::SeqCst) >= now && losses == now => Ok(()),
+            Ok(()) => {
+                let text = format!(
+                    "{}: writes that were acknowledged before and not flushed may be lost, because the disk was opened \
+                     again after a failure, or its map is damaged (see the log); this error is returned once, and \
+                     later flushes are valid",
+                    self.name
+                );
+                Err(Error::new(ErrorKind::Io, text))
+            }
+            Err(error) => {
+                // The device itself has reported the loss.
+                if error.kind() == ErrorKind::Corrupt {
+                    told.fetch_max(now, Ordering::SeqCst);
+                }
+                Err(error)
+            }
         }
-        let text = format!(
-            "{}: the disk was opened again after a failure, and writes that were acknowledged before and not flushed \
-             may be lost; this error is returned once, and later flushes are valid",
-            self.name
-        );
-        Err(Error::new(ErrorKind::Io, text))
     }
 }
 
@@ -386,12 +418,12 @@ impl Device for SwitchedDevice {
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         match plan.guard.take().map(|guard| guard.downcast::<Origin>()) {
             Some(Ok(origin)) => {
-                let Origin { held, guard } = *origin;
+                let Origin { held, guard, losses } = *origin;
                 plan.guard = guard;
                 let verdict = held.device.finish_read(plan);
                 if plan.guard.is_some() {
                     let guard = plan.guard.take();
-                    plan.guard = Some(Box::new(Origin { held, guard }));
+                    plan.guard = Some(Box::new(Origin { held, guard, losses }));
                 }
                 verdict
             }
@@ -405,13 +437,12 @@ impl Device for SwitchedDevice {
     }
 
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
-        let held = self.durable_writer(fua)?;
         let range = (offset, data.len() as u64);
         let setting = self.open.as_ref().map(|open| open.detect_zeroes()).unwrap_or_default();
-        if let Some(allocate) = setting.zeroes(&data) {
-            return self.zero(&held, range, allocate, fua);
-        }
-        self.charged(&held, range, false, || held.device.write(offset, data, fua))
+        self.change(fua, |held| match setting.zeroes(&data) {
+            Some(allocate) => self.zero(held, range, allocate, fua),
+            None => self.charged(held, range, false, || held.device.write(offset, data, fua)),
+        })
     }
 
     fn space_wait(&self) -> Option<&Arc<SpaceWait>> {
@@ -423,8 +454,7 @@ impl Device for SwitchedDevice {
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        let held = self.durable_writer(fua)?;
-        let discarded = held.device.discard(offset, length, fua);
+        let discarded = self.change(fua, |held| held.device.discard(offset, length, fua));
         if let Some(gate) = self.open.as_ref().and_then(|open| open.gate.gate()) {
             gate.may_shrink();
         }
@@ -432,23 +462,22 @@ impl Device for SwitchedDevice {
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
-        let held = self.durable_writer(fua)?;
-        self.zero(&held, (offset, length), allocate, fua)
+        self.change(fua, |held| self.zero(held, (offset, length), allocate, fua))
     }
 
     fn begin_flush(&self) -> Result<FlushTicket> {
         let held = self.switch.enter();
-        self.tell_loss(&self.told.by_flush)?;
+        let losses = self.switch.losses(&held);
         let mut ticket = held.device.begin_flush()?;
         ticket.of_reader = self.read_only;
         let guard = ticket.guard.take();
-        ticket.guard = Some(Box::new(Origin { held, guard }));
+        ticket.guard = Some(Box::new(Origin { held, guard, losses }));
         Ok(ticket)
     }
 
     fn finish_flush(&self, mut ticket: FlushTicket) -> Result<()> {
         let origin = ticket.guard.take().and_then(|guard| guard.downcast::<Origin>().ok());
-        let Origin { held, guard } = *origin.ok_or_else(|| {
+        let Origin { held, guard, losses } = *origin.ok_or_else(|| {
             Error::new(
                 ErrorKind::Invalid,
                 format!("{}: a flush was finished that this device did not begin", self.name),
@@ -456,7 +485,15 @@ impl Device for SwitchedDevice {
         })?;
         ticket.guard = guard;
         // Other clients may write a device that this client only reads. A device that is read-only itself has no writes.
-        if held.device.read_only() { Ok(()) } else { held.device.finish_flush(ticket) }
+        if held.device.read_only() {
+            return Ok(());
+        }
+        let flushed = held.device.finish_flush(ticket);
+        self.tell_loss(&held, &self.told.by_flush, losses, flushed)
+    }
+
+    fn losses(&self) -> u64 {
+        self.switch.losses(&self.switch.enter())
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -106,6 +106,10 @@ impl Device for Handover {
         self.disk.finish_flush(ticket)
     }
 
+    fn losses(&self) -> u64 {
+        self.disk.losses()
+    }
+
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
         self.disk.prefetch(offset, length)
     }

@@ -562,6 +562,11 @@ impl Device for MirrorDevice {
         Ok(())
     }
 
+    fn losses(&self) -> u64 {
+        // A loss of the target ends the migration.
+        self.source.losses()
+    }
+
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
         self.source.prefetch(offset, length)
     }

@@ -319,6 +319,13 @@ impl Device for NativeDevice {
         flushed.map_err(|error| error.context(&self.name))
     }
 
+    fn losses(&self) -> u64 {
+        match &self.target {
+            Target::Head(head) => self.engine.lost_writes(head),
+            Target::Snapshot(_) => 0,
+        }
+    }
+
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
         let mut at = offset;

@@ -313,7 +313,7 @@ fn a_loss_is_reported_once_to_each_connected_client() {
     late.flush().unwrap();
     put(&late, true).unwrap();
     reader.flush().unwrap();
-    assert_eq!(new.flushed.load(Ordering::SeqCst), 4);
+    assert_eq!(new.flushed.load(Ordering::SeqCst), 6);
     // An exchange without a loss causes no error. After another loss, every client receives one.
     switch.exchange(Memory::new(vec![0; SECTOR]));
     first.flush().unwrap();

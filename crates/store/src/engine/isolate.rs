@@ -45,7 +45,7 @@ pub(super) const ANY_PAGE: &str = "";
 struct Isolated {
     /// The isolated ranges of blocks.
     ranges: Vec<Range<u64>>,
-    /// How many ranges were ever added.
+    /// How many ranges were ever added, each after a loss of acknowledged writes.
     added: u64,
     /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
@@ -209,6 +209,15 @@ impl Engine {
     pub fn flush_write(&self, head: &Head) -> Result<()> {
         self.flush()?;
         self.tell_lost(head, |isolated| isolated.untold_by_writes.take())
+    }
+
+    /// How often acknowledged writes to a disk were lost since the store was opened. Each loss is reported by only one
+    /// flush and one durable write, so a caller that flushes for several clients compares this number.
+    pub fn lost_writes(&self, head: &Head) -> u64 {
+        if !self.isolation.any.load(Ordering::Acquire) {
+            return 0;
+        }
+        self.isolation.disks.lock().get(&head.id).map_or(0, |isolated| isolated.added)
     }
 
     fn tell_lost(&self, head: &Head, take: impl FnOnce(&mut Isolated) -> Option<String>) -> Result<()> {
