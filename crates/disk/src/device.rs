@@ -312,6 +312,11 @@ pub trait Device: Send + Sync {
     /// Grows or shrinks the disk.
     fn resize(&self, capacity: u64) -> Result<()>;
 
+    /// Bytes that a resize to `capacity` maps at once, such as the new end of a thick disk.
+    fn mapped_by_resize(&self, _capacity: u64) -> Result<u64> {
+        Ok(0)
+    }
+
     /// The allocation state of a range as at most `limit` extents, which cover the whole range unless the limit is
     /// reached.
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>>;

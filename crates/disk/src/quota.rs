@@ -1,16 +1,18 @@
 //! Quotas and reservations: limits of what disks, and all disks with a label, may occupy.
 //!
 //! What counts is what a disk maps: its ranges that are no holes in block status. So overwrites are never refused, and
-//! the figure means the same for all formats. Clients' writes are charged before they reach the device
-//! ([`crate::switch`]); copies by the datastore itself (clones, conversions, migrations) are not limited.
+//! the figure means the same for all formats. Clients' writes, and what clients map by growing a disk, are charged
+//! before they reach the device ([`crate::switch`]); what the datastore itself does for users (clones, conversions,
+//! migrations, resizing) is not limited.
 //!
 //! ```text
 //!   write ── holes of its range ── Gate::charge ── quotas of disk and labels ── reservations of others ── device
 //! ```
 //!
 //! 1. Without a limit that concerns a disk, a write costs one load of an atomic.
-//! 2. A disk's use is counted once, before the first charge, and again before a refusal, if it may be too high: after
-//!    discards, failed writes, and writes that were charged at the same time.
+//! 2. A disk's use is counted before the first charge, and before the next one after a user has resized or reverted it.
+//!    It is counted again before a refusal, if it may be too high: after discards, failed writes, and writes that were
+//!    charged at the same time.
 //! 3. The use is never too low, except by the blocks at the two ends of a zeroed range, and by the rest of a grain that
 //!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight.
 //! 4. `charges` is locked for additions only, never while a disk is counted or the file system is queried.
@@ -56,7 +58,8 @@ pub struct LimitInfo {
     pub is_label: bool,
     /// The limits.
     pub limits: Limits,
-    /// Bytes that the disks map; `None` if there is no limit, or if the disks are not counted yet.
+    /// Bytes that the disks map; `None` if there is no limit, or if the disks are not counted since the datastore was
+    /// opened, or a user has resized or reverted one of them.
     pub used: Option<u64>,
     /// Number of disks.
     pub disks: u64,
@@ -70,12 +73,23 @@ struct Use {
     bytes: AtomicU64,
     /// Bytes that were charged since the datastore was opened.
     charged: AtomicU64,
-    counted: AtomicBool,
+    /// How often the datastore itself has changed what the disk maps.
+    changes: AtomicU64,
+    /// One more than the number of `changes` that `bytes` includes; 0 before the first count.
+    counted: AtomicU64,
     /// Whether `bytes` may be too high.
     stale: AtomicBool,
     in_flight: AtomicU64,
+    /// Bytes that were charged for the writes in flight.
+    under_way: AtomicU64,
     /// Held while the disk is counted.
     counting: Mutex<()>,
+}
+
+impl Use {
+    fn is_counted(&self) -> bool {
+        self.counted.load(Ordering::Acquire) == self.changes.load(Ordering::Acquire) + 1
+    }
 }
 
 /// Limits of a disk or label.
@@ -175,13 +189,14 @@ pub(crate) struct Gate {
 /// A charge for a write that is under way.
 pub(crate) struct Charge {
     own: Option<Arc<Use>>,
+    bytes: u64,
 }
 
 impl Charge {
     /// Reverts the charge of a write that was not carried out.
-    fn undo(&self, new: u64) {
+    fn undo(&self) {
         if let Some(own) = &self.own {
-            let less = |bytes: u64| Some(bytes.saturating_sub(new));
+            let less = |bytes: u64| Some(bytes.saturating_sub(self.bytes));
             let _ = own.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
         }
     }
@@ -198,6 +213,7 @@ impl Drop for Charge {
     fn drop(&mut self) {
         if let Some(own) = &self.own {
             own.in_flight.fetch_sub(1, Ordering::Relaxed);
+            own.under_way.fetch_sub(self.bytes, Ordering::AcqRel);
         }
     }
 }
@@ -229,7 +245,7 @@ impl Gate {
         .and_then(|charge| match self.check_reservations(new) {
             Ok(()) => Ok(charge),
             Err(error) => {
-                charge.undo(new);
+                charge.undo();
                 Err(error)
             }
         })
@@ -237,7 +253,7 @@ impl Gate {
 
     /// Adds the bytes to the use of the disk. Returns the limits that do not allow them.
     fn try_charge(&self, new: u64) -> std::result::Result<Charge, Arc<Budget>> {
-        let Some(own) = &self.own else { return Ok(Charge { own: None }) };
+        let Some(own) = &self.own else { return Ok(Charge { own: None, bytes: 0 }) };
         let _charges = self.quotas.charges.lock();
         if new > 0 {
             let exceeded = |budget: &&Arc<Budget>| {
@@ -254,7 +270,8 @@ impl Gate {
         }
         own.bytes.fetch_add(new, Ordering::Relaxed);
         own.charged.fetch_add(new, Ordering::Relaxed);
-        Ok(Charge { own: Some(Arc::clone(own)) })
+        own.under_way.fetch_add(new, Ordering::Relaxed);
+        Ok(Charge { own: Some(Arc::clone(own)), bytes: new })
     }
 
     /// Fails if `new` bytes would use space that is reserved for other disks.
@@ -406,10 +423,18 @@ impl Quotas {
         slot.set((!gate.budgets.is_empty() || !gate.reserved.is_empty()).then(|| Arc::new(gate)));
     }
 
-    /// Counts the disks of a budget that are not counted yet, or, with `again`, those whose use may be too high.
+    /// Called after a disk was changed by the datastore itself: the disk is counted before the next charge.
+    pub fn has_changed(&self, uuid: &str) {
+        if let Some(of) = self.current.lock().uses.get(uuid) {
+            of.changes.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Counts the disks of a budget that are not counted since their last change, or, with `again`, those whose use may
+    /// be too high.
     fn count_members(&self, budget: &Budget, again: bool) -> Result<()> {
         for (uuid, of) in &budget.members {
-            let wanted = || !of.counted.load(Ordering::Acquire) || again && of.stale.load(Ordering::Relaxed);
+            let wanted = || !of.is_counted() || again && of.stale.load(Ordering::Relaxed);
             if !wanted() {
                 continue;
             }
@@ -418,21 +443,25 @@ impl Quotas {
                 continue;
             }
             of.stale.store(false, Ordering::Relaxed);
-            let before = of.charged.load(Ordering::Relaxed);
+            let changes = of.changes.load(Ordering::Acquire);
+            let (before, under_way) = {
+                let _charges = self.charges.lock();
+                (of.charged.load(Ordering::Relaxed), of.under_way.load(Ordering::Acquire))
+            };
             let bytes = match self.accounting()?.count(uuid) {
                 // The disk was deleted, and the limits are being changed.
                 Err(error) if error.kind() == ErrorKind::NotFound => 0,
                 counted => counted?,
             };
             let _charges = self.charges.lock();
-            // The count may or may not include bytes that were charged while it ran. These bytes are added, so that the
-            // use is never too low.
-            let meanwhile = of.charged.load(Ordering::Relaxed) - before;
-            if meanwhile > 0 {
+            // The count may or may not include bytes of the writes that were under way when it began, and of those that
+            // were charged while it ran. These bytes are added, so that the use is never too low.
+            let uncertain = of.charged.load(Ordering::Relaxed) - before + under_way;
+            if uncertain > 0 {
                 of.stale.store(true, Ordering::Relaxed);
             }
-            of.bytes.store(bytes.saturating_add(meanwhile), Ordering::Relaxed);
-            of.counted.store(true, Ordering::Release);
+            of.bytes.store(bytes.saturating_add(uncertain), Ordering::Relaxed);
+            of.counted.store(changes + 1, Ordering::Release);
         }
         Ok(())
     }
@@ -447,7 +476,7 @@ impl Quotas {
                 self.count_members(&budget, true)?;
             }
             let accounting = self.accounting()?;
-            let is_counted = budget.members.iter().all(|(_, of)| of.counted.load(Ordering::Acquire));
+            let is_counted = budget.members.iter().all(|(_, of)| of.is_counted());
             if !budget.is_label && accounting.name(&budget.name).is_none() {
                 // The disk was deleted.
                 continue;

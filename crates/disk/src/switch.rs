@@ -23,7 +23,7 @@
 
 use crate::device::{BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::full::SpaceWait;
-use crate::quota;
+use crate::quota::{self, Gate};
 use crate::settings::OpenDisk;
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
@@ -311,6 +311,11 @@ impl SwitchedDevice {
         self
     }
 
+    /// The limits of the client's writes.
+    fn gate(&self) -> Option<Arc<Gate>> {
+        self.open.as_ref().and_then(|open| open.gate.gate())
+    }
+
     /// Makes a range read as zeros.
     fn zero(&self, held: &Held, (offset, length): (u64, u64), allocate: bool, fua: bool) -> Result<()> {
         // Without `allocate` holes stay holes, except in thick disks, whose blocks are all mapped.
@@ -327,7 +332,7 @@ impl SwitchedDevice {
         may_free: bool,
         write: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let Some(gate) = self.open.as_ref().and_then(|open| open.gate.gate()) else { return write() };
+        let Some(gate) = self.gate() else { return write() };
         // A range beyond the end is refused by the device.
         let is_inside = offset.checked_add(length).is_some_and(|end| end <= held.device.capacity());
         let new = if is_inside && length > 0 { quota::holes(&*held.device, offset, length)? } else { 0 };
@@ -455,7 +460,7 @@ impl Device for SwitchedDevice {
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         let discarded = self.change(fua, |held| held.device.discard(offset, length, fua));
-        if let Some(gate) = self.open.as_ref().and_then(|open| open.gate.gate()) {
+        if let Some(gate) = self.gate() {
             gate.may_shrink();
         }
         discarded
@@ -501,7 +506,18 @@ impl Device for SwitchedDevice {
     }
 
     fn resize(&self, capacity: u64) -> Result<()> {
-        self.writer()?.device.resize(capacity)
+        let held = self.writer()?;
+        let Some(gate) = self.gate() else { return held.device.resize(capacity) };
+        let new = held.device.mapped_by_resize(capacity)?;
+        let _charge = gate.charge(new).map_err(|error| error.context(&self.name))?;
+        let resized = held.device.resize(capacity);
+        // The disk may have shrunk, and a growth that failed has returned its new blocks.
+        gate.may_shrink();
+        resized
+    }
+
+    fn mapped_by_resize(&self, capacity: u64) -> Result<u64> {
+        self.switch.enter().device.mapped_by_resize(capacity)
     }
 
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {

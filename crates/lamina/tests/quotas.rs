@@ -5,6 +5,7 @@
 use serde_json::Value;
 use testkit::nbd::{Client, ENOSPC, Failure};
 use testkit::process::Store;
+use testkit::protocol::{self, CMD_RESIZE, Mode};
 
 const BLOCK: u64 = 4096;
 const MIB: u64 = 1 << 20;
@@ -134,6 +135,94 @@ fn reserved_space_is_kept_for_its_disks() {
     drop((keeper, other));
     assert_eq!(server.stop("TERM"), Some(0));
     store.run("disk edit keeper --quota 1G --reservation 2G").fails(2, "above the quota");
+    store.is_clean();
+}
+
+/// What the disks of a label map, counted again if necessary.
+fn counted(store: &Store, label: &str) -> Value {
+    let list = store.run("label list --json").json();
+    let labels = list["labels"].as_array().unwrap();
+    labels.iter().find(|one| one["name"] == label).unwrap()["used"].clone()
+}
+
+#[test]
+fn the_new_end_of_a_thick_disk_counts() {
+    let store = Store::new();
+    for provisioning in ["zeroedthick", "eagerzeroedthick"] {
+        let (name, label) = (provisioning, format!("tenant={provisioning}"));
+        store.run(&format!("disk create {name} 8M --provisioning {name} --quota 8M --label {label}")).ok();
+        store.run(&format!("label limit {label} --quota 1G")).ok();
+        let mut server = store.serve("");
+        let mut client = protocol::Client::open(&store.socket(), name, Mode::Structured);
+        let mut resize = |capacity: u64| client.ask(CMD_RESIZE, 0, capacity, 0).error;
+        let capacity = || store.run(&format!("disk show {name} --json")).json()["capacity"].as_u64().unwrap();
+        assert_eq!(resize(16 * MIB), ENOSPC);
+        assert_eq!(capacity(), 8 * MIB);
+        store.run(&format!("disk edit {name} --quota 12M")).ok();
+        assert_eq!(resize(12 * MIB + BLOCK), ENOSPC);
+        assert_eq!(resize(12 * MIB), 0);
+        assert_eq!((capacity(), limit(&store, &label)["used"].as_u64()), (12 * MIB, Some(12 * MIB)));
+        // A user is not limited, but the new size counts for the clients.
+        store.run(&format!("disk edit {name} --quota 16M")).ok();
+        store.run(&format!("disk resize {name} 16M")).ok();
+        assert_eq!(resize(16 * MIB + BLOCK), ENOSPC);
+        assert_eq!(limit(&store, &label)["used"], 16 * MIB);
+        store.run(&format!("disk resize {name} 4M --shrink")).ok();
+        assert_eq!(counted(&store, &label), 4 * MIB);
+        assert_eq!(resize(8 * MIB), 0);
+        // Space that is reserved for other disks is not used.
+        store.run("disk create keeper 8M --reservation 16P").ok();
+        assert_eq!(resize(12 * MIB), ENOSPC);
+        assert_eq!(capacity(), 8 * MIB);
+        store.run("disk delete keeper").ok();
+        drop(client);
+        assert_eq!(server.stop("TERM"), Some(0));
+    }
+    store.is_clean();
+}
+
+#[test]
+fn a_disk_is_counted_again_after_a_revert() {
+    let store = Store::new();
+    store.run("disk create vm 16M --quota 4M --label tenant=x").ok();
+    store.run("label limit tenant=x --quota 1G").ok();
+    let mut server = store.serve("");
+    let mut client = connect(&store, "vm");
+    write(&mut client, 0, 4 * MIB);
+    store.run("snapshot create vm@full").ok();
+    client.trim(0, 4 * MIB as u32).unwrap();
+    client.flush().unwrap();
+    assert_eq!(counted(&store, "tenant=x"), 0);
+    drop(client);
+    store.run("snapshot revert vm@full").ok();
+    let mut client = connect(&store, "vm");
+    assert!(is_refused(client.write(8 * MIB, &[1; 4096])));
+    assert_eq!(limit(&store, "vm")["used"], 4 * MIB);
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
+/// The rest of a block at the end of a disk is mapped by a growth, without a write.
+#[test]
+fn the_rest_of_the_last_block_counts() {
+    let store = Store::new();
+    store.run("disk create vm 1049088 --quota 1M").ok();
+    let mut server = store.serve("");
+    let mut client = protocol::Client::open(&store.socket(), "vm", Mode::Structured);
+    let mut resize = |capacity: u64| client.ask(CMD_RESIZE, 0, capacity, 0).error;
+    assert_eq!(resize(MIB + 1024), 0, "the last block is a hole");
+    drop(client);
+    let mut client = connect(&store, "vm");
+    client.write(MIB, &[1; 1024]).unwrap();
+    write(&mut client, 0, MIB - (64 << 10));
+    drop(client);
+    let mut client = protocol::Client::open(&store.socket(), "vm", Mode::Structured);
+    let mut resize = |capacity: u64| client.ask(CMD_RESIZE, 0, capacity, 0).error;
+    assert_eq!(resize(MIB + 4096), 0);
+    assert_eq!(limit(&store, "vm")["used"], MIB - (64 << 10) + 4096);
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }
 

@@ -180,6 +180,7 @@ impl Datastore {
             Some(entry) => self.foreign.resize_disk(&entry),
             None => self.native.resize_disk(name, capacity, shrink),
         };
+        self.recount(name);
         resized.map_err(|error| match error.kind() {
             ErrorKind::NoSpace => error.context(format!("disk '{name}' was not resized")),
             _ => error,
@@ -429,6 +430,14 @@ impl Datastore {
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.revert(&entry, name),
             None => self.native.revert(disk, name),
+        }
+        .inspect(|_| self.recount(disk))
+    }
+
+    /// Lets the quotas count a disk again after an operation that may have mapped more or less of it.
+    fn recount(&self, disk: &str) {
+        if let Ok(uuid) = self.uuid_of(disk) {
+            self.native.settings.quotas().has_changed(&uuid);
         }
     }
 

@@ -118,6 +118,10 @@ impl Device for Handover {
         self.disk.resize(capacity)
     }
 
+    fn mapped_by_resize(&self, capacity: u64) -> Result<u64> {
+        self.disk.mapped_by_resize(capacity)
+    }
+
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
         self.disk.status(offset, length, limit)
     }

@@ -346,6 +346,17 @@ impl Device for NativeDevice {
         native.resize_by_id(self.id(), capacity, false).map(|_| ())
     }
 
+    fn mapped_by_resize(&self, capacity: u64) -> Result<u64> {
+        let old = self.capacity();
+        if self.thick {
+            return Ok(capacity.saturating_sub(old));
+        }
+        // The rest of the last block is mapped if the block is.
+        let rest = capacity.min(old.next_multiple_of(BLOCK)).saturating_sub(old);
+        let is_mapped = rest > 0 && self.status(old - 1, 1, 1)?.iter().any(|last| last.allocation != Allocation::Hole);
+        Ok(if is_mapped { rest } else { 0 })
+    }
+
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
         self.check_range(offset, length)?;
         let end = offset + length;

@@ -110,6 +110,35 @@ fn what_failed_writes_were_charged_for_is_returned() {
 }
 
 #[test]
+fn a_count_includes_what_is_charged_and_not_mapped_yet() {
+    let (quotas, numbers) = quotas(&[("a", "x", 10, 0)], &[]);
+    numbers.lock().mapped.insert("a".into(), 2);
+    let gate = gate(&quotas, "a").unwrap();
+    let under_way = gate.charge(6).unwrap();
+    gate.may_shrink();
+    refused(&gate, 3);
+    numbers.lock().mapped.insert("a".into(), 8);
+    drop(under_way);
+    drop(gate.charge(2).unwrap());
+    numbers.lock().mapped.insert("a".into(), 10);
+    refused(&gate, 1);
+}
+
+#[test]
+fn a_disk_that_the_datastore_has_changed_is_counted_before_the_next_charge() {
+    let (quotas, numbers) = quotas(&[("a", "x", 10, 0)], &[]);
+    let gate = gate(&quotas, "a").unwrap();
+    drop(gate.charge(1).unwrap());
+    numbers.lock().mapped.insert("a".into(), 9);
+    quotas.has_changed("a");
+    assert_eq!(quotas.info(false).unwrap()[0].used, None);
+    refused(&gate, 2);
+    drop(gate.charge(1).unwrap());
+    assert_eq!(quotas.info(false).unwrap()[0].used, Some(10));
+    quotas.has_changed("b");
+}
+
+#[test]
 fn a_label_limits_all_its_disks_together() {
     let (quotas, numbers) = quotas(&[("a", "x", 0, 0), ("b", "x", 5, 0), ("c", "y", 0, 0)], &[("x", 12, 0)]);
     numbers.lock().mapped.extend([("a".to_owned(), 6), ("b".to_owned(), 3)]);
