@@ -237,16 +237,15 @@ fn a_flush_during_a_write_does_not_cover_the_write() {
     let layer = Mock::new(Manner::new(1 << 20, 4096));
     let chain = Chain::open("slow", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
     for zero in [false, true] {
-        layer.faults.write_delay.store(200_000, Ordering::SeqCst);
+        layer.faults.writes.begin();
         std::thread::scope(|scope| {
             let write = || if zero { chain.zero(0, 65_536, false) } else { chain.write(0, &[1; 65_536]) };
             let write = scope.spawn(write);
-            std::thread::sleep(std::time::Duration::from_millis(60));
+            layer.faults.writes.wait_for(1);
             chain.flush().unwrap();
-            assert!(!write.is_finished());
+            layer.faults.writes.end();
             write.join().unwrap().unwrap();
         });
-        layer.faults.write_delay.store(0, Ordering::SeqCst);
         let before = layer.flushes.load(Ordering::SeqCst);
         chain.flush().unwrap();
         assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1);

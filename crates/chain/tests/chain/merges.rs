@@ -1,7 +1,7 @@
 //! Merges: under continuous writes, observed, throttled, interrupted, refused.
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
-use crate::mock::{Manner, MemoryFile, Mock, Table};
+use crate::mock::{Manner, MemoryFile, Mock, PATIENCE, Table};
 use backend::File;
 use chain::{Chain, Condition, Options, Place};
 use error::ErrorKind;
@@ -69,58 +69,65 @@ impl Progress for Watcher {
 
 #[test]
 fn consolidation_ends_under_continuous_writes() {
-    const CELLS: usize = 3 * 3 * 4000;
     for (seed, grain, moves) in [(1, 4096, false), (2, 512, true)] {
-        let capacity = (CELLS * SECTOR) as u64;
-        let make = || Mock::new(Manner { moves, ..Manner::new(capacity, grain) });
-        let base = Mock::new(Manner { moves, ..Manner::new(capacity, 16384) });
-        let chain = Chain::open("busy", vec![base.clone() as Arc<dyn Layer>], Options::default()).unwrap();
-        let cells = Cells::new(CELLS);
-        let mut random = Random::new(seed);
-        for _ in 0..31 {
-            for _ in 0..200 {
-                cells.change(&chain, &mut random, 0, 3);
-            }
-            chain.push(make()).unwrap();
-        }
-        let (stop, slowest) = (AtomicBool::new(false), AtomicU64::new(0));
-        let merged = std::thread::scope(|scope| {
-            for thread in 0..3 {
-                let (chain, cells, stop, slowest) = (&chain, &cells, &stop, &slowest);
-                scope.spawn(move || {
-                    let _stop = StopOnPanic(stop);
-                    let mut random = Random::new(seed * 100 + thread as u64);
-                    while !stop.load(Ordering::Relaxed) {
-                        let took = cells.change(chain, &mut random, thread, 3);
-                        slowest.fetch_max(took.as_micros() as u64, Ordering::Relaxed);
-                        cells.read(chain, random.below(CELLS as u64) as usize, 30);
-                    }
-                });
-            }
-            let _stop = StopOnPanic(&stop);
-            std::thread::sleep(Duration::from_millis(100));
-            let mut commits = 0;
-            let mut commit = || {
-                commits += 1;
-                Ok(())
-            };
-            let merged = chain.consolidate(&NoProgress, &mut commit).unwrap();
-            assert_eq!(commits, 1);
-            std::thread::sleep(Duration::from_millis(100));
-            stop.store(true, Ordering::Relaxed);
-            merged
-        });
-        assert_eq!((chain.keys().len(), merged.removed.len()), (1, 31));
-        cells.read(&chain, 0, CELLS);
-        println!(
-            "{} bytes copied in {} passes, writers held off for {:?}, slowest write {} us",
-            merged.copied,
-            merged.passes,
-            merged.pause,
-            slowest.load(Ordering::Relaxed)
-        );
-        assert!(merged.pause < Duration::from_millis(50), "{:?}", merged.pause);
+        // A busy machine can interrupt the thread while it holds off the writers, but hardly each time.
+        let mut pauses = (0..5).map(|_| consolidate_under_writes(seed, grain, moves));
+        assert!(pauses.any(|pause| pause < Duration::from_millis(50)));
     }
+}
+
+/// Consolidates a chain of 32 levels under continuous writes. Returns for how long writers were held off.
+fn consolidate_under_writes(seed: u64, grain: u64, moves: bool) -> Duration {
+    const CELLS: usize = 3 * 3 * 4000;
+    let capacity = (CELLS * SECTOR) as u64;
+    let make = || Mock::new(Manner { moves, ..Manner::new(capacity, grain) });
+    let base = Mock::new(Manner { moves, ..Manner::new(capacity, 16384) });
+    let chain = Chain::open("busy", vec![base.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+    let cells = Cells::new(CELLS);
+    let mut random = Random::new(seed);
+    for _ in 0..31 {
+        for _ in 0..200 {
+            cells.change(&chain, &mut random, 0, 3);
+        }
+        chain.push(make()).unwrap();
+    }
+    let (stop, slowest) = (AtomicBool::new(false), AtomicU64::new(0));
+    let merged = std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let (chain, cells, stop, slowest) = (&chain, &cells, &stop, &slowest);
+            scope.spawn(move || {
+                let _stop = StopOnPanic(stop);
+                let mut random = Random::new(seed * 100 + thread as u64);
+                while !stop.load(Ordering::Relaxed) {
+                    let took = cells.change(chain, &mut random, thread, 3);
+                    slowest.fetch_max(took.as_micros() as u64, Ordering::Relaxed);
+                    cells.read(chain, random.below(CELLS as u64) as usize, 30);
+                }
+            });
+        }
+        let _stop = StopOnPanic(&stop);
+        std::thread::sleep(Duration::from_millis(100));
+        let mut commits = 0;
+        let mut commit = || {
+            commits += 1;
+            Ok(())
+        };
+        let merged = chain.consolidate(&NoProgress, &mut commit).unwrap();
+        assert_eq!(commits, 1);
+        std::thread::sleep(Duration::from_millis(100));
+        stop.store(true, Ordering::Relaxed);
+        merged
+    });
+    assert_eq!((chain.keys().len(), merged.removed.len()), (1, 31));
+    cells.read(&chain, 0, CELLS);
+    println!(
+        "{} bytes copied in {} passes, writers held off for {:?}, slowest write {} us",
+        merged.copied,
+        merged.passes,
+        merged.pause,
+        slowest.load(Ordering::Relaxed)
+    );
+    merged.pause
 }
 
 #[test]
@@ -507,14 +514,15 @@ fn wait_for(flag: &AtomicBool, most: Duration) {
 /// target is under way, which then fails.
 #[test]
 fn a_flush_that_began_before_a_merge_forgets_no_copies_that_are_not_flushed() {
-    let flags: [Arc<AtomicBool>; 3] = Default::default();
-    let [begun, released, ended] = flags.clone();
+    let flags: [Arc<AtomicBool>; 4] = Default::default();
+    let [begun, copied, released, ended] = flags.clone();
     let of_top = move || -> std::io::Result<()> {
         begun.store(true, Ordering::SeqCst);
+        wait_for(&copied, PATIENCE);
         wait_for(&released, Duration::from_millis(300));
         Ok(())
     };
-    let [begun, released, _] = &flags;
+    let [begun, copied, released, _] = &flags;
     let (releases, merging) = (Arc::clone(released), std::thread::current().id());
     let of_target = move || -> std::io::Result<()> {
         releases.store(true, Ordering::SeqCst);
@@ -535,14 +543,15 @@ fn a_flush_that_began_before_a_merge_forgets_no_copies_that_are_not_flushed() {
         let mut planned = planned.lock();
         if at > 0 && planned.is_none() {
             *planned = Some(chain.plan(0, 4096).unwrap());
+            copied.store(true, Ordering::SeqCst);
         }
     });
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _ = chain.flush();
-            flags[2].store(true, Ordering::SeqCst);
+            flags[3].store(true, Ordering::SeqCst);
         });
-        wait_for(begun, Duration::from_secs(10));
+        wait_for(begun, PATIENCE);
         assert_eq!(chain.consolidate(&midway, &mut || Ok(())).err().unwrap().kind(), ErrorKind::Io);
     });
     let plan = planned.lock().take().unwrap();

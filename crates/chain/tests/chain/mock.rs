@@ -5,14 +5,14 @@
 use backend::{File, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::{Content, Extent, Layer, Usage};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, RwLock};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const ABSENT: u32 = 0;
 const ZERO: u32 = 1;
@@ -101,6 +101,61 @@ struct MockState {
     unflushed: Vec<(u32, Arc<()>)>,
 }
 
+/// Makes writes wait until a test lets them continue, one after the other in the order of their beginnings.
+#[derive(Default)]
+pub struct Halt {
+    state: Mutex<Halted>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Halted {
+    on: bool,
+    /// Writes that have come here since the halt began, and those of them that may continue.
+    begun: u64,
+    passed: u64,
+}
+
+/// The longest time for which a test waits for something that happens soon on every machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Halt {
+    /// From now on, writes wait.
+    pub fn begin(&self) {
+        *self.state.lock() = Halted { on: true, ..Halted::default() };
+    }
+
+    /// Waits until this number of writes has come here.
+    pub fn wait_for(&self, writes: u64) {
+        let mut state = self.state.lock();
+        while state.begun < writes {
+            assert!(!self.changed.wait_for(&mut state, PATIENCE).timed_out(), "no write has begun");
+        }
+    }
+
+    /// Lets this number of writes continue.
+    pub fn pass(&self, writes: u64) {
+        self.state.lock().passed = writes;
+        self.changed.notify_all();
+    }
+
+    /// Lets all writes continue.
+    pub fn end(&self) {
+        self.state.lock().on = false;
+        self.changed.notify_all();
+    }
+
+    fn enter(&self) {
+        let mut state = self.state.lock();
+        state.begun += 1;
+        let mine = state.begun;
+        self.changed.notify_all();
+        // The limit is for tests that have failed, and whose threads are joined.
+        let until = Instant::now() + 2 * PATIENCE;
+        while state.on && state.passed < mine && !self.changed.wait_until(&mut state, until).timed_out() {}
+    }
+}
+
 /// Failures and delays that a test requests.
 #[derive(Default)]
 pub struct Faults {
@@ -120,6 +175,8 @@ pub struct Faults {
     pub close_room: AtomicBool,
     /// A map call that touches this sector fails (0: none).
     pub map_at: AtomicU64,
+    /// Where writes can be made to wait.
+    pub writes: Halt,
     /// Delays in microseconds.
     pub write_delay: AtomicU64,
     pub map_delay: AtomicU64,
@@ -219,6 +276,7 @@ impl Mock {
         if delay > 0 {
             std::thread::sleep(Duration::from_micros(delay));
         }
+        self.faults.writes.enter();
         if self.read_only.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::ReadOnly, "this image is sealed"));
         }

@@ -1,11 +1,11 @@
 //! Snapshots at one point in time, of one disk and of several.
 
-use crate::mock::{Manner, Mock};
+use crate::mock::{Manner, Mock, PATIENCE};
 use chain::{Chain, Condition, Options};
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -18,6 +18,16 @@ fn number(chain: &Chain, offset: u64) -> u64 {
     let mut bytes = [0; 8];
     chain.read(offset, &mut bytes).unwrap();
     u64::from_le_bytes(bytes)
+}
+
+/// Waits until a snapshot that another thread takes is in the chain, and returns the time.
+fn wait_for_levels(chain: &Chain, levels: usize) -> Instant {
+    let begun = Instant::now();
+    while chain.keys().len() < levels {
+        assert!(begun.elapsed() < PATIENCE, "no snapshot is taken while writes are under way");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Instant::now()
 }
 
 /// A chain of the levels below the newest `above` levels.
@@ -60,18 +70,27 @@ fn a_snapshot_has_all_earlier_acknowledged_writes_and_no_later_ones() {
 fn a_slow_write_does_not_delay_other_writes() {
     let chain = disk("slow");
     let slow = Mock::new(Manner::new(CAPACITY, 4096));
-    slow.faults.write_delay.store(200_000, Ordering::Relaxed);
-    chain.push(slow).unwrap();
+    chain.push(slow.clone()).unwrap();
+    slow.faults.writes.begin();
     std::thread::scope(|scope| {
         scope.spawn(|| chain.write(0, &[1; 4096]).unwrap());
-        std::thread::sleep(Duration::from_millis(50));
+        slow.faults.writes.wait_for(1);
         let pushing = scope.spawn(|| chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap());
-        std::thread::sleep(Duration::from_millis(50));
-        let begun = std::time::Instant::now();
-        chain.write(8192, &[2; 4096]).unwrap();
-        assert!(begun.elapsed() < Duration::from_millis(40), "{:?}", begun.elapsed());
+        let shown = wait_for_levels(&chain, 3);
+        let (ended, wait) = std::sync::mpsc::channel();
+        let other = &chain;
+        scope.spawn(move || {
+            other.write(8192, &[2; 4096]).unwrap();
+            ended.send(()).unwrap();
+        });
+        let other = wait.recv_timeout(PATIENCE);
+        // Other writes wait for a small part of this time at most.
+        std::thread::sleep(Duration::from_millis(300));
+        let shown = shown.elapsed();
+        slow.faults.writes.end();
+        other.expect("the other write waits for the slow one");
         let (_, pause) = pushing.join().unwrap();
-        assert!(pause < Duration::from_millis(10), "{pause:?}");
+        assert!(pause < shown, "{pause:?}");
     });
     let mut out = [0; 8];
     below(&chain, 1).read(0, &mut out).unwrap();
@@ -86,20 +105,22 @@ fn readers_hold_the_level_whose_writes_a_snapshot_found_in_flight() {
     let chain = Chain::open("moving", vec![old.clone() as Arc<dyn Layer>], Options::default()).unwrap();
     chain.write(0, &[1; 4096]).unwrap();
     chain.write(4096, &[2; 4096]).unwrap();
-    let wait = |milliseconds| std::thread::sleep(Duration::from_millis(milliseconds));
+    let writes = &old.faults.writes;
+    writes.begin();
     std::thread::scope(|scope| {
         // Two writes are under way when the snapshot is taken. The first frees a grain, the second allocates one.
-        old.faults.write_delay.store(300_000, Ordering::SeqCst);
-        scope.spawn(|| chain.write(0, &[3; 4096]).unwrap());
-        wait(50);
-        old.faults.write_delay.store(600_000, Ordering::SeqCst);
-        scope.spawn(|| chain.write(4096, &[4; 4096]).unwrap());
-        wait(50);
+        let first = scope.spawn(|| chain.write(0, &[3; 4096]).unwrap());
+        writes.wait_for(1);
+        let second = scope.spawn(|| chain.write(4096, &[4; 4096]).unwrap());
+        writes.wait_for(2);
         scope.spawn(|| chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap());
-        wait(50);
+        wait_for_levels(&chain, 2);
         // A plan made from the new levels, before either write ends.
         let plan = chain.plan(0, 4096).unwrap();
-        wait(1000);
+        writes.pass(1);
+        first.join().unwrap();
+        writes.end();
+        second.join().unwrap();
         let mut bytes = [0xee; 4096];
         plan.parts[0].read(0, &mut bytes).unwrap();
         assert_eq!(bytes, [1; 4096]);
