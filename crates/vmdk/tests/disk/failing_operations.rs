@@ -344,6 +344,56 @@ fn a_merge_on_another_branch_is_repeated_from_the_medium_after_a_failed_flush() 
     assert!(failed > 60, "{failed}");
 }
 
+/// Wipes and shrinks change the tables of a level. After a failed flush, these tables may refer to grains that the
+/// device does not have.
+#[test]
+fn after_a_failed_flush_of_work_on_a_level_reads_return_data_of_the_medium() {
+    let cases = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse].into_iter().flat_map(|delta| {
+        [false, true].into_iter().flat_map(move |below| (0..12).map(move |step| (delta, below, step)))
+    });
+    let mut failed = [0; 2];
+    for (delta, below, step) in cases {
+        let machine = SimulatedDisk::new(step, SimulatedOptions::default());
+        let (kind, capacity) = (ImageKind::Thin, (BLOCKS * BLOCK) as u64);
+        let new = NewDisk { name: "vm".into(), capacity, kind, delta: Some(delta), adapter: Adapter::LsiLogic };
+        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(step), &NoProgress).unwrap();
+        disk.snapshot(&NewSnapshot::named("first")).unwrap();
+        let chain = disk.chain().unwrap();
+        let mut expected = vec![0; BLOCKS];
+        for (block, value) in (1..=200).enumerate() {
+            chain.write((block * BLOCK) as u64, &[value; BLOCK]).unwrap();
+            expected[block] = value;
+        }
+        chain.flush().unwrap();
+        // Dead grains before live ones, and grains that contain only zeros.
+        chain.zero(0, (80 * BLOCK) as u64, false).unwrap();
+        chain.write((100 * BLOCK) as u64, &[0; 20 * BLOCK]).unwrap();
+        expected[..80].fill(0);
+        expected[100..120].fill(0);
+        chain.flush().unwrap();
+        drop(chain);
+        if below {
+            disk.snapshot(&NewSnapshot::named("second")).unwrap();
+        }
+        machine.fail_requests(Fault::Sync, step, 1);
+        let wiped = if delta == DeltaFormat::SeSparse { disk.wipe(&NoProgress).map(drop) } else { Ok(()) };
+        let done = wiped.and_then(|()| disk.shrink(&NoProgress).map(drop));
+        let context = format!("{delta:?}, below {below}, flush {step}: {done:?}");
+        failed[usize::from(below)] += u32::from(done.is_err());
+        evict(&machine, |_| true);
+        if let Ok(chain) = disk.chain() {
+            assert!(fits(&read(&chain), &expected, false), "{context}");
+        }
+        machine.mend();
+        if disk.stopped().is_some() {
+            disk.reopen().unwrap();
+        }
+        evict(&machine, |_| true);
+        assert!(fits(&read(&disk.chain().unwrap()), &expected, true), "{context}");
+    }
+    assert!(failed.iter().all(|failed| *failed > 3), "{failed:?}");
+}
+
 /// A snapshot of data that a failed flush has lost: the page cache may still have it. Reads of the snapshot always
 /// return the same content: while `disk reopen` fails, and in a restarted process.
 #[test]
