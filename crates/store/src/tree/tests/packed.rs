@@ -4,8 +4,8 @@
 use super::Random;
 use super::memory::Memory;
 use crate::tree::{
-    LOGICAL_LIMIT, MappedCounter, NodeId, NodeStore, Packed, PhysicalRun, Source, create, drop_step, leaf_of, lookup,
-    pack, page, replace,
+    Extent, LOGICAL_LIMIT, MappedCounter, NodeId, NodeStore, Packed, PhysicalRun, Source, create, drop_step, leaf_of,
+    lookup, pack, page, replace,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -186,4 +186,37 @@ fn a_shared_leaf_without_room_is_copied_and_split() {
     store.verify(&[root, copied]);
     let leaf = leaf_of(&mut store, root, 10..11).unwrap();
     assert!(leaf.mappings[0].packed.is_some() && leaf.upper < LOGICAL_LIMIT);
+}
+
+/// The later leaf does not count the pack again.
+#[test]
+fn a_pack_that_two_leaves_map_counts_once() {
+    const BLOCKS: u64 = 400;
+    let mut store = Memory::new();
+    let mut root = create(&mut store).unwrap();
+    for block in 0..BLOCKS {
+        store.skip_data();
+        let physical = store.allocate_data(1);
+        root = replace(&mut store, root, block..block + 1, Some((physical, false))).unwrap();
+    }
+    let border = leaf_of(&mut store, root, 0..1).unwrap().upper;
+    let range = border - 4..border + 4;
+    let mut extents = Vec::new();
+    lookup(&mut store, root, range.clone(), &mut extents).unwrap();
+    let source = |extent: &Extent| {
+        let run = PhysicalRun { physical: extent.physical, blocks: extent.blocks };
+        Source { index: (extent.logical - range.start) as u8, run, packed: None }
+    };
+    let sources: Vec<Source> = extents.iter().map(source).collect();
+    let run = PhysicalRun { physical: store.allocate_data(2), blocks: 2 };
+    store.packing = true;
+    root = pack(&mut store, root, range.clone(), range.start, run, &sources).unwrap();
+    store.drop_data_references(run.physical, run.blocks).unwrap();
+    store.verify(&[root]);
+    for block in [range.start, border] {
+        let leaf = leaf_of(&mut store, root, block..block + 1).unwrap();
+        assert!(leaf.mappings[0].packed.is_some() && (leaf.upper == border) == (block < border));
+    }
+    let counted = MappedCounter::default().count(&mut store, root, &mut || Ok(())).unwrap();
+    assert_eq!((counted.all, counted.packed, counted.packs), (BLOCKS, 8, 2));
 }
