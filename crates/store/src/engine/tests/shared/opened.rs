@@ -62,5 +62,32 @@ fn the_leaves_of_many_trees_are_read_without_the_metadata_lock() {
     let now = engine.meta.statistics();
     let (read, locked) = (now.misses - before.misses, now.locked - before.locked);
     assert!(read > u64::from(TREES) && locked < 20, "{locked} of {read} pages were read under the lock");
+    // If each search ended at the first missing leaf, all leaves before it would be searched again for each leaf.
+    let found = now.hits - before.hits;
+    assert!(found < u64::from(50 * TREES), "{found} pages were looked up");
+    is_whole(&engine);
+}
+
+/// One share replaces the duplicate in the leaves of all trees that map it at the same place.
+#[test]
+fn a_block_gets_no_more_references_than_the_limit_from_a_share_in_many_trees() {
+    // 256 references are allowed in tests.
+    const REFERENCES: u32 = 250;
+    const TREES: u32 = 10;
+    let (_disk, engine) = filled((0..32).map(|block| 150 + block));
+    let other = add_disk(&engine, "other", BLOCKS, Provisioning::Thin);
+    (0..REFERENCES).for_each(|block| put(&engine, other, u64::from(block), 161));
+    quiet(&engine);
+    assert_eq!(share(&engine, &[other]), u64::from(REFERENCES - 1));
+    for number in 1..TREES {
+        take(&engine, 1, &format!("s{number}"));
+        // The disk gets a leaf of its own.
+        write(&engine, u64::from(number % 2), number as u8);
+        engine.settle(&engine.head(1)).unwrap();
+    }
+    quiet(&engine);
+    let (kept, duplicate) = (place(&engine, other, 0), place(&engine, 1, 11));
+    assert_eq!(share(&engine, &[other, 1]), 0);
+    assert_eq!([kept, duplicate].map(|block| references(&engine, block)), [REFERENCES, TREES]);
     is_whole(&engine);
 }
