@@ -5,8 +5,8 @@
 //! 1. The register has exactly the connections whose threads run, even if a thread panics. Each class of connections
 //!    has its own limit ([`Limits`]), which is never exceeded.
 //! 2. A TCP connection is unauthenticated until its client has presented a valid certificate. A holder of certificates,
-//!    and a user of a unix socket other than root and the user of the server, gets no connection while it has as many as
-//!    are free: one holder has at most half of its class, and leaves free ones.
+//!    and a user of a unix socket other than root and the user of the server, gets no connection while it has as many
+//!    as are free: one holder has at most half of its class, and leaves free ones.
 //! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
 //!    that only if it is blocked by something other than its socket.
 //! 4. Refusals and failed negotiations are logged at a bounded rate, no matter how often clients connect. Over TCP,

@@ -172,8 +172,8 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
 }
 
-/// Accepted requests of a killed client may still be under way in the device, and would overwrite acknowledged writes of
-/// the next client.
+/// Accepted requests of a killed client may still be under way in the device, and would overwrite acknowledged writes
+/// of the next client.
 #[test]
 fn a_new_session_waits_for_the_requests_of_a_client_that_has_left() {
     let setup = Setup::new();

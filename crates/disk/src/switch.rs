@@ -489,7 +489,7 @@ impl Device for SwitchedDevice {
             )
         })?;
         ticket.guard = guard;
-        // Other clients may write a device that this client only reads. A device that is read-only itself has no writes.
+        // Other clients may write a device that this client only reads. A device that is read-only has no writes.
         if held.device.read_only() {
             return Ok(());
         }

@@ -438,8 +438,8 @@ impl Disk {
         Some(line.level(node)?.key)
     }
 
-    /// The UID of a snapshot, and when it was taken, in microseconds since 1970; `None` if there is no such snapshot. UIDs
-    /// are used again only after the largest one was used.
+    /// The UID of a snapshot, and when it was taken, in microseconds since 1970; `None` if there is no such snapshot.
+    /// UIDs are used again only after the largest one was used.
     pub fn snapshot_identity(&self, snapshot: &str) -> Option<(u32, u64)> {
         let state = self.state.lock();
         let snapshot = state.record.snapshot(snapshot).ok()?;

@@ -4,8 +4,8 @@
 //! - `lamina:dirty:SNAPSHOT`: ranges that may differ between the snapshot and the export; also offered as
 //!   `qemu:dirty-bitmap:SNAPSHOT`, the name under which backup clients look for changed blocks.
 //!
-//! A context of a snapshot belongs to the snapshot that had the name when the client chose the context: if that snapshot
-//! is deleted, queries fail, also if another snapshot has its name.
+//! A context of a snapshot belongs to the snapshot that had the name when the client chose the context: if that
+//! snapshot is deleted, queries fail, also if another snapshot has its name.
 //!
 //! Whatever the device returns, a reply begins at the start of the requested range, does not exceed the range, and has
 //! at least one extent, none of them empty. So a client that walks an export always makes progress.

@@ -218,8 +218,8 @@ impl Meta {
     /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
     /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
     /// reference when leaves refer to them. Those without a checksum get that of the blocks from `from` on, which have
-    /// the same content: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that is
-    /// there is right. The blocks from `from` on may have none, if the operation that wrote them was left out.
+    /// the same content: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that
+    /// is there is right. The blocks from `from` on may have none, if the operation that wrote them was left out.
     pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
         for at in 0..run.blocks {
