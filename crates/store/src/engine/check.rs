@@ -238,14 +238,16 @@ impl Engine {
         let mended = self.note_mended(meta, &mut report);
         meta.pages.set_mender(None);
         let counted = if report.repairs > 0 { self.recount(meta) } else { Ok(()) };
+        // A change that uses a repaired block must not be in the journal before the repair is durable. Only small
+        // changes that were admitted before the check may be appended: announcements, reservations and resolved blocks.
+        // Admission ends before the metadata is unlocked, because some changes need none of the other locks: a step of
+        // sharing, and what reserves or discards a range of a new disk.
+        let closed = self.log.admission.close();
         self.update_headroom(meta);
         drop(guard);
         let standing = StoreActivity::Stopped(&Default::default());
         let checked = checked.and(mended).and(counted);
         let checked = checked.and_then(|()| self.compare_room(standing, true, &mut report));
-        // A change that uses a repaired block must not be in the journal before the repair is durable. Only small
-        // changes that were admitted before the check may be appended: announcements, reservations and resolved blocks.
-        let closed = self.log.admission.close();
         drop(through);
         drop(commit);
         drop(gate);

@@ -5,6 +5,7 @@ mod counted;
 mod divided;
 mod histories;
 mod opened;
+mod repaired;
 mod replayed;
 
 use super::between::before_next;
