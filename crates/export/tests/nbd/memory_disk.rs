@@ -567,8 +567,10 @@ impl Exports for Shelf {
 /// Exports that change when a client queries a description, after it has opened an export: a rename during a handshake.
 pub struct Changing {
     now: Mutex<Arc<Shelf>>,
-    change: Mutex<Option<Box<dyn FnOnce() -> Arc<Shelf> + Send>>>,
+    change: Mutex<Option<Change>>,
 }
+
+type Change = Box<dyn FnOnce() -> Arc<Shelf> + Send>;
 
 impl Changing {
     pub fn new(first: Arc<Shelf>, change: impl FnOnce() -> Arc<Shelf> + Send + 'static) -> Arc<Self> {
