@@ -6,6 +6,7 @@
 
 use crate::random::Random;
 use backend::simulated::Fault;
+use store::pack::Codec;
 
 /// The number of failures of a medium that fails until it is replaced.
 const FOR_EVER: u64 = u64::MAX;
@@ -75,6 +76,10 @@ pub enum Operation {
     Checkpoint,
     /// Punch free space.
     Reclaim,
+    /// Compress blocks of a disk or snapshot from `at` on, in at most `steps` steps.
+    Pack { object: u64, at: u64, steps: u64, codec: Codec },
+    /// Make the next steps of a pass that stores equal blocks once.
+    Share { steps: u64 },
     /// Run a check that verifies all data.
     Check,
     /// Compare the whole datastore with the model.
@@ -126,6 +131,8 @@ pub enum Profile {
     Shared,
     /// Consecutive power cuts, also in recovery.
     Again,
+    /// Power cuts while blocks are compressed and deduplicated.
+    Reduced,
 }
 
 /// The most disks of a run. When there are as many, a disk is deleted instead of created.
@@ -196,7 +203,9 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         892..898 => Operation::CloneFull { source: disk, head: random.percent(50), cancel: random.percent(20) },
         898..904 => Operation::Detach { disk },
         904..910 => Operation::CloseDevices,
-        910..965 => Operation::Pump { rounds: random.between(1, 4) },
+        910..953 => Operation::Pump { rounds: random.between(1, 4) },
+        953..959 => pack(random),
+        959..965 => Operation::Share { steps: random.between(1, 200) },
         965..975 => Operation::Checkpoint,
         975..980 => Operation::Reclaim,
         980..984 => Operation::Check,
@@ -225,6 +234,17 @@ fn tight(random: &mut Random, disk: u64) -> Operation {
         97 => Operation::Checkpoint,
         98 => Operation::Reclaim,
         _ => Operation::Read { title: disk, span: span(random) },
+    }
+}
+
+/// Compression of a part of a disk or snapshot.
+pub(crate) fn pack(random: &mut Random) -> Operation {
+    Operation::Pack {
+        object: random.next(),
+        // The beginning has most of the data.
+        at: if random.percent(50) { 0 } else { random.next() },
+        steps: random.between(1, 60),
+        codec: if random.percent(50) { Codec::Lz4 } else { Codec::Zstd(3) },
     }
 }
 

@@ -2,10 +2,10 @@
 //!
 //! A regime consists of a world (sizes of journal, caches and medium) and a mix of operations that keeps the datastore
 //! in one condition: more dirty metadata than the journal holds, a map larger than the metadata cache, disks of 16 TiB,
-//! journals of several sizes, a file system with hardly any free space, blocks shared without a snapshot, or
-//! consecutive power cuts. Model and comparison are the same as in every other run.
+//! journals of several sizes, a file system with hardly any free space, blocks shared without a snapshot,
+//! consecutive power cuts, or compressed and deduplicated blocks. Model and comparison are the same as in every other run.
 
-use crate::operation::{Operation, Profile, Span, generate};
+use crate::operation::{Operation, Profile, Span, generate, pack};
 use crate::random::Random;
 use crate::run::JOURNAL_SIZE;
 
@@ -76,6 +76,7 @@ pub(crate) fn beginning(random: &mut Random, profile: Profile) -> Option<Vec<Ope
         Profile::Maps => vec![create(TIB, 7), scatter(random, 0, 6000)],
         Profile::Wide => vec![create(WIDE, 7), create(WIDE - 512, 7), create(3 * MIB, 7)],
         Profile::Shared => vec![create(MIB, 7), create(MIB - 512, 7)],
+        Profile::Reduced => vec![create(2 * MIB, 7), create(6 * MIB + 512, 7)],
         Profile::NearlyFull => vec![create(24 * MIB, 7), create(4 * MIB, random.below(2) * 7), create(64 * MIB, 7)],
         _ => return None,
     })
@@ -94,6 +95,7 @@ pub(crate) fn extend(random: &mut Random, profile: Profile, out: &mut Vec<Operat
         }
         Profile::Shared => shared(random, out),
         Profile::Again => again(random, out),
+        Profile::Reduced => reduced(random, out),
         _ => out.push(generate(random, profile)),
     }
 }
@@ -318,5 +320,33 @@ fn again(random: &mut Random, out: &mut Vec<Operation>) {
         out.push(Operation::Read { title: 3 * (disk / 3) + 1, span: place });
         out.push(write(random));
         out.push(Operation::Flush { disk });
+    }
+}
+
+/// Writes of a few contents, of which some can be compressed, and passes of data reduction between them.
+fn reduced(random: &mut Random, out: &mut Vec<Operation>) {
+    let disk = random.next();
+    let few = |random: &mut Random, blocks: u64| Operation::Write {
+        disk: random.next(),
+        span: span(random, blocks),
+        fill: 1 + random.below(12),
+        again: random.percent(5),
+        fua: random.percent(10),
+    };
+    match random.below(100) {
+        0..24 => out.push(few(random, 4)),
+        24..34 => out.push(few(random, 64)),
+        // The same content is written to two disks, and both become durable.
+        34..40 => {
+            let (place, fill) = (span(random, 32), 1 + random.below(12));
+            let at = |disk| Operation::Write { disk, span: place, fill, again: false, fua: false };
+            out.extend([at(disk), at(disk + 1), Operation::Flush { disk }, Operation::Pump { rounds: 3 }]);
+        }
+        40..52 => out.push(pack(random)),
+        52..62 => out.push(Operation::Share { steps: random.between(1, 400) }),
+        62..68 => out.push(Operation::Flush { disk }),
+        68..76 => out.push(cut(random, &[3, 20, 60, 200])),
+        76..78 => out.push(Operation::Checkpoint),
+        _ => out.push(generate(random, Profile::PowerCuts)),
     }
 }

@@ -55,7 +55,7 @@ impl fmt::Display for Failure {
 
 impl Profile {
     /// All profiles.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Model,
         Self::PowerCuts,
         Self::Tight,
@@ -68,6 +68,7 @@ impl Profile {
         Self::NearlyFull,
         Self::Shared,
         Self::Again,
+        Self::Reduced,
     ];
 
     /// Whether runs of the profile cut the power.
@@ -90,6 +91,7 @@ impl Profile {
             Self::NearlyFull => "nearly-full",
             Self::Shared => "shared",
             Self::Again => "again",
+            Self::Reduced => "reduced",
         }
     }
 
@@ -102,7 +104,7 @@ impl Profile {
             Self::Errors => 400,
             Self::Full => 800,
             Self::Scattered | Self::Maps => 120,
-            Self::Wide | Self::Journals | Self::NearlyFull => 200,
+            Self::Wide | Self::Journals | Self::NearlyFull | Self::Reduced => 200,
             Self::Shared | Self::Again => 150,
         }
     }

@@ -1,6 +1,6 @@
 //! Power cuts in every regime: metadata and maps larger than memory and journal, disks of 16 TiB, journals of several
-//! sizes, hardly any free space, shared blocks without a snapshot, consecutive cuts. `lamina-soak --cuts 10000` makes
-//! many more.
+//! sizes, hardly any free space, shared blocks without a snapshot, consecutive cuts, data
+//! reduction. `lamina-soak --cuts 10000` makes many more.
 
 use simulation::operation::Profile;
 use simulation::run::Statistics;
@@ -51,4 +51,10 @@ fn with_blocks_that_heads_share_without_a_snapshot_nothing_is_lost() {
 fn with_power_cuts_during_recovery_nothing_is_lost() {
     let statistics = run(Profile::Again, 80);
     assert!(statistics.interrupted_recoveries > 800, "{statistics:?}");
+}
+
+#[test]
+fn with_compressed_and_deduplicated_blocks_nothing_is_lost() {
+    let statistics = run(Profile::Reduced, 80);
+    assert!(statistics.packed > 8000 && statistics.shared > 4000, "{statistics:?}");
 }

@@ -112,7 +112,7 @@ impl Client {
         let engine = &self.store.engine;
         let write = {
             let mut model = self.store.model();
-            let number = model.number();
+            let number = self.store.content_of(model.number());
             let Some(object) = model.objects.get_mut(disk) else { return Ok(()) };
             if object.image.generation != generation {
                 return Ok(());

@@ -10,6 +10,7 @@
 mod client;
 mod control;
 mod model;
+mod reduction;
 mod schedule;
 mod scheduler;
 mod store;
@@ -33,14 +34,16 @@ fn number(name: &str) -> Option<u64> {
 fn tell(run: u64, began: Instant, statistics: &Statistics) -> String {
     let of = |number: &AtomicU64| number.load(Ordering::Relaxed);
     format!(
-        "{run} schedules in {:.1} s: {} choices, {} operations, {} flushes, {} catalog changes, {} checkpoints, {} power \
-         cuts on the way, {} during recovery",
+        "{run} schedules in {:.1} s: {} choices, {} operations, {} flushes, {} catalog changes, {} checkpoints, {} blocks \
+         compressed, {} deduplicated, {} power cuts on the way, {} during recovery",
         began.elapsed().as_secs_f64(),
         of(&statistics.steps),
         of(&statistics.operations),
         of(&statistics.flushes),
         of(&statistics.changes),
         of(&statistics.checkpoints),
+        of(&statistics.packed),
+        of(&statistics.shared),
         of(&statistics.cuts),
         of(&statistics.cut_openings),
     )

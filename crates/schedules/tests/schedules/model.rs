@@ -21,7 +21,8 @@ pub const SECTORS: usize = BLOCK_SIZE / SECTOR;
 /// The bits of a content word that have the number of its sector. The other bits have the number of its write.
 const PLACE_BITS: u32 = 16;
 
-/// The versions of a sector: the numbers of the writes that made them; 0 stands for zeros.
+/// The versions of a sector: the numbers of their contents; 0 stands for zeros. Each write has a content of its own,
+/// except in schedules with equal blocks.
 #[derive(Clone, Debug)]
 pub struct Sector {
     versions: Vec<u64>,

@@ -4,6 +4,7 @@
 use crate::client::{Client, Habit, Share};
 use crate::control::Control;
 use crate::model::SECTORS;
+use crate::reduction::Reduction;
 use crate::scheduler::Chooser;
 use crate::store::{Base, Checked, DISKS, End, Statistics, Store, count, options};
 use crate::verify::{after_close, after_cut};
@@ -29,6 +30,8 @@ const HOT_BLOCKS: usize = 3;
 const CUT_BITS: u32 = 8;
 /// The percentage of schedules with a slow medium.
 const SLOW_PERCENT: u64 = 25;
+/// The percentage of schedules that compress and deduplicate.
+const REDUCTION_PERCENT: u64 = 35;
 /// The number of steps of other threads during a flush of a slow medium has at most this many bits.
 const SLOW_SYNC_BITS: u32 = 6;
 /// The most steps of other threads during any other request to a slow medium.
@@ -101,9 +104,10 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
     if random.percent(SLOW_PERCENT) {
         disk.set_pace(slow(&mut random));
     }
-    let store = Arc::new(Store::new(engine, disk, base.model.clone(), Arc::clone(statistics)));
+    let reduces = random.percent(REDUCTION_PERCENT);
+    let store = Arc::new(Store::new(engine, disk, base.model.clone(), Arc::clone(statistics), reduces));
 
-    let mut outcome = work(&store, &mut random, habit);
+    let mut outcome = work(&store, &mut random, habit, reduces);
     let closes = outcome.is_ok() && !store.disk.is_off() && random.percent(20);
     if outcome.is_ok() && closes && random.percent(50) {
         outcome = store.check();
@@ -156,7 +160,7 @@ fn count_cut(store: &Store) {
 }
 
 /// Starts the threads, and waits for them.
-fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
+fn work(store: &Arc<Store>, random: &mut Random, habit: Habit, reduces: bool) -> Checked {
     let clients = 1 + random.below(3) as usize;
     let mut threads = Vec::new();
     for shares in shares(clients, random, habit) {
@@ -173,6 +177,11 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     if random.percent(if habit == Habit::Mixed { 25 } else { 80 }) {
         let (store, random) = (Arc::clone(store), random.fork());
         threads.push(shuttle::thread::spawn(move || upkeep(&store, random, habit)));
+    }
+    if reduces {
+        let operations = 1 + random.below(5);
+        let reduction = Reduction { store: Arc::clone(store), random: random.fork(), operations };
+        threads.push(shuttle::thread::spawn(move || reduction.run()));
     }
     let mut outcome = Ok(());
     for thread in threads {

@@ -22,6 +22,9 @@ const STEP: u64 = 32;
 /// Flushes that bring the journal of the second prepared store close to the end of its ring.
 const STEPS: u64 = 29;
 
+/// The contents of the writes of a schedule that deduplicates.
+const CONTENTS: u64 = 3;
+
 /// Why a thread ends.
 pub enum End {
     /// The power is off.
@@ -50,6 +53,10 @@ pub struct Statistics {
     pub cut_openings: AtomicU64,
     /// Checkpoints that were made.
     pub checkpoints: AtomicU64,
+    /// Blocks that became free by compression.
+    pub packed: AtomicU64,
+    /// Blocks that became free by deduplication.
+    pub shared: AtomicU64,
 }
 
 /// The state that the threads of a schedule share.
@@ -65,15 +72,29 @@ pub struct Store {
     pub doors: shuttle::sync::Mutex<()>,
     /// Counts over all schedules.
     pub statistics: Arc<Statistics>,
+    /// Whether the writes have only a few contents, so that blocks are equal.
+    few_contents: bool,
     /// Whether events are printed, because a single schedule is repeated.
     traced: bool,
 }
 
 impl Store {
     /// The shared state for an engine on `disk`.
-    pub fn new(engine: Arc<Engine>, disk: SimulatedDisk, model: Model, statistics: Arc<Statistics>) -> Self {
+    pub fn new(
+        engine: Arc<Engine>,
+        disk: SimulatedDisk,
+        model: Model,
+        statistics: Arc<Statistics>,
+        few_contents: bool,
+    ) -> Self {
         let traced = std::env::var_os("LAMINA_SCHEDULE").is_some();
-        Self { engine, disk, model: Mutex::new(model), doors: shuttle::sync::Mutex::new(()), statistics, traced }
+        let (model, doors) = (Mutex::new(model), shuttle::sync::Mutex::new(()));
+        Self { engine, disk, model, doors, statistics, few_contents, traced }
+    }
+
+    /// The content of a write, as a number, from the number of the write.
+    pub fn content_of(&self, write: u64) -> u64 {
+        if self.few_contents { 1 + write % CONTENTS } else { write }
     }
 
     /// Locks the model. No other thread may run while it is locked.

@@ -236,12 +236,15 @@ impl SimulationRun {
         // A full clone is durable as soon as it exists.
         let mut image = (*image).clone();
         image.flush();
-        let provisioning = known.provisioning;
+        let (provisioning, reserved) = (known.provisioning, known.reserved);
         if provisioning != Provisioning::Thin && capacity > self.thick_max {
             return Ok(());
         }
         let mut after = self.model.clone();
-        after.disks.insert(name.clone(), Disk::of(capacity, provisioning, image));
+        let mut clone = Disk::of(capacity, provisioning, image);
+        // The zeros of an eager zeroed thick disk are copied too.
+        clone.reserved |= reserved;
+        after.disks.insert(name.clone(), clone);
         let what = format!("full clone {name} of {disk} at {point:?}, cancel {cancel}");
         self.change(&what, after, |ds| match cancel {
             true => ds.clone_full(&disk, &point, &name, &Impatient::default()),

@@ -189,7 +189,7 @@ impl SimulationRun {
         let disk = &self.model.disks[name];
         // A detached clone may share blocks with any other disk.
         let detached = self.model.disks.values().any(|other| other.detached);
-        if disk.parent.is_some() || disk.origin.is_some() || !disk.snapshots.is_empty() || detached {
+        if self.reduced || disk.parent.is_some() || disk.origin.is_some() || !disk.snapshots.is_empty() || detached {
             return Ok(false);
         }
         let status = device.status(offset, length, usize::MAX).map_err(|error| error.to_string())?;

@@ -8,6 +8,7 @@
 mod control;
 mod data;
 mod recover;
+mod reduction;
 
 use crate::model::Model;
 use crate::operation::{Operation, Profile};
@@ -22,6 +23,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
+use store::engine::SharePass;
 
 /// Operations recorded for the report of a failure.
 const TRACE_MAX: usize = 400;
@@ -57,6 +59,10 @@ pub struct Statistics {
     pub faults: u64,
     /// Checkpoints made.
     pub checkpoints: u64,
+    /// Blocks that became free by compression.
+    pub packed: u64,
+    /// Blocks that became free by deduplication.
+    pub shared: u64,
     /// The most dirty metadata pages seen at a time.
     pub dirty_max: u64,
     /// The most map nodes seen at a time.
@@ -72,6 +78,8 @@ impl std::ops::AddAssign for Statistics {
         self.refused += other.refused;
         self.faults += other.faults;
         self.checkpoints += other.checkpoints;
+        self.packed += other.packed;
+        self.shared += other.shared;
         self.dirty_max = self.dirty_max.max(other.dirty_max);
         self.nodes_max = self.nodes_max.max(other.nodes_max);
     }
@@ -98,6 +106,10 @@ pub struct SimulationRun {
     unsure: bool,
     /// Whether the file system may be full.
     full: bool,
+    /// Whether blocks may be compressed or deduplicated.
+    reduced: bool,
+    /// The pass of deduplication that has not ended.
+    pass: Option<SharePass>,
     cuts_in_recovery: VecDeque<u64>,
     /// The number of power cuts that may still be made.
     cuts_left: u64,
@@ -147,6 +159,8 @@ impl SimulationRun {
             recounted: false,
             unsure: false,
             full: world.room.is_some(),
+            reduced: false,
+            pass: None,
             cuts_in_recovery: VecDeque::new(),
             cuts_left: u64::MAX,
             thick_max: world.thick_max,
@@ -245,6 +259,8 @@ impl SimulationRun {
             }),
             Operation::Checkpoint => self.background(|engine| engine.checkpoint()),
             Operation::Reclaim => self.background(|engine| engine.reclaim().map(|_| ())),
+            Operation::Pack { object, at, steps, codec } => self.pack(*object, *at, *steps, *codec),
+            Operation::Share { steps } => self.share(*steps),
             Operation::Check => self.check(),
             Operation::Compare => self.compare_all(),
             Operation::Reopen => self.reopen(),

@@ -55,6 +55,7 @@ impl SimulationRun {
         self.statistics.restarts += 1;
         self.count_checkpoints();
         self.held.clear();
+        self.pass = None;
         self.devices.clear();
         self.datastore = None;
         let power = self.disk.is_off() || self.unsure || self.faulty && self.random.percent(50);
@@ -161,6 +162,7 @@ impl SimulationRun {
             Outcome::Refused(error) => return Err(format!("closing: {error}")),
             Outcome::Done(()) => self.model.flush(),
         }
+        self.pass = None;
         self.datastore = None;
         if self.random.percent(30) {
             self.disk = self.disk.crash();

@@ -1,0 +1,105 @@
+//! The thread that compresses and deduplicates while other threads write, take snapshots and delete.
+
+use crate::store::{Checked, Store};
+use error::{ErrorKind, Result};
+use scheduled_store::Engine;
+use scheduled_store::engine::{PRINTS_MAX, SharePass};
+use scheduled_store::pack::{Codec, Packer};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use testkit::Random;
+
+/// The most steps of one operation.
+const STEPS_MAX: u64 = 60;
+
+/// A thread that stores the same contents in less space.
+pub struct Reduction {
+    /// The store that the thread uses.
+    pub store: Arc<Store>,
+    /// Chooses the operations of this thread.
+    pub random: Random,
+    /// Number of operations.
+    pub operations: u64,
+}
+
+impl Reduction {
+    /// Carries out all operations.
+    pub fn run(mut self) -> Checked {
+        let mut pass = None;
+        for _ in 0..self.operations {
+            if self.random.percent(40) {
+                self.write_back()?;
+            }
+            let steps = 1 + self.random.below(STEPS_MAX);
+            if self.random.percent(50) {
+                self.share(&mut pass, steps)?;
+            } else {
+                self.pack(steps)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what was written from the buffers and the journal to its blocks: other blocks are not reduced.
+    fn write_back(&self) -> Checked {
+        self.store.flush()?;
+        self.store.engine.checkpoint().map_err(|error| self.store.judge(error, "checkpoint"))
+    }
+
+    /// The ids of disks and snapshots, and their numbers of blocks. Some may be deleted meanwhile.
+    fn objects(&self) -> Vec<(u64, u64)> {
+        let model = self.store.model();
+        let objects = model.objects.values().filter(|object| object.id > 0);
+        objects.map(|object| (object.id, (object.image.sectors.len() / crate::model::SECTORS) as u64)).collect()
+    }
+
+    fn pack(&mut self, steps: u64) -> Checked {
+        let objects = self.objects();
+        if objects.is_empty() {
+            return Ok(());
+        }
+        let (object, blocks) = *self.random.pick(&objects);
+        let codec = *self.random.pick(&[Codec::Lz4, Codec::Zstd(1)]);
+        self.store.note(|| format!("compress object {object} ..."));
+        match pack(&self.store.engine, object, blocks, steps, codec) {
+            Ok(packed) => {
+                self.store.note(|| format!("compressed {packed} blocks of object {object}"));
+                self.store.statistics.packed.fetch_add(packed, Ordering::Relaxed);
+                Ok(())
+            }
+            // The object was deleted.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(self.store.judge(error, "compression")),
+        }
+    }
+
+    fn share(&mut self, pass: &mut Option<SharePass>, steps: u64) -> Checked {
+        self.store.note(|| "deduplicate ...".into());
+        for _ in 0..steps {
+            let current = pass.get_or_insert_with(|| SharePass::new(self.objects(), PRINTS_MAX));
+            let step = self.store.engine.share_step(current);
+            let step = step.map_err(|error| self.store.judge(error, "deduplication"))?;
+            self.store.statistics.shared.fetch_add(step.shared, Ordering::Relaxed);
+            if step.ended {
+                *pass = None;
+            }
+        }
+        self.store.note(|| "deduplicated".into());
+        Ok(())
+    }
+}
+
+/// Returns the number of blocks that became free.
+fn pack(engine: &Engine, object: u64, blocks: u64, steps: u64, codec: Codec) -> Result<u64> {
+    let mut packer = Packer::new(codec)?;
+    let (mut at, mut packed) = (0, 0);
+    for _ in 0..steps {
+        if at >= blocks {
+            break;
+        }
+        let step = engine.pack_step(object, at..blocks, &mut packer)?;
+        packed += step.packed;
+        at = step.next;
+    }
+    Ok(packed)
+}
