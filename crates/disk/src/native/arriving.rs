@@ -271,8 +271,13 @@ impl Native {
 
     /// The snapshot of a hidden disk. It is taken now, unless an interrupted attempt has taken it before.
     fn hidden_snapshot(&self, disk: u64, name: &str, identity: DiskIdentity) -> Result<Object> {
-        let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
-        let id = match known {
+        let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).cloned());
+        let taken = known.as_ref().filter(|known| known.uuid == identity.uuid).map(|known| known.id);
+        if let (Some(other), None) = (known, taken) {
+            // The disk of the base was deleted, and has handed over a snapshot with this name.
+            self.engine.rename_snapshot(other.id, &self.free_snapshot_name(disk, name))?;
+        }
+        let id = match taken {
             Some(id) => {
                 // The snapshot has all content. Segments that the record does not list were received again since, into
                 // other blocks, so that the disk would count as changed.
@@ -287,5 +292,14 @@ impl Native {
         };
         self.engine.set_snapshot_identity(id, identity)?;
         self.engine.with_catalog(|catalog| catalog.get(id).cloned())
+    }
+
+    /// `name` with the lowest number that no snapshot of the disk has in its name.
+    fn free_snapshot_name(&self, disk: u64, name: &str) -> String {
+        self.engine.with_catalog(|catalog| {
+            let numbered = (2..).map(|number: u64| format!("{name}-{number}"));
+            let mut free = numbered.filter(|name| catalog.snapshot(disk, name).is_none());
+            free.next().unwrap_or_default()
+        })
     }
 }

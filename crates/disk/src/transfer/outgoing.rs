@@ -42,7 +42,8 @@ pub struct Outgoing {
 }
 
 impl Datastore {
-    /// Opens a snapshot of a disk for sending: `Busy` while the disk is migrated.
+    /// Opens a snapshot of a disk for sending: `Busy` while the disk is migrated. The content of the snapshot, and of
+    /// its bases, is durable afterwards.
     pub fn outgoing(&self, disk: &str, snapshot: &str) -> Result<Outgoing> {
         let kept = self.uses.share(disk)?;
         let device = self.device(&format!("{disk}@{snapshot}"), true)?;
@@ -64,6 +65,9 @@ impl Datastore {
                 _kept: kept,
             });
         }
+        // The receiver keeps what it gets under the identity of the snapshot. After a power failure of this host the
+        // snapshot must have the same content, or later increments leave out what differs.
+        self.native.engine.flush().map_err(|error| error.context(format!("making '{disk}@{snapshot}' durable")))?;
         let identity = self.native.snapshot_identity(disk, snapshot)?;
         let bases = self.native.lineage(disk, snapshot, BASES_MAX)?;
         let id = self.native.find_snapshot(&self.native.find_disk(disk)?, snapshot)?.id;

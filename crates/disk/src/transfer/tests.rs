@@ -10,10 +10,12 @@ use crate::testbed::options;
 use crate::{
     Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions, names,
 };
-use backend::BLOCK_SIZE;
+use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
+use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
+use store::EngineOptions;
 use store::engine::NewSnapshot;
 
 const CAPACITY: u64 = 1 << 20;
@@ -144,6 +146,94 @@ fn a_disk_with_data_in_more_places_than_a_record_lists_is_received() {
     let device = datastore.device("web", true).unwrap();
     for number in 0..count {
         assert!(device.read(2 * number * SEGMENT, BLOCK_SIZE).unwrap() == content(number), "segment {}", 2 * number);
+    }
+}
+
+/// A disk `a` of which the block 0 was flushed with 1s. Then 2s were written to it and not flushed, and the snapshot
+/// `s` was taken.
+fn with_an_unflushed_write(medium: &SimulatedDisk) -> Arc<Datastore> {
+    Datastore::init_in(medium.directory(), InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open_in(medium);
+    datastore.create_disk("a", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    let device = datastore.device("a", false).unwrap();
+    device.write(0, SharedSlice::copy_of(&[1; BLOCK_SIZE]), true).unwrap();
+    device.write(0, SharedSlice::copy_of(&[2; BLOCK_SIZE]), false).unwrap();
+    datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    datastore
+}
+
+fn open_in(medium: &SimulatedDisk) -> Arc<Datastore> {
+    Datastore::open_in(medium.directory(), EngineOptions { threads: false, ..EngineOptions::default() }).unwrap()
+}
+
+#[test]
+fn what_was_sent_is_in_the_snapshot_after_a_power_cut() {
+    let medium = SimulatedDisk::new(1, SimulatedOptions::default());
+    let datastore = with_an_unflushed_write(&medium);
+    let outgoing = datastore.outgoing("a", "s").unwrap();
+    let medium = medium.crash();
+    drop((outgoing, datastore));
+    let datastore = open_in(&medium);
+    let device = datastore.device("a@s", true).unwrap();
+    assert!(device.read(0, BLOCK_SIZE).unwrap() == [2_u8; BLOCK_SIZE]);
+}
+
+#[test]
+fn what_a_client_reads_from_a_snapshot_stays_after_a_power_cut() {
+    let medium = SimulatedDisk::new(1, SimulatedOptions::default());
+    let datastore = with_an_unflushed_write(&medium);
+    let device = datastore.device("a@s", true).unwrap();
+    let before = device.read(0, BLOCK_SIZE).unwrap();
+    let medium = medium.crash();
+    drop((device, datastore));
+    let after = open_in(&medium).device("a@s", true).unwrap().read(0, BLOCK_SIZE).unwrap();
+    assert!(before == [2_u8; BLOCK_SIZE] && after == before);
+}
+
+#[test]
+fn a_snapshot_of_a_failing_medium_is_opened() {
+    let medium = SimulatedDisk::new(1, SimulatedOptions::default());
+    let datastore = with_an_unflushed_write(&medium);
+    medium.fail_requests(Fault::Write, 0, u64::MAX);
+    let device = datastore.device("a@s", true).unwrap();
+    assert!(device.read(0, BLOCK_SIZE).unwrap() == [2_u8; BLOCK_SIZE]);
+    assert!(datastore.outgoing("a", "s").is_err());
+}
+
+#[test]
+fn a_received_snapshot_is_not_mistaken_for_one_that_its_base_has_handed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    for restarts in [false, true] {
+        let mut datastore = open(&path);
+        datastore.create_disk("a", &NewDisk::native(SEGMENT, Provisioning::Thin), &NoProgress).unwrap();
+        datastore.create_snapshots(&[("a".into(), "monday".into())], &SnapshotOptions::default()).unwrap();
+        let base = datastore.native.snapshot_identity("a", "monday").unwrap().uuid;
+        let new = offer(SEGMENT, vec![names::uuid_text(&base)]);
+        let mut reception = receive(&datastore, &new);
+        assert!(reception.progress()[0].base.is_some());
+        reception.write(0, 0, &[7; BLOCK_SIZE], None).unwrap();
+        reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
+        reception.save().unwrap();
+        // Only the hidden disk needs the snapshot.
+        datastore.delete_disk("a", true).unwrap();
+        if restarts {
+            drop(reception);
+            datastore.close().unwrap();
+            drop(datastore);
+            datastore = open(&path);
+            reception = receive(&datastore, &new);
+        }
+        reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
+        let point = names::parse_uuid(&new.disks[0].point.uuid).unwrap();
+        for (snapshot, uuid, byte) in [("monday", point, 7), ("monday-2", base, 0)] {
+            assert_eq!(datastore.native.snapshot_identity("web", snapshot).unwrap().uuid, uuid, "{snapshot}");
+            let device = datastore.device(&format!("web@{snapshot}"), true).unwrap();
+            assert!(device.read(0, BLOCK_SIZE).unwrap() == [byte; BLOCK_SIZE], "{snapshot}");
+        }
+        drop(reception);
+        datastore.delete_disk("web", false).unwrap();
     }
 }
 

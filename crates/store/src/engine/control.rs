@@ -245,6 +245,19 @@ impl Engine {
         })
     }
 
+    /// Gives a snapshot another name.
+    pub fn rename_snapshot(&self, id: u64, name: &str) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            check_name(name)?;
+            let object = Object { name: name.to_owned(), ..catalog.get(id)?.clone() };
+            if catalog.snapshot(object.disk, name).is_some() {
+                return Err(Error::new(ErrorKind::Exists, format!("the disk has a snapshot '{name}' already")));
+            }
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
     /// Changes the capacity of a disk. Before it shrinks, the caller must have discarded the blocks past the new end.
     pub fn set_capacity(&self, id: u64, capacity: u64) -> Result<()> {
         let _control = self.control.lock();
