@@ -281,7 +281,8 @@ impl SimulationRun {
             self.disk.mend();
             result = check();
         }
-        let recounted = std::mem::take(&mut self.recounted);
+        // A check that fails has reported nothing: the next one reports the recounted pages.
+        let recounted = result.is_ok() && std::mem::take(&mut self.recounted);
         if recounted && result.as_ref().is_ok_and(|report| report.findings.iter().all(|found| found.repaired.is_some()))
         {
             result = check();
