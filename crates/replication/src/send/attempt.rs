@@ -68,6 +68,9 @@ pub struct Attempt<'a> {
 /// State shared by the threads of an attempt.
 struct Shared<'a> {
     plans: &'a [DiskPlan],
+    /// For each disk, the number of segments that the receiver had before or whose end was sent, and the bytes of data
+    /// in them.
+    complete: Mutex<Vec<(u64, u64)>>,
     /// The next segment: index of the disk, and index in its plan.
     next: Mutex<(usize, usize)>,
     sockets: Mutex<Vec<Arc<OwnedFd>>>,
@@ -233,9 +236,11 @@ impl<'a> Attempt<'a> {
         self.arrived = self.arrived.max(there);
         sent.resumed = *self.resumed.get_or_insert(there);
         sent.incremental = known.iter().filter(|known| known.base.is_some()).count() as u64;
-        let total = plans.iter().map(|plan| plan.bytes).sum();
+        let total = there + plans.iter().map(|plan| plan.left_bytes).sum::<u64>();
+        let before = |known: &Known| (known.done.iter().map(|(from, to)| to - from).sum::<u64>(), known.bytes);
         let shared = Shared {
             plans: &plans,
+            complete: Mutex::new(known.iter().map(before).collect()),
             next: Mutex::new((0, 0)),
             sockets: Mutex::new(vec![socket]),
             stop: AtomicBool::new(false),
@@ -277,7 +282,7 @@ impl<'a> Attempt<'a> {
         let finished = match result {
             Err(failed) => Err(failed),
             Ok(()) => {
-                let disks = plans.iter().map(|plan| (plan.segments, plan.bytes)).collect();
+                let disks = shared.complete.lock().clone();
                 self.ask(&mut line, &Message::Finish { disks })
             }
         };
@@ -425,6 +430,11 @@ impl<'a> Attempt<'a> {
             extents.push(extent);
             Ok(())
         })?;
+        if extents.is_empty() {
+            // Its blocks have got the same places as in the base since the plan was made. The receiver accepts no end
+            // of a segment of which it has received nothing.
+            return Ok(());
+        }
         let mut data = 0;
         for extent in extents.iter() {
             if extent.zero {
@@ -451,6 +461,8 @@ impl<'a> Attempt<'a> {
         }
         let sum = data.to_le_bytes();
         line.send(&Head::of(Kind::Segment, number, segment, &sum), &[&sum])?;
+        let complete = &mut shared.complete.lock()[disk];
+        *complete = (complete.0 + 1, complete.1 + data);
         line.flush()
     }
 }

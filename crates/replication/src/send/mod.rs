@@ -7,10 +7,12 @@
 //!      +---- pause <---- a connection breaks
 //! ```
 //!
-//! 1. A plan lists every segment with data. The plan depends only on the sent snapshot and the base, so it is the same
-//!    for every attempt.
-//! 2. A segment is sent completely over one connection.
-//! 3. After a broken connection the transfer is retried, up to a limit of consecutive failures; after a refusal by the
+//! 1. A plan lists every segment with data, or with differences from the base. It covers everything that differs in
+//!    content, but not the same segments at every attempt: deduplication changes which equal blocks are differences.
+//! 2. A segment is sent completely over one connection. What is sent of it is decided when its turn comes; a segment
+//!    without differences by then is left out.
+//! 3. `finish` has the numbers of what the receiver had before and of what was sent, not those of the plan.
+//! 4. After a broken connection the transfer is retried, up to a limit of consecutive failures; after a refusal by the
 //!    receiver the transfer fails at once.
 
 mod attempt;

@@ -3,7 +3,7 @@
 use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
 use backend::BLOCK_SIZE;
 use disk::transfer::{NewArrival, NewReception, Opened, SEGMENT, SnapshotIdentity};
-use disk::{NoProgress, Progress, Provisioning};
+use disk::{Compression, Deduplication, NoProgress, Progress, Provisioning};
 use error::ErrorKind;
 use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -215,4 +215,108 @@ fn a_late_record_does_not_restore_a_deleted_reception() {
         assert!(there.datastore.receptions().unwrap().is_empty());
         there.datastore.delete_disk("web", false).unwrap();
     }
+}
+
+/// Segments of the disk `web` that [`rewritten`] makes.
+const REWRITTEN: u64 = 8;
+/// Bytes that are written again in each of these segments.
+const AGAIN: u64 = 1 << 20;
+
+/// Makes the disk `web` with the snapshots `monday`, which is sent, and `tuesday`. In between, all data is written
+/// again with equal content, and every other segment gets further data.
+fn rewritten(keys: &Keys, here: &Site, there: &Site) {
+    let device = here.disk("web", REWRITTEN * SEGMENT);
+    let write_all = || {
+        for segment in 0..REWRITTEN {
+            crate::site::write(&*device, segment * SEGMENT, &Random(segment).bytes(AGAIN as usize));
+        }
+    };
+    write_all();
+    here.snapshot("web", "monday");
+    let receiver = there.receiver(keys);
+    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &options(keys, 2), &NoProgress).unwrap();
+    write_all();
+    for segment in (1..REWRITTEN).step_by(2) {
+        crate::site::write(&*device, segment * SEGMENT + 2 * AGAIN, &Random(100 + segment).bytes(64 << 10));
+    }
+    here.snapshot("web", "tuesday");
+}
+
+/// Segments and bytes that differ between the snapshots of [`rewritten`].
+fn difference(here: &Site) -> (u64, u64) {
+    let base = here.datastore.outgoing("web", "monday").unwrap().point().uuid.clone();
+    let (mut segments, mut bytes) = (std::collections::BTreeSet::new(), 0);
+    let outgoing = here.datastore.outgoing("web", "tuesday").unwrap();
+    let counted = outgoing.extents(Some(&base), 0..outgoing.capacity(), &mut |extent| {
+        segments.insert(extent.offset / SEGMENT);
+        bytes += extent.length;
+        Ok(())
+    });
+    counted.unwrap();
+    (segments.len() as u64, bytes)
+}
+
+/// Stores the equal blocks of `web` once, after which only the further data differs between the snapshots.
+fn deduplicate(here: &Site) {
+    assert_eq!(difference(here), (REWRITTEN, REWRITTEN * AGAIN + REWRITTEN / 2 * (64 << 10)));
+    here.datastore.optimize_disk("web", Compression::Off, Deduplication::Disk, &NoProgress).unwrap();
+    assert_eq!(difference(here), (REWRITTEN / 2, REWRITTEN / 2 * (64 << 10)));
+}
+
+#[test]
+fn a_deduplication_between_two_attempts_does_not_break_a_transfer() {
+    let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
+    rewritten(&keys, &here, &there);
+    let increment = || {
+        let mut shipment = here.shipment(&[("web", "tuesday", "web")]);
+        (shipment.incremental, shipment.update) = (true, true);
+        shipment
+    };
+    let receiver = there.receiver(&keys);
+    let mut slow = options(&keys, 1);
+    slow.rate = 2 * AGAIN;
+    // Data of the second segment means that the first one is complete. It has only data that was written again.
+    let until = Until { bytes: AGAIN + 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    let error = send(&increment(), &remote(&receiver), &slow, &until).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    drop(receiver);
+    let kept = there.datastore.receptions().unwrap();
+    assert!(kept[0].bytes >= AGAIN && kept[0].bytes < REWRITTEN * AGAIN, "{kept:?}");
+    deduplicate(&here);
+    let receiver = there.receiver(&keys);
+    let sent = send(&increment(), &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap();
+    assert_eq!((sent.resumed, sent.incremental, sent.reconnects), (kept[0].bytes, 1, 0));
+    same(&there.content("web"), &here.content("web@tuesday"));
+    same(&there.content("web@monday"), &here.content("web@monday"));
+    assert!(there.datastore.receptions().unwrap().is_empty());
+    there.check();
+}
+
+/// Stores the equal blocks once when the first piece is about to be sent.
+struct Deduplicating<'a> {
+    here: &'a Site,
+    begun: AtomicBool,
+}
+
+impl Progress for Deduplicating<'_> {
+    fn moved(&self, _: u64) {
+        if !self.begun.swap(true, Ordering::SeqCst) {
+            deduplicate(self.here);
+        }
+    }
+}
+
+#[test]
+fn a_deduplication_during_a_transfer_does_not_break_it() {
+    let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
+    rewritten(&keys, &here, &there);
+    let receiver = there.receiver(&keys);
+    let mut shipment = here.shipment(&[("web", "tuesday", "web")]);
+    (shipment.incremental, shipment.update) = (true, true);
+    let pass = Deduplicating { here: &here, begun: AtomicBool::new(false) };
+    let sent = send(&shipment, &remote(&receiver), &options(&keys, 1), &pass).unwrap();
+    // The first segment is sent as it was planned; of the others, what still differs.
+    assert_eq!((sent.data, sent.reconnects), (AGAIN + REWRITTEN / 2 * (64 << 10), 0));
+    same(&there.content("web"), &here.content("web@tuesday"));
+    there.check();
 }
