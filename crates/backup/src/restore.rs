@@ -117,6 +117,7 @@ pub fn restore(
             return Err(error);
         }
         reception.commit(&[(counts.segments, counts.bytes)])?;
+        reception.complete()?;
     }
     Ok(Restored {
         id: description.id.clone(),

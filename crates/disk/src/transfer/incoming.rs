@@ -1,8 +1,8 @@
 //! Disks that are being received from another datastore.
 //!
 //! ```text
-//!              begin: record, then hidden disks          commit: one change of the catalog
-//!   (nothing) ----------------------------------> under way ------------------------------> disks
+//!              begin: record, then hidden disks          commit: one change of the catalog       complete
+//!   (nothing) ----------------------------------> under way ------------------------------> disks ---> no record
 //!                                                  ^     |  \
 //!                                         resume   +-----+   \-- delete: hidden disks, then the record
 //! ```
@@ -12,7 +12,9 @@
 //! 2. When the datastore is opened, a hidden disk without a record is removed. If some of a record's hidden disks are
 //!    missing or have another capacity, the record is removed with those that exist: either the reception was only
 //!    beginning, or its disks have become visible.
-//! 3. A sender that resumes names the same disks and snapshots by their identities, so the data that was received
+//! 3. A sender that offers the disks again learns that they have arrived only after [`Reception::complete`]. Between
+//!    [`Reception::commit`] and that, a machine may be made with the disks, and an error deletes them again.
+//! 4. A sender that resumes names the same disks and snapshots by their identities, so the data that was received
 //!    before is part of the data to send.
 
 use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records, Unlisted};
@@ -113,10 +115,20 @@ pub struct Reception {
     /// Numbers of the hidden disks.
     ids: Vec<u64>,
     state: Mutex<Record>,
-    /// Locked while a thread writes the record. True once the disks are visible: then the record must no longer be
-    /// written.
-    saving: Mutex<bool>,
+    /// Locked while a thread writes or removes the record.
+    saving: Mutex<Saving>,
     _names: Vec<Reservation>,
+}
+
+/// What may be done with the record of an open reception.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Saving {
+    /// It may be written.
+    Open,
+    /// The disks are visible: it must no longer be written, and is removed last.
+    Committed,
+    /// It is removed.
+    Complete,
 }
 
 /// Recovers the receptions of a datastore that is being opened; returns the hidden disks to keep.
@@ -145,6 +157,17 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
         }
     }
     Ok(kept)
+}
+
+/// `Busy` if a session uses the reception.
+fn refuse_active(active: &BTreeSet<String>, record: &Record) -> Result<()> {
+    match active.contains(&record.id) {
+        true => {
+            let text = format!("disk '{}' is being received already", record::title(record));
+            Err(Error::new(ErrorKind::Busy, text))
+        }
+        false => Ok(()),
+    }
 }
 
 fn parse(uuid: &str) -> Result<[u8; 16]> {
@@ -212,15 +235,12 @@ impl Datastore {
         let known = self.known_receptions()?;
         let resumed = known.iter().find(|record| new.is_resumed_by(record));
         if let Some(record) = resumed {
-            if active.contains(&record.id) {
-                let text = format!("disk '{}' is being received already", record::title(record));
-                return Err(Error::new(ErrorKind::Busy, text));
-            }
+            refuse_active(&active, record)?;
             let reception = self.go_on(new, record.clone())?;
             active.insert(record.id.clone());
             return Ok(Opened::Open(reception));
         }
-        if let Some(there) = self.arrived_already(new)? {
+        if let Some(there) = self.all_there(new)? {
             return Ok(Opened::Already(there));
         }
         if new.resume_only {
@@ -246,9 +266,18 @@ impl Datastore {
         Ok(Opened::Open(reception))
     }
 
-    /// The disks of an offer, if all of them exist in this datastore and have the offered state already.
+    /// The disks of an offer, if all of them exist in this datastore and have the offered state already. `Busy` while a
+    /// session still completes them, because an error may delete them again.
     pub fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
         new.check()?;
+        let active = self.receptions.lock();
+        if let Some(record) = self.known_receptions()?.iter().find(|record| new.is_resumed_by(record)) {
+            refuse_active(&active, record)?;
+        }
+        self.all_there(new)
+    }
+
+    fn all_there(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
         let mut there = Vec::with_capacity(new.disks.len());
         for disk in &new.disks {
             let Some(object) = self.native.visible(&disk.name) else { return Ok(None) };
@@ -356,7 +385,7 @@ impl Datastore {
             records: self.records(),
             ids,
             state: Mutex::new(record),
-            saving: Mutex::new(false),
+            saving: Mutex::new(Saving::Open),
             _names: names,
         }))
     }
@@ -513,8 +542,8 @@ impl Reception {
     /// Makes the received data durable and writes the record. Has no effect once the disks are visible: a record that
     /// is written then would prevent the next reception.
     pub fn save(&self) -> Result<()> {
-        let committed = self.saving.lock();
-        if *committed {
+        let saving = self.saving.lock();
+        if *saving != Saving::Open {
             return Ok(());
         }
         let record = self.state.lock().clone();
@@ -531,9 +560,10 @@ impl Reception {
     }
 
     /// Makes the disks visible. `expected` has the numbers of segments and bytes that the sender has sent for each
-    /// disk. The caller ensures that no other thread still writes to the reception.
+    /// disk. The caller ensures that no other thread still writes to the reception, and calls [`Reception::complete`]
+    /// when everything that belongs to the disks is durable.
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
-        let mut committed = self.saving.lock();
+        let mut saving = self.saving.lock();
         let record = self.state.lock().clone();
         let here = |disk: &Arriving| {
             let listed = disk.done.iter().map(|(from, to)| to - from).sum::<u64>();
@@ -562,16 +592,30 @@ impl Reception {
             });
         }
         native.arrive(&arrived, clock::seconds())?;
-        *committed = true;
+        *saving = Saving::Committed;
         record.disks.iter().filter(|disk| !disk.update).for_each(|disk| self.datastore.give_defaults(&disk.name));
-        self.records.remove(&record.id)?;
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
         record.disks.iter().map(info).collect()
+    }
+
+    /// Removes the record of disks that are visible. From now on, a sender that offers them again learns that they have
+    /// arrived. If the process is killed before, the next opening of the datastore removes the record.
+    pub fn complete(&self) -> Result<()> {
+        let mut saving = self.saving.lock();
+        if *saving == Saving::Committed {
+            self.records.remove(&self.id())?;
+            *saving = Saving::Complete;
+        }
+        Ok(())
     }
 }
 
 impl Drop for Reception {
     fn drop(&mut self) {
+        // After an error between the two steps. A record without hidden disks would prevent the next reception.
+        if let Err(error) = self.complete() {
+            tracing::error!("the record of a reception is not removed before the next opening: {error}");
+        }
         let id = self.state.lock().id.clone();
         self.datastore.receptions.lock().remove(&id);
     }

@@ -268,3 +268,34 @@ fn a_disk_equals_the_snapshot_that_an_interrupted_attempt_has_taken() {
     let device = datastore.device("web", true).unwrap();
     assert!(device.read(0, BLOCK_SIZE).unwrap() == [7_u8; BLOCK_SIZE]);
 }
+
+#[test]
+fn a_record_that_a_crash_has_left_behind_its_disks_is_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let mut datastore = open(&path);
+    let first = offer(CAPACITY, Vec::new());
+    let mut second = offer(CAPACITY, vec![first.disks[0].point.uuid.clone()]);
+    second.disks[0].point.name = "tuesday".into();
+    second.disks[0].update = true;
+    for new in [first, second] {
+        let reception = receive(&datastore, &new);
+        let record = path.join(format!("reception-{}", reception.id()));
+        reception.commit(&[(0, 0)]).unwrap();
+        // A crash leaves the record that is there now.
+        let left = std::fs::read(&record).unwrap();
+        assert_eq!(datastore.receive(&new).err().map(|error| error.kind()), Some(ErrorKind::Busy));
+        assert_eq!(datastore.arrived_already(&new).err().map(|error| error.kind()), Some(ErrorKind::Busy));
+        reception.complete().unwrap();
+        assert!(!record.exists() && datastore.arrived_already(&new).unwrap().is_some());
+        drop(reception);
+        datastore.close().unwrap();
+        drop(datastore);
+        std::fs::write(&record, left).unwrap();
+        datastore = open(&path);
+        assert!(!record.exists() && datastore.receptions().unwrap().is_empty());
+        assert_eq!(datastore.disk("web").unwrap().parent_snapshot, Some(new.disks[0].point.name.clone()));
+        assert!(matches!(datastore.receive(&new).unwrap(), Opened::Already(_)));
+    }
+}

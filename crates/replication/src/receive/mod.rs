@@ -42,7 +42,8 @@ pub trait Attachments: Send + Sync {
 
 /// A prepared machine, which is not complete yet.
 pub trait Making: Send {
-    /// Completes the machine.
+    /// Completes the machine and makes it durable. After that, a sender that offers the machine again learns that it
+    /// has arrived.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 

@@ -4,7 +4,9 @@
 //!    cut and the received data is recorded. Only after that can another session use the reception.
 //! 2. An error of a data connection is reported in the reply to the next request on the control connection.
 //! 3. Before the disks become visible, the session's data connections have ended, and no further one can join.
-//! 4. The token that authenticates data connections is random, and is sent on the control connection only.
+//! 4. The disks have arrived only when the machine that they are sent with is complete. Until then, an offer of the
+//!    same disks waits for this session, also if its control connection is broken.
+//! 5. The token that authenticates data connections is random, and is sent on the control connection only.
 
 use super::{Attachments, taking};
 use crate::limits::{LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL};
@@ -142,19 +144,19 @@ impl Sessions {
         self.attachments.check_names(&names)?;
         let new =
             NewReception { sender, disks: offer.disks, attachment: offer.attachment, resume_only: offer.resume_only };
-        if let Some(text) = &new.attachment
-            && let Err(error) = self.attachments.check(text, &names)
-        {
+        let checked = || new.attachment.as_ref().map_or(Ok(()), |text| self.attachments.check(text, &names));
+        let open = || match checked() {
+            Ok(()) => self.datastore.receive(&new),
             // If the machine exists, an earlier session may have completed it, and the sender has not received the
             // reply to that session's commit.
-            return match error.kind() {
-                ErrorKind::Exists => self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error),
-                _ => Err(error),
-            };
-        }
+            Err(error) if error.kind() == ErrorKind::Exists => {
+                self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error)
+            }
+            Err(error) => Err(error),
+        };
         let deadline = Instant::now() + TAKEOVER_MAX;
         loop {
-            match self.datastore.receive(&new) {
+            match open() {
                 Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
                     let open: Vec<Arc<Session>> = self.open.lock().values().cloned().collect();
                     let same = |session: &&Arc<Session>| session.reception.disk_names() == names;
@@ -337,6 +339,7 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
     if let Some(making) = making {
         making.finish()?;
     }
+    reception.complete()?;
     let names: Vec<String> = disks.into_iter().map(|disk| disk.name).collect();
     sessions.attachments.arrived(&names);
     Ok(names)

@@ -4,8 +4,8 @@ use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use connections::tls::CertificateName;
 use connections::{TlsIdentity, TlsStream};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
-use disk::{NoProgress, Progress, Provisioning};
-use error::ErrorKind;
+use disk::{Datastore, NoProgress, Progress, Provisioning};
+use error::{Error, ErrorKind};
 use parking_lot::Mutex;
 use replication::frame::{Head, Kind};
 use replication::message::{Known, Message, Offer};
@@ -213,6 +213,108 @@ fn no_data_connection_joins_while_disks_become_visible() {
     assert!(matches!(joined, Message::Failure { .. }), "{joined:?}");
     let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
     assert_eq!(answer, Some(Message::Committed { disks: vec!["case".into()] }));
+}
+
+/// Makes machines that are held before they are complete.
+struct Machines {
+    datastore: Arc<Datastore>,
+    /// Whether a machine is found as soon as it is held.
+    found_early: bool,
+    found: Arc<AtomicBool>,
+    reached: mpsc::Sender<()>,
+    /// Receives whether to complete the machine; if not, it is deleted with its disk.
+    released: Arc<Mutex<mpsc::Receiver<bool>>>,
+}
+
+impl Machines {
+    /// The machines, with the channels that report and release a held one.
+    fn held(datastore: &Arc<Datastore>, found_early: bool) -> (Self, mpsc::Receiver<()>, mpsc::Sender<bool>) {
+        let ((reached, is_reached), (release, released)) = (mpsc::channel(), mpsc::channel());
+        let (datastore, released) = (Arc::clone(datastore), Arc::new(Mutex::new(released)));
+        (Self { datastore, found_early, found: Arc::default(), reached, released }, is_reached, release)
+    }
+
+    fn serve(self, keys: &Keys) -> Receiver {
+        let config = ReceiverConfig { listen: "127.0.0.1:0".parse().unwrap(), tls: keys.server(), clients: Vec::new() };
+        let datastore = Arc::clone(&self.datastore);
+        Receiver::start(&config, datastore, Arc::new(self)).unwrap()
+    }
+}
+
+impl Attachments for Machines {
+    fn check(&self, _: &str, _: &[String]) -> error::Result<()> {
+        match self.found.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::Exists, "there is a machine already")),
+            false => Ok(()),
+        }
+    }
+
+    fn begin(&self, _: &str, disks: &[String]) -> error::Result<Box<dyn Making>> {
+        let making = HeldMaking {
+            datastore: Arc::clone(&self.datastore),
+            disk: disks[0].clone(),
+            found_early: self.found_early,
+            found: Arc::clone(&self.found),
+            reached: self.reached.clone(),
+            released: Arc::clone(&self.released),
+        };
+        Ok(Box::new(making))
+    }
+}
+
+struct HeldMaking {
+    datastore: Arc<Datastore>,
+    disk: String,
+    found_early: bool,
+    found: Arc<AtomicBool>,
+    reached: mpsc::Sender<()>,
+    released: Arc<Mutex<mpsc::Receiver<bool>>>,
+}
+
+impl Making for HeldMaking {
+    fn finish(self: Box<Self>) -> error::Result<()> {
+        self.found.store(self.found_early, Ordering::SeqCst);
+        self.reached.send(()).unwrap();
+        let completed = self.released.lock().recv().unwrap();
+        if !completed {
+            self.datastore.delete_disk(&self.disk, false).unwrap();
+        }
+        self.found.store(completed, Ordering::SeqCst);
+        if completed { Ok(()) } else { Err(Error::new(ErrorKind::Io, "the machine is not completed")) }
+    }
+}
+
+#[test]
+fn a_machine_has_not_arrived_before_it_is_complete() {
+    let keys = Keys::new();
+    for (found_early, completed) in [(false, true), (true, true), (false, false), (true, false)] {
+        let there = Site::new();
+        let (machines, is_reached, release) = Machines::held(&there.datastore, found_early);
+        let receiver = machines.serve(&keys);
+        let disk = NewArrival { keep: false, ..arrival("case", SEGMENT) };
+        let machine = Message::Offer(Offer { disks: vec![disk], attachment: Some("case".into()), resume_only: false });
+        let mut control = dial(&keys, &receiver);
+        control.tell(&machine).unwrap();
+        assert!(matches!(control.hear().unwrap(), Message::Accept { .. }));
+        control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
+        is_reached.recv().unwrap();
+        // The connection breaks, and the sender offers the same again.
+        drop(control);
+        let mut control = dial(&keys, &receiver);
+        control.tell(&machine).unwrap();
+        assert_eq!(control.hear().unwrap(), Message::Working, "{found_early} {completed}");
+        release.send(completed).unwrap();
+        let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
+        let kept = there.datastore.receptions().unwrap().len();
+        match answer {
+            Some(Message::Already { disks }) => assert!(completed && disks == ["case"] && kept == 0),
+            // The record of the first session does not prevent the next one.
+            Some(Message::Accept { .. }) => assert!(!completed && kept == 1),
+            other => panic!("{found_early} {completed}: {other:?}"),
+        }
+        drop((control, receiver));
+        there.check();
+    }
 }
 
 fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
