@@ -53,7 +53,7 @@ pub struct NewArrival {
     pub keep: bool,
     /// Identities of snapshots on which the received disk may be based, the best first.
     pub bases: Vec<String>,
-    /// Whether an existing disk with the name of the received disk may be updated.
+    /// Whether an existing disk with the name of the received disk may be updated. Not with an attachment.
     pub update: bool,
 }
 
@@ -180,6 +180,11 @@ impl NewReception {
     fn check(&self) -> Result<()> {
         if self.disks.is_empty() || self.disks.len() > DISKS_MAX {
             let text = format!("{} disks at once: 1 to {DISKS_MAX} can be received", self.disks.len());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        if self.attachment.is_some() && self.disks.iter().any(|disk| disk.update) {
+            // An existing disk may belong to another machine.
+            let text = "disks of a machine that is sent are always new: no existing disk is updated with it";
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let mut names = BTreeSet::new();

@@ -356,6 +356,20 @@ fn invalid_offers_are_refused() {
     });
     control.tell(&machine).unwrap();
     assert!(matches!(control.hear().unwrap(), Message::Failure { kind, .. } if kind == "unsupported"));
+    // A machine does not get an existing disk, which may belong to another machine.
+    drop(there.disk("mine", SEGMENT));
+    there.snapshot("mine", "s");
+    let (machines, ..) = Machines::held(&there.datastore, false);
+    let machines = machines.serve(&keys);
+    let base = there.datastore.outgoing("mine", "s").unwrap().point().uuid.clone();
+    let update = NewArrival { bases: vec![base], update: true, ..arrival("mine", SEGMENT) };
+    for resume_only in [false, true] {
+        let mut control = dial(&keys, &machines);
+        let disks = vec![good.clone(), update.clone()];
+        control.tell(&Message::Offer(Offer { disks, attachment: Some("web".into()), resume_only })).unwrap();
+        let answer = control.hear().unwrap();
+        assert!(matches!(answer, Message::Failure { ref kind, .. } if kind == "invalid"), "{answer:?}");
+    }
     // A wrong token and a missing `hello` are refused.
     let mut data = dial(&keys, &receiver);
     data.tell(&Message::Join { session: "x".into(), token: "y".into() }).unwrap();
