@@ -27,9 +27,12 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{Block, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Journalled payload blocks written to the data files at a time.
 pub(super) const LOGGED_ROUND: usize = 256;
+/// The pause before journalled payload is tried again whose blocks are in use.
+const TURN: Duration = Duration::from_millis(1);
 
 /// The purpose of a checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -80,12 +83,20 @@ impl Engine {
         let Capture { mut next, pages, mut payload, batches, carried_out } = captured;
         let Captured { known: images, unknown } = pages;
 
+        let mut waits = false;
         while !payload.is_empty() {
-            if self.write_logged(LOGGED_ROUND)? == 0 {
+            if self.write_logged(LOGGED_ROUND)? > 0 {
+                waits = false;
+            } else {
+                if waits {
+                    // A step of data reduction reads the blocks of the payload, or a slow medium writes them.
+                    crate::sync::thread::sleep(TURN);
+                }
                 // The remaining payload is not durable in the journal yet, and must not be written to its blocks before
                 // it is.
                 self.sync_all_data()?;
                 self.append_pending(&mut self.log.lock())?;
+                waits = true;
             }
             let meta = self.meta.lock();
             payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));

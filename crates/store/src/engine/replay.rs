@@ -109,8 +109,9 @@ impl Engine {
             Operation::Synced { position: settled } => meta.settle(doubts, *settled)?,
             _ => {}
         }
-        if let Operation::Map { run, .. } | Operation::Pack { run, .. } = operation {
-            // If the operation that freed the blocks was left out, payload from before it may be kept.
+        if let Operation::Map { run, .. } | Operation::Pack { run, .. } | Operation::Share { run, .. } = operation {
+            // Payload from before may be kept: if the operation that freed the blocks was left out, or because nothing
+            // else says that an overwrite of a shared block was durable before the share.
             meta.forget_logged(*run);
         }
         let mut effects = Effects::default();

@@ -297,12 +297,14 @@ impl Superblock {
         Ok((!whole && !never_written).then_some(other))
     }
 
-    /// Writes the superblock durably over the older copy, with the next sequence number.
+    /// Writes the superblock durably over the older copy, with the next sequence number. After an error the next write
+    /// goes to the same copy, because the other one may be the only good one.
     pub fn write(&mut self, file: &dyn File) -> Result<()> {
-        self.sequence += 1;
-        self.version = self.version_written();
-        file.write_at(&[&self.encode()], self.sequence % 2 * BLOCK_SIZE as u64, true)
-            .during(|| "writing the superblock".into())
+        let next = Self { sequence: self.sequence + 1, version: self.version_written(), ..*self };
+        file.write_at(&[&next.encode()], next.sequence % 2 * BLOCK_SIZE as u64, true)
+            .during(|| "writing the superblock".into())?;
+        *self = next;
+        Ok(())
     }
 }
 
@@ -311,10 +313,11 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use backend::IoMode;
+    use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
 
-    #[test]
-    fn a_superblock_copy_with_a_wrong_byte_is_not_used() {
-        let superblock = Superblock {
+    fn superblock() -> Superblock {
+        Superblock {
             version: FORMAT_VERSION,
             uuid: [7; 16],
             sequence: 9,
@@ -332,7 +335,12 @@ mod tests {
             checkpoint: 14,
             images: Some(NamedImages { count: 3, checksum: 15 }),
             unreported: Unreported { copies: 2, summaries: 16 },
-        };
+        }
+    }
+
+    #[test]
+    fn a_superblock_copy_with_a_wrong_byte_is_not_used() {
+        let superblock = superblock();
         let mut bytes = superblock.encode();
         let decoded = Superblock::decode(&bytes).unwrap().unwrap();
         assert_eq!((decoded.encode()[..] == bytes[..], decoded.unreported), (true, superblock.unreported));
@@ -341,5 +349,19 @@ mod tests {
             assert!(matches!(Superblock::decode(&bytes), Ok(None)), "byte {at}");
             bytes[at] ^= 0x10;
         }
+    }
+
+    #[test]
+    fn after_a_failed_write_the_good_copy_is_not_overwritten() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let file = disk.directory().create("superblock", IoMode::Buffered).unwrap();
+        let mut superblock = superblock();
+        superblock.write(&*file).unwrap();
+        let good = superblock;
+        disk.fail_requests(Fault::Write, 0, 1);
+        superblock.write(&*file).unwrap_err();
+        superblock.write(&*file).unwrap();
+        let kept = Superblock::read_copy(&*file, good.sequence % 2).unwrap();
+        assert!(kept[..] == good.encode()[..] && superblock.sequence == good.sequence + 1);
     }
 }

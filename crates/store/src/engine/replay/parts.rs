@@ -76,7 +76,8 @@ impl Engine {
             }
         }
         let mut effects = Effects::default();
-        if let Operation::Pack { run, .. } = operation {
+        if let Operation::Pack { run, .. } | Operation::Share { run, .. } = operation {
+            // The content of a pack is new, and that of a shared block was durable before: earlier payload is not home.
             meta.forget_logged(*run);
         }
         meta.redirect_in(operation, parts.into_iter(), &mut effects)?;

@@ -272,3 +272,43 @@ fn an_ordinary_opening_adopts_no_block_for_a_share() {
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     assert_eq!([0, 1].map(|block| value(&engine, block).unwrap()), [4, 4]);
 }
+
+/// A block is flushed by its owner, overwritten in place, shared, and left to its second owner, which overwrites it in
+/// place too. The payload of the flush must not return: the share promises the content that the block had then. No flush
+/// of a client settles the first overwrite, and the commit that makes the share durable stops before it says so.
+#[test]
+fn payload_from_before_a_share_does_not_return_to_the_kept_block() {
+    for seed in 0..8 {
+        let (disk, engine) = made();
+        drop(engine.claim_blocks(1024).unwrap());
+        let other = add_disk(&engine, "other", 64, Provisioning::Thin);
+        let third = add_disk(&engine, "third", 64, Provisioning::Thin);
+        put(&engine, other, 0, 2);
+        engine.settle(&engine.head(other)).unwrap();
+        engine.flush().unwrap();
+        engine.checkpoint().unwrap();
+        write(&engine, 0, 1);
+        engine.flush().unwrap();
+        write(&engine, 0, 2);
+        engine.settle(&engine.head(1)).unwrap();
+        let mut pass = SharePass::new(vec![(1, 1), (other, 1)], PRINTS_MAX);
+        while engine.share_step(&mut pass).unwrap().shared == 0 {}
+        let kept = place(&engine, 1, 0);
+        assert_eq!(kept, place(&engine, other, 0));
+        engine.discard_blocks(&engine.head(1), 0..1).unwrap();
+        engine.settle(&engine.head(1)).unwrap();
+        // While the commit flushes the data files, another disk writes to a new block.
+        let writer = Arc::clone(&engine);
+        before_next(&disk, Request::Sync, move || {
+            put(&writer, third, 5, 9);
+            writer.settle(&writer.head(third)).unwrap();
+        });
+        engine.commit_changes().unwrap();
+        put(&engine, other, 0, 3);
+        engine.settle(&engine.head(other)).unwrap();
+        assert_eq!(place(&engine, other, 0), kept);
+        let disk = disk.copy_of_durable(seed, SimulatedOptions::default());
+        let found = get(&open(&disk).unwrap(), other, 0).unwrap();
+        assert!([2, 3].contains(&found), "{found}");
+    }
+}
