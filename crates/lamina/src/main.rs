@@ -93,7 +93,10 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-fn run(cli: Cli) -> Result<End, End> {
+fn run(mut cli: Cli) -> Result<End, End> {
+    if let Some(before) = cli.datastore_before.take() {
+        cli.datastore = Some(before);
+    }
     let form = Form::new(cli.json);
     start_logging(&cli)?;
     raise_file_limit();

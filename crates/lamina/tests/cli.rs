@@ -188,6 +188,19 @@ fn missing_arguments_are_usage_errors() {
 }
 
 #[test]
+fn the_option_of_version_0_1_0_names_the_datastore_before_the_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = folder.path().join("store");
+    let run = |words: &[&str]| -> Done { lamina().args(words).output().unwrap().into() };
+    let path = store.to_str().unwrap();
+    run(&["init", path]).ok();
+    run(&["-d", path, "disk", "create", "a", "1M"]).ok();
+    // Behind this command it is the format.
+    run(&["-d", path, "disk", "migrate", "a", "-d", "qcow9"]).fails(2, "qcow9");
+    assert!(run(&["-d", path, "disk", "list"]).ok().contains('a'));
+}
+
+#[test]
 fn no_datastore_named_is_a_usage_error() {
     for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
         run(&format!("{name} {arguments}")).fails(failure(name, 2), "LAMINA_DATASTORE");

@@ -41,6 +41,10 @@ pub struct Cli {
     #[arg(short = 'D', long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 
+    /// The same option before the command, as in version 0.1.0. Behind some commands, `-d` is the format of a disk.
+    #[arg(short = 'd', hide = true, value_name = "PATH", value_parser = location())]
+    pub datastore_before: Option<Location>,
+
     /// Print JSON, with sizes in bytes and times in seconds since 1970.
     #[arg(long, global = true)]
     pub json: bool,

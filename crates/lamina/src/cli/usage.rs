@@ -6,7 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 
 /// Options before the verb of `lamina vm` that have their value in a separate word.
-const WITH_VALUE: [&str; 5] = ["--datastore", "-D", "--log", "--qemu", "--memory-folder"];
+const WITH_VALUE: [&str; 6] = ["--datastore", "-D", "-d", "--log", "--qemu", "--memory-folder"];
 
 /// True for help and version texts, which are printed to stdout and are not errors.
 pub fn is_answer(error: &clap::Error) -> bool {
