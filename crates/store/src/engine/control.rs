@@ -105,14 +105,19 @@ impl Engine {
             }
             return Ok(());
         }
-        Err(Error::new(
+        Err(self.too_many(operations.len()))
+    }
+
+    /// The error for a request of more changes than fit into one batch of the journal.
+    pub(super) fn too_many(&self, changes: usize) -> Error {
+        Error::new(
             ErrorKind::Invalid,
             format!(
-                "{} changes in one request do not fit into one batch of a journal of {} bytes: make fewer at a time",
-                operations.len(),
+                "{changes} changes in one request do not fit into one batch of a journal of {} bytes: make fewer at a \
+                 time",
                 self.log.ring()
             ),
-        ))
+        )
     }
 
     /// Carries out the catalog operations that `plan` returns, all of them or none, and makes them durable.

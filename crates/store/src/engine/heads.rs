@@ -36,15 +36,20 @@ impl Engine {
     pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.check_running()?;
+        // The cost of two records for each snapshot, and of the operation that seals it.
+        let cost = Cost {
+            bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
+            pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
+        };
+        // The records are appended as one batch after the snapshots are taken in memory, which cannot be undone.
+        if cost.bytes > self.change_cost().bytes {
+            return Err(self.too_many(wanted.len()));
+        }
         let mut room = self.claim_blocks(0)?;
         loop {
             self.make_journal_room()?;
             self.reserve_records_ahead(2 * wanted.len() as u64)?;
-            // The cost of two records for each snapshot, and of the operation that seals it.
-            let grant = self.admit(Cost {
-                bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
-                pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
-            })?;
+            let grant = self.admit(cost)?;
             let cut = self.cut(wanted, room.blocks)?;
             drop(grant);
             let lacks = match cut {

@@ -320,6 +320,7 @@ mod cost;
 mod cut;
 mod damage;
 mod deleted;
+mod many;
 mod media;
 mod nodes;
 mod ownership;
