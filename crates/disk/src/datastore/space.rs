@@ -79,7 +79,7 @@ impl Datastore {
                 Ok(space) => {
                     if let Some(total) = &mut all.total {
                         total.provisioned = total.provisioned.saturating_add(space.space.provisioned);
-                        total.mapped += space.space.mapped;
+                        total.mapped = total.mapped.saturating_add(space.space.mapped);
                         total.stored += space.reclaimable;
                         total.exclusive += space.reclaimable;
                         total.reclaimable += space.reclaimable;

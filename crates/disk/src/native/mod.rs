@@ -66,7 +66,7 @@ impl Capacity {
 }
 
 fn bytes(blocks: u64) -> u64 {
-    blocks * BLOCK_SIZE as u64
+    blocks.saturating_mul(BLOCK_SIZE as u64)
 }
 
 /// Whether users see a disk: it is complete, and is not a hidden part of another disk.

@@ -18,8 +18,9 @@ use work::{Progress, Throttle};
 /// Disks and snapshots, with the ends of their logical blocks.
 pub(super) type Objects = Vec<(u64, u64)>;
 
+/// The sum of their sizes in bytes. The sum of large disks may exceed the range of the type.
 fn sum(objects: &Objects) -> u64 {
-    bytes(objects.iter().map(|(_, blocks)| blocks).sum())
+    bytes(objects.iter().fold(0u64, |sum, (_, blocks)| sum.saturating_add(*blocks)))
 }
 
 /// The progress of both parts of the work.
@@ -70,7 +71,7 @@ impl Native {
             }
         };
         let compressed = if codec.is_some() { sum(&own) } else { 0 };
-        let mut steps = Steps { throttle: Throttle::new(progress), total: sum(&domain) + compressed };
+        let mut steps = Steps { throttle: Throttle::new(progress), total: sum(&domain).saturating_add(compressed) };
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
         if !domain.is_empty() {
@@ -126,13 +127,13 @@ impl Native {
         reclaimed: &mut Reclaimed,
     ) -> Result<()> {
         for (object, blocks) in objects {
-            let mut pace = |at: u64, moved: u64| steps.step(before + bytes(at), bytes(moved));
+            let mut pace = |at: u64, moved: u64| steps.step(before.saturating_add(bytes(at)), bytes(moved));
             match self.pack(object, 0..blocks, packer, reclaimed, &mut pace) {
                 // The snapshot was deleted meanwhile.
                 Err(error) if error.kind() == ErrorKind::NotFound && object != disk => {}
                 packed => packed?,
             }
-            before += bytes(blocks);
+            before = before.saturating_add(bytes(blocks));
         }
         Ok(())
     }
@@ -156,5 +157,19 @@ impl Native {
             pace(at.min(blocks.end), step.read + step.stored)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use backend::BLOCK_SIZE;
+
+    #[test]
+    fn a_sum_beyond_the_range_of_the_type_is_the_highest_number() {
+        let objects = |blocks: u64| (1..=4).map(|id| (id, blocks)).collect();
+        assert_eq!(sum(&objects(1 << 50)), u64::MAX, "four times 2^62 bytes");
+        assert_eq!(sum(&objects(1 << 62)), u64::MAX, "four times 2^62 blocks");
+        assert_eq!(sum(&objects(3)), 12 * BLOCK_SIZE as u64);
     }
 }

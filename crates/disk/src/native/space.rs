@@ -157,13 +157,23 @@ fn reduction(sums: Sums, together: &SetSpace, between_disks: u64) -> Reduction {
         mapped,
         within_disks: bytes(sums.mapped.saturating_sub(blocks.mapped() + between_disks)),
         between_disks: bytes(between_disks),
-        compression: packed + packing_loss - packs,
+        compression: packed.saturating_add(packing_loss).saturating_sub(packs),
         packing_loss,
         packs: fill.packs,
         packs_examined: fill.examined,
         stored,
         zeros: bytes(blocks.unwritten),
         ratio: Ratio::of(mapped, stored),
+    }
+}
+
+/// Adds a disk to the sums. Thin disks may have any capacity, so the sums may exceed the range of the type.
+fn add(total: &mut TotalSpace, disk: &DiskSpace) {
+    total.provisioned = total.provisioned.saturating_add(disk.space.provisioned);
+    for space in std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)) {
+        total.mapped = total.mapped.saturating_add(space.mapped);
+        total.packed = total.packed.saturating_add(space.packed);
+        total.packs = total.packs.saturating_add(space.packs);
     }
 }
 
@@ -193,14 +203,7 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace], families: &[Family
         reclaimable: bytes(accounts.would_free(&all)?.data),
         ..TotalSpace::default()
     };
-    for disk in disks {
-        total.provisioned += disk.space.provisioned;
-        for space in std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)) {
-            total.mapped += space.mapped;
-            total.packed += space.packed;
-            total.packs += space.packs;
-        }
-    }
+    disks.iter().for_each(|disk| add(&mut total, disk));
     total.compression = Ratio::of(total.packed, total.packs);
     Ok(total)
 }
@@ -212,7 +215,7 @@ fn explain_total(accounts: &mut Accounts<'_>, families: &[Family], total: &mut T
     for family in families {
         sums.states += family.sums.states;
         sums.capacity = sums.capacity.saturating_add(family.sums.capacity);
-        sums.mapped += family.sums.mapped;
+        sums.mapped = sums.mapped.saturating_add(family.sums.mapped);
         sizes = sizes.saturating_add(family.blocks);
         in_disks += accounts.distinct_blocks(&family.set())?.mapped();
     }
@@ -235,7 +238,7 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<(DiskSpace, Fa
         let space = accounts.space_of(object.id)?;
         sums.states += 1;
         sums.capacity = sums.capacity.saturating_add(object.capacity);
-        sums.mapped += space.mapped;
+        sums.mapped = sums.mapped.saturating_add(space.mapped);
         Ok::<_, error::Error>(shown(object, space))
     };
     let head = count(accounts, disk)?;
@@ -265,4 +268,31 @@ fn space_of(accounts: &mut Accounts<'_>, disk: &Object) -> Result<(DiskSpace, Fa
         snapshots,
     };
     Ok((space, family))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_beyond_the_range_of_the_type_are_the_highest_number() {
+        let space =
+            SpaceUse { provisioned: 1 << 62, mapped: 1 << 62, packed: 1 << 62, packs: 1 << 62, ..SpaceUse::default() };
+        let disk = DiskSpace {
+            name: "vm".into(),
+            space,
+            used_by_snapshots: None,
+            reclaimable: 0,
+            shared_with_disks: None,
+            reduction: None,
+            growth: None,
+            snapshots: Vec::new(),
+        };
+        let mut total = TotalSpace::default();
+        (0..3).for_each(|_| add(&mut total, &disk));
+        assert_eq!([total.provisioned, total.mapped, total.packed, total.packs], [3 << 62; 4]);
+        add(&mut total, &disk);
+        assert_eq!([total.provisioned, total.mapped, total.packed, total.packs], [u64::MAX; 4]);
+        assert_eq!(bytes(1 << 52), u64::MAX);
+    }
 }
