@@ -13,6 +13,7 @@ use crate::names;
 use crate::switch::Identity;
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use store::catalog::{Object, ObjectState};
@@ -187,36 +188,43 @@ impl NativeOriginal {
     }
 }
 
+/// The snapshots of a disk, parents before children, and the children of one parent from the oldest on. The order is
+/// depth first: a branch is copied completely before the next one begins. A parent that is not among them counts as
+/// none.
+fn depth_first(mut own: Vec<Object>) -> Vec<Node> {
+    own.sort_by_key(|object| object.id);
+    let by_id: BTreeMap<u64, &Object> = own.iter().map(|object| (object.id, object)).collect();
+    let mut children: BTreeMap<Option<u64>, Vec<&Object>> = BTreeMap::new();
+    for object in &own {
+        let parent = Some(object.parent).filter(|parent| by_id.contains_key(parent));
+        children.entry(parent).or_default().push(object);
+    }
+    let mut nodes: Vec<Node> = Vec::with_capacity(own.len());
+    // Each object is below one parent, so it gets onto the stack once.
+    let mut stack: Vec<&Object> = Vec::new();
+    let mut above = None;
+    loop {
+        stack.extend(children.remove(&above).unwrap_or_default().into_iter().rev());
+        let Some(object) = stack.pop() else { return nodes };
+        nodes.push(Node {
+            name: object.name.clone(),
+            parent: by_id.get(&object.parent).map(|parent| parent.name.clone()),
+            capacity: object.capacity,
+            created: object.created,
+            uuid: Some(object.uuid),
+            description: String::new(),
+        });
+        above = Some(object.id);
+    }
+}
+
 impl Original for NativeOriginal {
     fn nodes(&self) -> Result<Vec<Node>> {
-        self.native.engine.with_catalog(|catalog| {
-            let mut left: Vec<&Object> = catalog.snapshots_of(self.id).filter(|object| !object.incomplete).collect();
-            left.sort_by_key(|object| object.id);
-            let own: Vec<u64> = left.iter().map(|object| object.id).collect();
-            let parent_of = |object: &Object| own.contains(&object.parent).then_some(object.parent);
-            let mut nodes: Vec<Node> = Vec::with_capacity(left.len());
-            // The order is depth first: a branch is copied completely before the next one begins.
-            let mut stack: Vec<Option<u64>> = vec![None];
-            while let Some(above) = stack.pop() {
-                let children: Vec<&Object> = left
-                    .iter()
-                    .copied()
-                    .filter(|object| parent_of(object) == above && above != Some(object.id))
-                    .collect();
-                if let Some(object) = above.and_then(|id| left.iter().copied().find(|object| object.id == id)) {
-                    nodes.push(Node {
-                        name: object.name.clone(),
-                        parent: parent_of(object).and_then(|id| catalog.find(id)).map(|parent| parent.name.clone()),
-                        capacity: object.capacity,
-                        created: object.created,
-                        uuid: Some(object.uuid),
-                        description: String::new(),
-                    });
-                }
-                stack.extend(children.iter().rev().map(|child| Some(child.id)));
-            }
-            Ok(nodes)
-        })
+        // The order is found without the lock under which requests look up their blocks.
+        let own = self.native.engine.with_catalog(|catalog| {
+            catalog.snapshots_of(self.id).filter(|object| !object.incomplete).cloned().collect()
+        });
+        Ok(depth_first(own))
     }
 
     fn head_parent(&self) -> Result<Option<String>> {
@@ -292,5 +300,61 @@ impl Replica for NativeReplica {
 
     fn resize(&self, capacity: u64) -> Result<()> {
         self.native.resize_by_id(self.id, capacity, true).map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    fn snapshot(id: u64, parent: u64) -> Object {
+        Object {
+            id,
+            state: ObjectState::Snapshot,
+            provisioning: store::catalog::Provisioning::Thin,
+            incomplete: false,
+            root: None,
+            capacity: BLOCK_SIZE as u64,
+            disk: 1,
+            parent,
+            origin: 0,
+            created: id,
+            reserved: 0,
+            uuid: [id as u8; 16],
+            name: id.to_string(),
+        }
+    }
+
+    fn order(own: &[(u64, u64)]) -> Vec<(String, Option<String>)> {
+        let nodes = depth_first(own.iter().map(|(id, parent)| snapshot(*id, *parent)).collect());
+        nodes.into_iter().map(|node| (node.name, node.parent)).collect()
+    }
+
+    #[test]
+    fn a_branch_is_complete_before_the_next_one_begins() {
+        // Snapshot 5 has a parent that is not among the snapshots of the disk.
+        let found = order(&[(9, 3), (2, 0), (3, 2), (4, 2), (5, 1000), (6, 3), (7, 4), (8, 5)]);
+        let expected = [(2, 0), (3, 2), (6, 3), (9, 3), (4, 2), (7, 4), (5, 0), (8, 5)];
+        let expected =
+            expected.map(|(id, parent): (u64, u64)| (id.to_string(), (parent > 0).then(|| parent.to_string())));
+        assert_eq!(found, expected);
+        assert_eq!(order(&[]), []);
+        // Damaged records that are their own ancestors are below no first snapshot.
+        assert_eq!(order(&[(2, 2), (3, 4), (4, 3), (5, 0)]), [("5".into(), None)]);
+    }
+
+    /// The time grows with n log n: tens of milliseconds, also without optimizations. With n^2 steps for each snapshot,
+    /// it would be hours, so a pause of this process by a loaded host changes no result.
+    #[test]
+    fn the_order_of_many_snapshots_is_found_quickly() {
+        const COUNT: u64 = 20_000;
+        let chain: Vec<(u64, u64)> = (2..COUNT + 2).map(|id| (id, if id == 2 { 0 } else { id - 1 })).collect();
+        let began = Instant::now();
+        let found = order(&chain);
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(5), "{took:?}");
+        assert!(found.iter().zip(2..).all(|((name, _), id): (_, u64)| *name == id.to_string()));
+        assert_eq!(found.len() as u64, COUNT);
     }
 }
