@@ -108,6 +108,8 @@ impl Steps {
 struct Passes {
     runs: bool,
     singles: bool,
+    /// Whether the present pass began at the first region, so that it covers all regions.
+    whole: bool,
 }
 
 impl Passes {
@@ -117,9 +119,16 @@ impl Passes {
         if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
     }
 
-    /// Notes that a pass over runs of at least `least` blocks found nothing.
+    /// Notes that a pass begins or continues at `region`.
+    fn goes_on(&mut self, region: u64) {
+        self.whole |= region == 0;
+    }
+
+    /// Notes that a pass over runs of at least `least` blocks has reached the last region and found nothing. If it
+    /// began at a later region than the first, another pass is necessary.
     fn end(&mut self, least: u64) {
         match least {
+            _ if !std::mem::take(&mut self.whole) => {}
             1 => self.singles = true,
             _ => self.runs = true,
         }
@@ -417,6 +426,7 @@ impl Engine {
             return Ok(());
         }
         let began = Instant::now();
+        watch.passes.goes_on(watch.region);
         let punched = self.punch_free(&mut watch.region, least, keep, most);
         if punched.is_err() {
             watch.punch_after = Instant::now() + PUNCH_RETRY;
@@ -455,9 +465,10 @@ impl Engine {
         for (least, most) in [(PUNCH_RUN, PUNCH_BLOCKS), (1, PUNCH_SINGLES)] {
             let mut region = 0;
             loop {
+                let from = region;
                 let now = self.punch_free(&mut region, least, 0, most)?;
                 given += now;
-                if now == 0 {
+                if now == 0 && region <= from {
                     break;
                 }
             }
@@ -475,9 +486,26 @@ mod tests {
         let mut passes = Passes::default();
         let long = LONG_IDLE + TICK;
         assert_eq!(passes.least(long), PUNCH_RUN, "long runs first, however long nothing was written");
+        passes.goes_on(0);
         passes.end(PUNCH_RUN);
         assert_eq!((passes.least(IDLE), passes.least(long)), (PUNCH_RUN, 1));
+        passes.goes_on(0);
         passes.end(1);
         assert_eq!(passes.least(long), PUNCH_RUN);
+    }
+
+    /// Blocks may have been freed in earlier regions when the pass had passed them.
+    #[test]
+    fn a_pass_that_began_at_a_later_region_is_not_the_last_one() {
+        let mut passes = Passes::default();
+        let long = LONG_IDLE + TICK;
+        passes.goes_on(8);
+        passes.end(PUNCH_RUN);
+        assert_eq!(passes.least(long), PUNCH_RUN);
+        for region in [0, 8, 16] {
+            passes.goes_on(region);
+        }
+        passes.end(PUNCH_RUN);
+        assert_eq!(passes.least(long), 1);
     }
 }

@@ -15,7 +15,8 @@ use backend::BLOCK_SIZE;
 
 impl Engine {
     /// Punches up to `most` blocks in free runs of at least `least` blocks, and leaves `keep` free blocks backed.
-    /// Returns the number of punched blocks.
+    /// Returns the number of punched blocks. The search begins at `region`, which is advanced, and is 0 after the last
+    /// region. It may end earlier, even if it finds nothing ([`crate::space::Space::take_reclaimable`]).
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let mut unpunched = self.reserves.lock_punching();
         self.punch_failed(&mut unpunched)?;

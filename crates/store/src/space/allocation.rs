@@ -34,6 +34,9 @@ impl Space {
                 bitmaps.set_used(first, count, used);
                 self.counts.free = self.counts.free + region.estimate() - before;
             }
+            if !used {
+                region.review(first, count);
+            }
         }
     }
 
@@ -94,6 +97,7 @@ impl Space {
                 "a wrong summary is corrected from the table"
             );
             (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
+            region.forget_bounds();
             self.counts.used = self.counts.used + counted.0 - known.0;
             self.counts.backed = self.counts.backed + counted.1 - known.1;
             self.dirty_regions.insert(number);
@@ -340,21 +344,20 @@ impl Space {
         // The first region is searched twice: at the end for the part before the cursor.
         for step in 0..=count.min(regions) {
             let number = (start + step) % count;
-            let region = &self.regions[number as usize];
-            if region.estimate() >= least && self.load_whole(pages, number, unread)? {
-                let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
-                if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
-                    let run = Run { start: number * REGION_BLOCKS + first, blocks };
-                    // The table may have been lost after the bitmaps were loaded. A change that uses the run would then
-                    // fail half-way.
-                    if self.has_entries(pages, run, unread)? {
-                        self.mark(run, true);
-                        self.cursor = run.start + run.blocks;
-                        if self.cursor >= self.blocks() {
-                            self.cursor = 0;
-                        }
-                        return Ok(Some(run));
+            if self.regions[number as usize].may_have_free(least)
+                && self.load_whole(pages, number, unread)?
+                && let Some((first, blocks)) = self.regions[number as usize].find_free(from, least, want)
+            {
+                let run = Run { start: number * REGION_BLOCKS + first, blocks };
+                // The table may have been lost after the bitmaps were loaded. A change that uses the run would then
+                // fail half-way.
+                if self.has_entries(pages, run, unread)? {
+                    self.mark(run, true);
+                    self.cursor = run.start + run.blocks;
+                    if self.cursor >= self.blocks() {
+                        self.cursor = 0;
                     }
+                    return Ok(Some(run));
                 }
             }
             from = 0;

@@ -1,5 +1,6 @@
 //! Backed blocks: those for which the file system has allocated space. Finds blocks to reserve and blocks to return.
 
+use super::allocation::SEARCH_REGIONS;
 use super::region::{self, REGION_BLOCKS};
 use super::{Run, Space, SpaceKind, UnreadRegion};
 use crate::pages::Pages;
@@ -7,6 +8,17 @@ use crate::{Result, is_lost};
 
 /// The shortest run of unbacked blocks in existing regions that is reserved again, in blocks (1 MiB).
 const EXTENSION_RUN: u64 = 256;
+/// Regions surveyed for a search for blocks to return, and the most that it loads, because the metadata is locked
+/// meanwhile. Their table pages are read at a time (1 MiB).
+pub(super) const RECLAIM_REGIONS: usize = 8;
+
+/// What a search for blocks to reserve keeps while its lookup is repeated.
+#[derive(Default)]
+pub struct ExtensionSearch {
+    unread: UnreadRegion,
+    /// The number of regions loaded.
+    loaded: u64,
+}
 
 impl Space {
     /// Number of backed blocks of a region; 0 if the region does not exist.
@@ -29,31 +41,38 @@ impl Space {
             if let Some(bitmaps) = &mut region.bitmaps {
                 bitmaps.set_backed(0, u64::from(region.backed), true);
             }
+            region.forget_bounds();
             self.counts.free += region.estimate() - before;
         }
     }
 
     /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end. The
-    /// search ends after two unreadable regions; the caller passes the same `unread` to all repetitions of the lookup.
-    pub fn plan_extension(&mut self, pages: &mut Pages, want: u64, unread: &mut UnreadRegion) -> Result<Run> {
+    /// search ends after two unreadable regions, and after it has loaded [`SEARCH_REGIONS`] regions, because requests
+    /// wait for it. Later searches pass over these regions and load others. The caller passes the same `search` to all
+    /// repetitions of the lookup.
+    pub fn plan_extension(&mut self, pages: &mut Pages, want: u64, search: &mut ExtensionSearch) -> Result<Run> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
-        let count = self.regions();
+        let (count, least) = (self.regions(), EXTENSION_RUN.min(want));
         for step in 0..count {
             let number = (self.extension_hint + step) % count;
-            if u64::from(self.regions[number as usize].backed) + EXTENSION_RUN.min(want) > REGION_BLOCKS {
+            let region = &self.regions[number as usize];
+            if !region.may_have_unbacked(least) {
                 continue;
             }
-            match self.load_whole(pages, number, unread) {
-                Ok(true) => {}
+            let is_loaded = region.bitmaps.is_some();
+            if !is_loaded && search.loaded >= SEARCH_REGIONS {
+                break;
+            }
+            match self.load_whole(pages, number, &mut search.unread) {
+                Ok(true) => search.loaded += u64::from(!is_loaded),
                 Ok(false) => continue,
                 // A new region needs no read.
                 Err(error) if is_lost(&error) => break,
                 Err(error) => return Err(error),
             }
-            let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
-            if let Some((first, blocks)) = bitmaps.find_unbacked(EXTENSION_RUN.min(want), want) {
+            if let Some((first, blocks)) = self.regions[number as usize].find_unbacked(least, want) {
                 let run = Run { start: number * REGION_BLOCKS + first, blocks };
-                match self.has_entries(pages, run, unread) {
+                match self.has_entries(pages, run, &mut search.unread) {
                     Ok(true) => {
                         self.extension_hint = number;
                         return Ok(run);
@@ -100,6 +119,7 @@ impl Space {
             if let Some(bitmaps) = &mut region.bitmaps {
                 bitmaps.set_backed(first, count, backed);
             }
+            region.review(first, count);
             let after = region.estimate();
             self.counts.free = (self.counts.free + after).saturating_sub(before);
             self.dirty_regions.insert(number);
@@ -111,15 +131,22 @@ impl Space {
     }
 
     /// Marks free backed runs of at least `least` blocks, up to `most` blocks in all, as used, so that they cannot be
-    /// allocated. The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches
-    /// the runs and releases them.
+    /// allocated. The search begins at region `*region`, which is advanced, and ends after it has loaded
+    /// [`RECLAIM_REGIONS`] regions. The caller clears the backed flags, punches the runs and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let (mut runs, mut unread) = (Vec::new(), UnreadRegion::default());
-        let mut taken = 0;
+        let (mut taken, mut loads) = (0, 0);
         while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
-            let loaded = candidate.estimate() >= least
+            let may_have = candidate.may_have_free(least);
+            if may_have && candidate.bitmaps.is_none() {
+                if loads == RECLAIM_REGIONS {
+                    break;
+                }
+                loads += 1;
+            }
+            let loaded = may_have
                 && match self.load_whole(pages, number, &mut unread) {
                     Ok(loaded) => loaded,
                     // The runs found before are enough for now. The next search begins at this region and returns the
@@ -131,12 +158,12 @@ impl Space {
                 *region += 1;
                 continue;
             }
-            let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
+            let searched = &mut self.regions[number as usize];
             let mut from = 0;
             let mut found = Vec::new();
             // The total never exceeds `most`, because other free blocks are reserved.
             while taken + least <= most
-                && let Some((first, blocks)) = bitmaps.find_free(from, least, most - taken)
+                && let Some((first, blocks)) = searched.find_free(from, least, most - taken)
             {
                 found.push(Run { start: number * REGION_BLOCKS + first, blocks });
                 from = first + blocks;

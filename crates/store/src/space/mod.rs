@@ -19,12 +19,13 @@ mod region;
 mod survey;
 mod table;
 
-pub use allocation::UnreadRegion;
+pub use backing::ExtensionSearch;
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
 use crate::pages::{PageFile, PageKey, Pages, patiently};
 use crate::{Error, ErrorKind, Result, is_lost};
+use allocation::UnreadRegion;
 use backend::{BLOCK_SIZE, Block};
 use region::Region;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -405,6 +406,7 @@ impl Space {
         self.check_range(run)?;
         let before = self.entry(pages, block)?.references;
         let holds_data = self.kind == SpaceKind::Data && references > 0;
+        self.regions[(block / REGION_BLOCKS) as usize].forget_bounds();
         self.change(pages, run, |_, entry| {
             entry.references = references;
             // A mapped block was written, so it has space in the file system.
@@ -446,6 +448,7 @@ impl Space {
             self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
             self.counts.free -= before;
             region.damaged = false;
+            region.forget_bounds();
             // With a count of zero, loading the region replaces the count by that of the table.
             self.dirty_regions.insert(number);
             match self.load(pages, number) {
@@ -512,12 +515,13 @@ impl Space {
             table::write(fresh, index as usize, entry);
         }
         let region = (page / REGION_PAGES) as usize;
-        if let Some(region) = self.regions.get_mut(region)
-            && region.bitmaps.take().is_some()
-        {
-            self.loaded -= 1;
-            // The estimate is used instead of the bitmaps until the region is counted again.
-            self.counts.free = self.regions.iter().map(Region::estimate).sum();
+        if let Some(region) = self.regions.get_mut(region) {
+            region.forget_bounds();
+            if region.bitmaps.take().is_some() {
+                self.loaded -= 1;
+                // The estimate is used instead of the bitmaps until the region is counted again.
+                self.counts.free = self.regions.iter().map(Region::estimate).sum();
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 //! recorded. Nothing is changed.
 
 use super::allocation::{GOOD_RUN, SEARCH_REGIONS};
+use super::backing::RECLAIM_REGIONS;
 use super::region::{self, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
 use super::{BlockEntry, Run, SUMMARY_ENTRIES, Space};
@@ -84,7 +85,7 @@ impl Space {
         for step in 0..count.min(SEARCH_REGIONS) {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];
-            if region.estimate() >= least {
+            if region.may_have_free(least) {
                 let Some(bitmaps) = &region.bitmaps else { return self.survey_region(pages, number) };
                 if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
                     let run = Run { start: number * REGION_BLOCKS + first, blocks };
@@ -97,8 +98,8 @@ impl Space {
 
     /// Surveys a search for blocks to return to the file system, from `region` on.
     pub fn survey_reclaim(&self, pages: &mut Pages, region: u64, least: u64) {
-        let candidate = (region..self.regions()).find(|number| self.regions[*number as usize].estimate() >= least);
-        if let Some(number) = candidate {
+        let candidates = (region..self.regions()).filter(|number| self.regions[*number as usize].may_have_free(least));
+        for number in candidates.take(RECLAIM_REGIONS) {
             self.survey_entries(pages, Run { start: number * REGION_BLOCKS, blocks: REGION_BLOCKS });
         }
     }

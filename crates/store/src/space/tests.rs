@@ -2,13 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
-use super::{BlockEntry, REGION_BLOCKS, REGION_PAGES, Run, Space, SpaceCounts, SpaceKind, UnreadRegion};
+use super::{BlockEntry, ExtensionSearch, REGION_BLOCKS, REGION_PAGES, Run, Space, SpaceCounts, SpaceKind};
 use crate::ErrorKind;
 use crate::pages::{PageFile, Pages};
 use crate::testbed::{Random, page_files, plain_disk, reopened};
 use backend::simulated::Fault;
 use backend::{File, IoMode};
 use std::sync::Arc;
+
+mod bounds;
 
 const CACHE: usize = 256 * 4096;
 
@@ -80,7 +82,7 @@ impl World {
             }
             SpaceKind::Data => {
                 let want = 1 + self.random.scaled(3 * REGION_BLOCKS);
-                let run = self.space.plan_extension(&mut self.pages, want, &mut UnreadRegion::default()).unwrap();
+                let run = self.space.plan_extension(&mut self.pages, want, &mut ExtensionSearch::default()).unwrap();
                 assert!(run.blocks >= 1 && run.blocks <= want);
                 let end = (run.start + run.blocks) as usize;
                 self.blocks.resize(self.blocks.len().max(end), Block::default());
@@ -512,7 +514,7 @@ fn blocks_of_a_lost_table_page_are_not_free() {
     let refused =
         space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
-    let planned = space.plan_extension(&mut world.pages, 300, &mut UnreadRegion::default()).unwrap();
+    let planned = space.plan_extension(&mut world.pages, 300, &mut ExtensionSearch::default()).unwrap();
     assert!(planned.start >= 2 * REGION_BLOCKS);
     // The references that a check counts in the trees are restored, with the counts of the region.
     for block in 10..40 {
@@ -545,7 +547,7 @@ fn a_search_excludes_at_most_one_region_that_the_medium_cannot_read() {
     assert_eq!(space.allocate(&mut pages, 64).unwrap_err().kind(), ErrorKind::Io);
     assert_eq!(space.unreadable(), [0]);
     // A reservation chooses a new region then, whose table needs no read.
-    let planned = space.plan_extension(&mut pages, 300, &mut UnreadRegion::default()).unwrap();
+    let planned = space.plan_extension(&mut pages, 300, &mut ExtensionSearch::default()).unwrap();
     assert_eq!((planned.start, space.unreadable()), (4 * REGION_BLOCKS, vec![0, 1]));
     disk.mend();
     for number in space.unreadable() {

@@ -11,7 +11,7 @@ use crate::engine::log::Cost;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
-use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES, UnreadRegion};
+use crate::space::{ExtensionSearch, REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
 
@@ -80,7 +80,7 @@ impl Engine {
     /// Makes one reservation of at most `largest` blocks, if the free blocks do not suffice for `claims` yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
-        let mut unread = UnreadRegion::default();
+        let mut search = ExtensionSearch::default();
         let plan = |meta: &mut Meta| {
             meta.release_freed();
             self.update_headroom(meta);
@@ -90,7 +90,7 @@ impl Engine {
             }
             let want = extension(meta).max((claims - free).min(EXTENSION_MAX)).min(*largest);
             let Meta { data, pages, .. } = &mut *meta;
-            let run = data.plan_extension(pages, want, &mut unread)?;
+            let run = data.plan_extension(pages, want, &mut search)?;
             Ok(Some((run, needs(meta, 0, 0))))
         };
         let Some((run, needs)) = self.meta.look(plan)? else { return Ok(()) };
@@ -116,7 +116,7 @@ impl Engine {
         let Some(_extending) = self.reserves.try_extending() else { return Ok(None) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
         loop {
-            let run = meta.data.plan_extension(&mut meta.pages, want, &mut UnreadRegion::default())?;
+            let run = meta.data.plan_extension(&mut meta.pages, want, &mut ExtensionSearch::default())?;
             match self.reserve_run(run, &needs(meta, 0, 0)) {
                 Ok(()) => {
                     let noted = self.note_backed(meta, run);

@@ -5,7 +5,7 @@ use super::between::{before_next, lose_page};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::maintain::Watch;
-use crate::space::{REGION_BLOCKS, TABLE_ENTRIES, UnreadRegion};
+use crate::space::{ExtensionSearch, REGION_BLOCKS, TABLE_ENTRIES};
 use crate::sync::time::Instant;
 use backend::IoMode;
 use backend::simulated::{Fault, Request};
@@ -638,8 +638,8 @@ fn a_lookup_passes_over_lost_pages_without_a_read_under_the_lock() {
         }
         let engine = open(&disk).unwrap();
         let before = engine.meta.lock().pages.statistics().locked;
-        let mut unread = UnreadRegion::default();
-        let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300, &mut unread)).unwrap();
+        let mut search = ExtensionSearch::default();
+        let run = engine.meta.look(|meta| meta.data.plan_extension(&mut meta.pages, 300, &mut search)).unwrap();
         assert!(run.start >= REGION_BLOCKS, "{run:?}");
         assert_eq!(engine.meta.lock().pages.statistics().locked, before, "corrupt: {corrupt}");
         // A lookup that needs the page fails with the error of reading the page.
