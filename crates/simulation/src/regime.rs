@@ -2,8 +2,8 @@
 //!
 //! A regime consists of a world (sizes of journal, caches and medium) and a mix of operations that keeps the datastore
 //! in one condition: more dirty metadata than the journal holds, a map larger than the metadata cache, disks of 16 TiB,
-//! journals of several sizes, a file system with hardly any free space, blocks shared without a snapshot,
-//! consecutive power cuts, or compressed and deduplicated blocks. Model and comparison are the same as in every other run.
+//! journals of several sizes, a file system with hardly any free space, blocks shared without a snapshot, consecutive
+//! power cuts, or compressed and deduplicated blocks. Model and comparison are the same as in every other run.
 
 use crate::operation::{Operation, Profile, Span, generate, pack};
 use crate::random::Random;

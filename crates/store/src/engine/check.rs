@@ -27,8 +27,8 @@ use std::ops::Range;
 
 /// Findings listed one by one; further ones are only counted.
 const FINDINGS_MAX: usize = 1000;
-/// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data. Tests have small
-/// passes, so that they reach the second one.
+/// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data. Tests have
+/// small passes, so that they reach the second one.
 const WINDOW_BLOCKS: u64 = if cfg!(test) { TABLE_ENTRIES << 2 } else { TABLE_ENTRIES << 15 };
 /// Pages of the images file that repairs leave free for the last changes of a repair: summaries and the catalog.
 const REPAIR_AHEAD: u64 = 64;
