@@ -456,24 +456,15 @@ impl Datastore {
     /// Opens `disk` or `disk@snapshot` for I/O. The device counts as a client until it is dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
-        let rename = self.rename_lock.read();
+        let _rename = self.rename_lock.read();
         self.uses.check_not_shut(disk)?;
         if snapshot.is_none() {
             self.uses.check_open_to_clients(disk)?;
         }
-        if let Some(entry) = self.foreign.find(disk) {
-            return self.foreign.open_device(&entry, snapshot, read_only);
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
+            None => self.native.open_device(disk, snapshot, read_only),
         }
-        let device = self.native.open_device(disk, snapshot, read_only)?;
-        drop(rename);
-        // A client may copy the snapshot, and later ask for the changes since: then the snapshot must have this content
-        // after a power failure too. If the medium fails, the copy may be the only one that is left.
-        if snapshot.is_some()
-            && let Err(error) = self.native.engine.flush()
-        {
-            tracing::warn!(%error, snapshot = name, "the snapshot is opened, although its last writes are not durable");
-        }
-        Ok(device)
     }
 
     /// An I/O queue for one thread, for the data files that [`Device::plan_read`] names. Its kind was chosen when the

@@ -10,7 +10,7 @@ use crate::testbed::options;
 use crate::{
     Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, QueueChoice, SnapshotOptions, names,
 };
-use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
 use std::path::Path;
@@ -176,28 +176,6 @@ fn what_was_sent_is_in_the_snapshot_after_a_power_cut() {
     let datastore = open_in(&medium);
     let device = datastore.device("a@s", true).unwrap();
     assert!(device.read(0, BLOCK_SIZE).unwrap() == [2_u8; BLOCK_SIZE]);
-}
-
-#[test]
-fn what_a_client_reads_from_a_snapshot_stays_after_a_power_cut() {
-    let medium = SimulatedDisk::new(1, SimulatedOptions::default());
-    let datastore = with_an_unflushed_write(&medium);
-    let device = datastore.device("a@s", true).unwrap();
-    let before = device.read(0, BLOCK_SIZE).unwrap();
-    let medium = medium.crash();
-    drop((device, datastore));
-    let after = open_in(&medium).device("a@s", true).unwrap().read(0, BLOCK_SIZE).unwrap();
-    assert!(before == [2_u8; BLOCK_SIZE] && after == before);
-}
-
-#[test]
-fn a_snapshot_of_a_failing_medium_is_opened() {
-    let medium = SimulatedDisk::new(1, SimulatedOptions::default());
-    let datastore = with_an_unflushed_write(&medium);
-    medium.fail_requests(Fault::Write, 0, u64::MAX);
-    let device = datastore.device("a@s", true).unwrap();
-    assert!(device.read(0, BLOCK_SIZE).unwrap() == [2_u8; BLOCK_SIZE]);
-    assert!(datastore.outgoing("a", "s").is_err());
 }
 
 #[test]

@@ -348,23 +348,9 @@ impl SimulationRun {
         if let Some(device) = self.devices.get(title) {
             return Ok(Arc::clone(device));
         }
-        let device = self.open_device(title, false)?;
+        let device = self.datastore()?.device(title, false).map_err(|error| format!("opening {title}: {error}"))?;
         self.devices.insert(title.to_owned(), Arc::clone(&device));
         Ok(device)
-    }
-
-    /// Opens a disk or snapshot.
-    fn open_device(&mut self, title: &str, read_only: bool) -> Checked<Arc<dyn Device>> {
-        if title.contains('@') {
-            // The datastore flushes before it opens a snapshot, and opens the snapshot also if the flush fails. The run
-            // must know about the failure.
-            let result = self.datastore()?.engine().flush();
-            match self.judge(result, None)? {
-                Outcome::Refused(error) => return Err(format!("flushing before {title} is opened: {error}")),
-                Outcome::Done(()) | Outcome::Restarted => {}
-            }
-        }
-        self.datastore()?.device(title, read_only).map_err(|error| format!("opening {title}: {error}"))
     }
 
     /// Closes the open devices of a disk and its snapshots.

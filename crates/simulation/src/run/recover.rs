@@ -199,7 +199,7 @@ impl SimulationRun {
 
     fn compare_image(&mut self, title: &str, manner: Manner) -> Checked {
         let Some((_, capacity)) = self.model.image(title) else { return Ok(()) };
-        let device = self.open_device(title, true)?;
+        let device = self.datastore()?.device(title, true).map_err(|error| format!("opening it: {error}"))?;
         if device.capacity() != capacity {
             return Err(format!("it has {} bytes instead of {capacity}", device.capacity()));
         }
