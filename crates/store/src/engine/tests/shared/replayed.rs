@@ -274,8 +274,8 @@ fn an_ordinary_opening_adopts_no_block_for_a_share() {
 }
 
 /// A block is flushed by its owner, overwritten in place, shared, and left to its second owner, which overwrites it in
-/// place too. The payload of the flush must not return: the share promises the content that the block had then. No flush
-/// of a client settles the first overwrite, and the commit that makes the share durable stops before it says so.
+/// place too. The payload of the flush must not return: the share promises the content that the block had then. No
+/// flush of a client settles the first overwrite, and the commit that makes the share durable stops before it says so.
 #[test]
 fn payload_from_before_a_share_does_not_return_to_the_kept_block() {
     for seed in 0..8 {
