@@ -65,6 +65,17 @@ pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     Some(text.parse::<Hyphenated>().ok()?.into_uuid().into_bytes())
 }
 
+/// `wanted`, or, if that is taken, `wanted` with the lowest number from 2 on that makes it free.
+pub fn free(wanted: &str, mut is_taken: impl FnMut(&str) -> bool) -> String {
+    let mut name = wanted.to_owned();
+    let mut number = 2;
+    while is_taken(&name) {
+        name = format!("{wanted}-{number}");
+        number += 1;
+    }
+    name
+}
+
 /// Splits `disk@snapshot` into its two names.
 pub fn split(target: &str) -> (&str, Option<&str>) {
     match target.split_once('@') {

@@ -5,6 +5,7 @@ use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::convert::{DeviceSink, DeviceSource, copy_all};
 use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
+use crate::names;
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use vmdk::CloneReference;
@@ -39,12 +40,7 @@ impl Foreign {
     /// Takes a snapshot named `name`, or `name` with a number if a snapshot has that name already.
     pub(super) fn snapshot_for(&self, entry: &Arc<ForeignDisk>, name: &str, description: &str) -> Result<String> {
         let _alone = entry.begin_snapshot()?;
-        let mut free = name.to_owned();
-        let mut number = 2;
-        while entry.find_snapshot(&free).is_ok() {
-            free = format!("{name}-{number}");
-            number += 1;
-        }
+        let free = names::free(name, |name| entry.find_snapshot(name).is_ok());
         let options = SnapshotOptions { description: description.to_owned(), ..SnapshotOptions::default() };
         self.create_snapshots(&[(Arc::clone(entry), free.clone())], None, &options, &mut || Ok(()))?;
         Ok(free)

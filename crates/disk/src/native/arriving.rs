@@ -275,7 +275,9 @@ impl Native {
         let taken = known.as_ref().filter(|known| known.uuid == identity.uuid).map(|known| known.id);
         if let (Some(other), None) = (known, taken) {
             // The disk of the base was deleted, and has handed over a snapshot with this name.
-            self.engine.rename_snapshot(other.id, &self.free_snapshot_name(disk, name))?;
+            let free =
+                self.engine.with_catalog(|catalog| names::free(name, |name| catalog.snapshot(disk, name).is_some()));
+            self.engine.rename_snapshot(other.id, &free)?;
         }
         let id = match taken {
             Some(id) => {
@@ -292,14 +294,5 @@ impl Native {
         };
         self.engine.set_snapshot_identity(id, identity)?;
         self.engine.with_catalog(|catalog| catalog.get(id).cloned())
-    }
-
-    /// `name` with the lowest number that no snapshot of the disk has in its name.
-    fn free_snapshot_name(&self, disk: u64, name: &str) -> String {
-        self.engine.with_catalog(|catalog| {
-            let numbered = (2..).map(|number: u64| format!("{name}-{number}"));
-            let mut free = numbered.filter(|name| catalog.snapshot(disk, name).is_none());
-            free.next().unwrap_or_default()
-        })
     }
 }

@@ -20,13 +20,8 @@ const SPANS: usize = 1024;
 impl Native {
     /// Takes a temporary snapshot. Recovery removes the snapshot unless the operation completes it.
     pub(super) fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
-        let mut name = name.to_owned();
-        let base = name.clone();
-        let mut number = 2;
-        while self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, &name).is_some()) {
-            name = format!("{base}-{number}");
-            number += 1;
-        }
+        let name =
+            self.engine.with_catalog(|catalog| names::free(name, |name| catalog.snapshot(disk.id, name).is_some()));
         let new = NewSnapshot { disk: disk.id, name, uuid: names::new_uuid()?, incomplete: true };
         let ids = self.engine.snapshot(&[new])?;
         self.engine.with_catalog(|catalog| catalog.get(ids[0]).cloned())

@@ -396,12 +396,7 @@ impl Native {
         let mut changed = Vec::new();
         let mut taken: Vec<String> = own.iter().map(|snapshot| snapshot.name.clone()).collect();
         for snapshot in &needed {
-            let mut name = snapshot.name.clone();
-            let mut number = 2;
-            while taken.contains(&name) {
-                name = format!("{}-{number}", snapshot.name);
-                number += 1;
-            }
+            let name = names::free(&snapshot.name, |name| taken.iter().any(|taken| taken == name));
             taken.push(name.clone());
             changed.push(Object { disk: first_clone.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
         }
