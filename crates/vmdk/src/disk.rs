@@ -21,6 +21,9 @@ use std::sync::{Arc, Weak};
 /// Finds a folder by its path in a record.
 pub type FolderFinder = Arc<dyn Fn(&str) -> Result<Folder> + Send + Sync>;
 
+/// Receives the record of a disk that is being deleted.
+pub type DeletionHook = Arc<dyn Fn(&Record) + Send + Sync>;
+
 /// Options for opening disks.
 #[derive(Clone)]
 pub struct Options {
@@ -43,6 +46,9 @@ pub struct Options {
     pub overlay: Vec<Arc<dyn Layer>>,
     /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
+    /// Called when the deletion of a disk is certain, before its record is removed, and again when the next opening
+    /// continues an interrupted deletion.
+    pub deleted: Option<DeletionHook>,
     /// The most sectors of an extent of a new split disk; `None` for those of VMware's products (2047 MiB).
     pub piece: Option<u64>,
 }
@@ -58,6 +64,7 @@ impl Default for Options {
             adopted: None,
             overlay: Vec::new(),
             folders: None,
+            deleted: None,
             piece: None,
         }
     }
@@ -178,6 +185,9 @@ impl Disk {
             // A descriptor is removed after its extents, so that after a crash the extents can still be found by it.
             let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
+            if let Some(deleted) = &self.options.deleted {
+                deleted(&record);
+            }
         }
         self.remove_files(&record, &files)?;
         let directory = &**self.home.directory();

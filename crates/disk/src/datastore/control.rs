@@ -268,7 +268,6 @@ impl Datastore {
             if let Err(error) = self.native.remove_hidden(&overlay.native) {
                 tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
             }
-            overlay.release(name);
         }
         if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
             tracing::warn!(%error, disk = name, "a record of a snapshot group still names the deleted disk");

@@ -144,6 +144,12 @@ impl Foreign {
             let folders = folders.clone();
             options.folders = Some(Arc::new(move |reference: &str| folders.find(reference)));
         }
+        // A record that is gone cannot name the source any more, so the source is told before that.
+        options.deleted = Some(Arc::new(|record: &vmdk::Record| {
+            if let Ok(Some(overlay)) = Overlay::of(record) {
+                overlay.release(&record.name);
+            }
+        }));
         let (native, disks) = (Arc::clone(native), RwLock::default());
         let foreign = Self { folders, options, switches, native, disks, broken: Mutex::default() };
         for folder in foreign.folders.names()?.into_iter().filter(|folder| !kept.contains(folder)) {
@@ -163,13 +169,7 @@ impl Foreign {
         match vmdk::Disk::open(home.clone(), &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");
-                let (name, overlay) = (disk.name(), Overlay::of(&disk.record()));
-                disk.delete()?;
-                self.remove_folder(folder)?;
-                if let Ok(Some(overlay)) = overlay {
-                    overlay.release(&name);
-                }
-                Ok(())
+                self.remove_moved(folder, disk)
             }
             Ok(disk) => {
                 // Removes files that a crash left and no record names. This is safe, because only this datastore

@@ -473,13 +473,9 @@ impl Migration<'_> {
                 Source::Native(disk) => self.home.native.remove_moved(disk.id)?,
                 Source::Foreign(disk) => {
                     let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
-                    let overlay = Overlay::of(&inner.record());
                     self.home.foreign.remove_moved(&folder, inner)?;
                     self.home.release_overlay(&disk.entry);
                     self.home.sweep_overlays()?;
-                    if let Ok(Some(overlay)) = overlay {
-                        overlay.release(self.name);
-                    }
                 }
             }
             self.intents().remove(&self.intent.id)

@@ -16,6 +16,7 @@ use layer::Layer;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Once};
 use testkit::Random;
@@ -38,6 +39,8 @@ struct Memory {
     opened: AtomicU64,
     read: AtomicU64,
     released: AtomicU64,
+    /// A datastore that is copied when the source is released, and where to.
+    copied: Mutex<Option<(PathBuf, PathBuf)>>,
 }
 
 /// The sources of all tests, by name.
@@ -64,7 +67,8 @@ impl Memory {
         }
         let (damaged, missing, unopenable) = (Mutex::default(), AtomicBool::new(false), AtomicBool::new(false));
         let (opened, read, released) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        let memory = Self { content, piece, unit, damaged, missing, unopenable, opened, read, released };
+        let copied = Mutex::default();
+        let memory = Self { content, piece, unit, damaged, missing, unopenable, opened, read, released, copied };
         let memory = Arc::new(memory);
         SOURCES.lock().unwrap().insert(name.to_owned(), Arc::clone(&memory));
         memory
@@ -86,7 +90,11 @@ fn open(name: &str) -> Result<Arc<dyn LiveSource>> {
 }
 
 fn release(name: &str) -> Result<()> {
-    find(name).released.fetch_add(1, Ordering::SeqCst);
+    let memory = find(name);
+    memory.released.fetch_add(1, Ordering::SeqCst);
+    if let Some((from, to)) = memory.copied.lock().unwrap().take() {
+        assert!(Command::new("cp").arg("-a").args([from, to]).status().unwrap().success());
+    }
     Ok(())
 }
 
@@ -136,7 +144,7 @@ fn begin(datastore: &Datastore, disk: &str, source: &str) {
 
 /// A datastore in a folder, and a disk `vm` whose content arrives.
 struct Room {
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
     path: PathBuf,
     /// `None` while it is opened again.
     open: Option<Arc<Datastore>>,
@@ -160,7 +168,7 @@ impl Room {
         let (datastore, source) = (opened(&path), Memory::add(name, seed, piece, unit));
         begin(&datastore, "vm", name);
         let model = source.content.clone();
-        Self { _folder: folder, path, open: Some(datastore), source, model }
+        Self { folder, path, open: Some(datastore), source, model }
     }
 
     fn datastore(&self) -> &Arc<Datastore> {
@@ -460,6 +468,32 @@ fn a_deleted_disk_leaves_nothing_and_releases_its_source() {
     assert_eq!(room.datastore().native.hidden("."), Vec::<String>::new());
     assert_eq!(room.source.released.load(Ordering::SeqCst), 1);
     assert!(room.datastore().disks().unwrap().is_empty());
+}
+
+/// Otherwise a kill between the removal of the record and the release would protect the source for ever.
+#[test]
+fn a_source_is_released_while_a_record_names_it() {
+    for deleted in [false, true] {
+        let mut room = Room::new(&format!("told-{deleted}"), 30);
+        // What a kill would leave.
+        let copy = room.folder.path().join("killed");
+        *room.source.copied.lock().unwrap() = Some((room.path.clone(), copy.clone()));
+        match deleted {
+            true => room.datastore().delete_disk("vm", false).unwrap(),
+            false => room.attempt(&Background::default()).unwrap(),
+        }
+        assert_eq!(room.source.released.load(Ordering::SeqCst), 1);
+        room.path = copy;
+        room.open = Some(opened(&room.path));
+        assert_eq!(room.source.released.load(Ordering::SeqCst), 2, "deleted: {deleted}");
+        match deleted {
+            true => assert!(room.datastore().disks().unwrap().is_empty()),
+            false => {
+                room.is_whole();
+                room.is_native_and_clean();
+            }
+        }
+    }
 }
 
 #[test]
