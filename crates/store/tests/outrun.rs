@@ -1,4 +1,4 @@
-//! Flushes and comparisons end while other clients write as fast as write-back can empty the buffers.
+//! Flushes, comparisons and long writes end while other clients write as fast as write-back can empty the buffers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -33,12 +33,19 @@ fn write(engine: &Engine, disk: u64, block: u64, value: u8) {
 /// Makes a request three times while two threads repeat `load` on a busy disk. The request gets the busy disk, a quiet
 /// disk, and its number.
 fn ends_beside(load: &(dyn Fn(&Engine, u64, u64) + Sync), request: &(dyn Fn(&Engine, u64, u64, u64) + Sync)) {
+    ends_with(EngineOptions { write_buffer: 16 << 20, ..EngineOptions::default() }, load, request);
+}
+
+fn ends_with(
+    engine_options: EngineOptions,
+    load: &(dyn Fn(&Engine, u64, u64) + Sync),
+    request: &(dyn Fn(&Engine, u64, u64, u64) + Sync),
+) {
     let options = SimulatedOptions { reorder: false, capacity: 16 << 30, ..SimulatedOptions::default() };
     let medium = SimulatedDisk::new(1, options);
     let directory = medium.directory();
     Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 64 << 20 }).unwrap();
-    let options = EngineOptions { write_buffer: 16 << 20, ..EngineOptions::default() };
-    let engine: Arc<Engine> = Engine::open(directory, options).unwrap();
+    let engine: Arc<Engine> = Engine::open(directory, engine_options).unwrap();
     let (busy, quiet) = (make(&engine, "busy"), make(&engine, "quiet"));
     // The medium is slower than the clients, also if other programs use the processors.
     medium.set_pace(Arc::new(|request| {
@@ -101,4 +108,18 @@ fn a_comparison_with_a_disk_ends_while_others_write_the_disk() {
         engine.diff(from, busy, 0..BLOCKS, &mut |_| Ok(true)).unwrap();
     };
     ends_beside(&|engine, disk, block| write(engine, disk, block, 1), &compare);
+}
+
+#[test]
+fn a_write_longer_than_the_write_buffer_ends_while_others_fill_it() {
+    const LONG: u64 = 8192;
+    let options = EngineOptions { write_buffer: 1 << 20, write_through: false, ..EngineOptions::default() };
+    let write_long = |engine: &Engine, _busy, quiet, number: u64| {
+        let (head, data) = (engine.head(quiet), SharedSlice::copy_of(&vec![3; LONG as usize * BLOCK_SIZE]));
+        engine.write_blocks(&head, number * LONG, data).unwrap();
+        let last = (number + 1) * LONG - 1;
+        let read = engine.read_blocks("quiet", last..last + 1, &|range| engine.plan_head(&head, range)).unwrap();
+        assert!(read.iter().all(|byte| *byte == 3));
+    };
+    ends_with(options, &|engine, disk, block| write(engine, disk, block, 1), &write_long);
 }

@@ -1,6 +1,6 @@
 //! The write buffers of all disks, and the limit on their total content.
 //!
-//! Lock order: the buffers of disks, ascending by id; `room` and `sealed`, to wait. `heads`, to look up a disk, and
+//! Lock order: the buffers of disks, ascending by id; `queue` and `sealed`, to wait. `heads`, to look up a disk, and
 //! then `recorded` and the `written` of a disk, may be taken under all other locks, because they are held for a few
 //! instructions. This part takes no lock of another part. The engine takes the metadata lock while it holds the buffer
 //! of a disk.
@@ -13,12 +13,15 @@ use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, RwLock};
 use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Freed blocks (512 KiB) for which the threads that wait for room are woken.
 const WAKE_BLOCKS: u64 = 128;
+/// Writes of at most this many blocks (256 KiB) are not divided.
+const PART_MIN: u64 = 64;
 
 /// The writable state of an open disk.
 pub struct Head {
@@ -156,7 +159,9 @@ pub struct Buffers {
     outrun: AtomicU64,
     /// Number of blocks of data in all buffers.
     blocks: AtomicU64,
-    room: Mutex<()>,
+    /// Room, in blocks, that is kept free for the first waiting writer. 0 if none waits. Changed under `queue`.
+    kept: AtomicU64,
+    queue: Mutex<Queue>,
     room_ready: Condvar,
     /// How often snapshots were taken.
     snapshots: AtomicU64,
@@ -172,8 +177,58 @@ pub struct Outrun<'a>(&'a Buffers);
 impl Drop for Outrun<'_> {
     fn drop(&mut self) {
         self.0.outrun.fetch_sub(1, Ordering::SeqCst);
-        let _guard = self.0.room.lock();
+        let _guard = self.0.queue.lock();
         self.0.room_ready.notify_all();
+    }
+}
+
+/// The writers that wait for room, in the order of their arrival.
+#[derive(Default)]
+struct Queue {
+    /// Number of the next writer.
+    next: u64,
+    /// Numbers of the writers, and the blocks for which they wait.
+    waiting: VecDeque<(u64, u64)>,
+}
+
+/// A writer that waits for room. What the first one in the queue waits for is kept free from all others: otherwise
+/// writers of few blocks could take all room as it becomes free, and a writer of more blocks would wait without end.
+pub struct Waiter<'a> {
+    buffers: &'a Buffers,
+    number: u64,
+    blocks: u64,
+}
+
+impl Waiter<'_> {
+    fn is_first(&self, queue: &Queue) -> bool {
+        queue.waiting.front().is_some_and(|(number, _)| *number == self.number)
+    }
+
+    /// Reserves the buffer space, if there is enough.
+    pub fn try_take(&self) -> bool {
+        let is_first = self.is_first(&self.buffers.queue.lock());
+        self.buffers.take(self.blocks, is_first).is_some()
+    }
+
+    /// Waits until buffer space may be available, or until a timeout.
+    pub fn wait(&self, time: Duration) {
+        let mut queue = self.buffers.queue.lock();
+        if !self.buffers.has_room(self.buffers.blocks(), self.blocks, self.is_first(&queue)) {
+            self.buffers.room_ready.wait_for(&mut queue, time);
+        }
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.buffers.queue.lock();
+        queue.waiting.retain(|(number, _)| *number != self.number);
+        let next = queue.waiting.front().map_or(0, |(_, blocks)| *blocks);
+        self.buffers.kept.store(next, Ordering::SeqCst);
+        // Single blocks need no more room when they are first.
+        if self.blocks.max(next) > 1 {
+            self.buffers.room_ready.notify_all();
+        }
     }
 }
 
@@ -188,7 +243,8 @@ impl Buffers {
             few,
             outrun: AtomicU64::new(0),
             blocks: AtomicU64::new(0),
-            room: Mutex::default(),
+            kept: AtomicU64::new(0),
+            queue: Mutex::default(),
             room_ready: Condvar::default(),
             snapshots: AtomicU64::new(0),
             unsealed: AtomicU64::new(0),
@@ -306,9 +362,9 @@ impl Buffers {
 
     /// Waits until no flush is outrun, or until a timeout.
     pub fn wait_outrun(&self, time: Duration) {
-        let mut room = self.room.lock();
+        let mut queue = self.queue.lock();
         if self.is_outrun() {
-            self.room_ready.wait_for(&mut room, time);
+            self.room_ready.wait_for(&mut queue, time);
         }
     }
 
@@ -317,11 +373,40 @@ impl Buffers {
         if self.is_outrun() { self.limit.min(self.few) } else { self.limit }
     }
 
+    /// The most blocks of data that a write puts into a buffer at once. Several such parts have room at the same time,
+    /// also while a flush is outrun, so that a part does not wait until nothing is buffered.
+    pub fn part_max(&self) -> u64 {
+        (self.limit.min(self.few) / 4).max(PART_MIN)
+    }
+
+    /// Enqueues a writer that waits for room.
+    pub fn enqueue(&self, blocks: u64) -> Waiter<'_> {
+        let mut queue = self.queue.lock();
+        let number = queue.next;
+        queue.next += 1;
+        queue.waiting.push_back((number, blocks));
+        if queue.waiting.len() == 1 {
+            self.kept.store(blocks, Ordering::SeqCst);
+        }
+        Waiter { buffers: self, number, blocks }
+    }
+
+    /// Whether there is room for more blocks beside `before` ones. An entry larger than the limit is accepted when the
+    /// buffers are empty.
+    fn has_room(&self, before: u64, blocks: u64, is_first: bool) -> bool {
+        let kept = if is_first { 0 } else { self.kept.load(Ordering::SeqCst) };
+        before + blocks + kept <= self.limit_now() || before + kept == 0
+    }
+
     /// Reserves buffer space for blocks of data. Returns how many blocks were reserved before, or `None` if there is
-    /// not enough space. A single write larger than the limit is accepted when the buffers are empty.
+    /// not enough space.
     pub fn try_take(&self, blocks: u64) -> Option<u64> {
+        self.take(blocks, false)
+    }
+
+    fn take(&self, blocks: u64, is_first: bool) -> Option<u64> {
         let before = self.blocks.fetch_add(blocks, Ordering::SeqCst);
-        if before + blocks <= self.limit_now() || before == 0 {
+        if self.has_room(before, blocks, is_first) {
             return Some(before);
         }
         self.blocks.fetch_sub(blocks, Ordering::AcqRel);
@@ -331,18 +416,10 @@ impl Buffers {
     /// Releases buffer space.
     pub fn give_back(&self, blocks: u64) {
         let before = self.blocks.fetch_sub(blocks, Ordering::SeqCst);
-        let limit = self.limit_now();
+        let limit = self.limit_now().saturating_sub(self.kept.load(Ordering::SeqCst));
         if before >= limit || before.saturating_sub(blocks) < limit && before + WAKE_BLOCKS >= limit {
-            let _guard = self.room.lock();
+            let _guard = self.queue.lock();
             self.room_ready.notify_all();
-        }
-    }
-
-    /// Waits until buffer space may be available, or until a timeout.
-    pub fn wait_for_room(&self, blocks: u64, time: Duration) {
-        let mut room = self.room.lock();
-        if self.blocks() + blocks > self.limit_now() {
-            self.room_ready.wait_for(&mut room, time);
         }
     }
 
@@ -388,5 +465,54 @@ impl Buffers {
     pub fn wake(&self) {
         self.room_ready.notify_all();
         self.sealed_ready.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_that_becomes_free_is_kept_for_the_writer_that_waits_longest() {
+        let buffers = Buffers::new(256, 64);
+        assert!((0..256).all(|_| buffers.try_take(1).is_some()));
+        let (first, second, third) = (buffers.enqueue(64), buffers.enqueue(1), buffers.enqueue(64));
+        for _ in 0..64 {
+            assert!(!first.try_take() && !second.try_take() && !third.try_take());
+            buffers.give_back(1);
+            assert!(buffers.try_take(1).is_none());
+        }
+        assert!(!second.try_take() && !third.try_take() && first.try_take());
+        drop(first);
+        buffers.give_back(1);
+        assert!(buffers.try_take(1).is_none() && !third.try_take() && second.try_take());
+        drop(second);
+        buffers.give_back(64);
+        assert!(buffers.try_take(1).is_none() && third.try_take());
+        drop(third);
+        buffers.give_back(1);
+        assert!(buffers.try_take(1).is_some());
+    }
+
+    #[test]
+    fn a_writer_that_gives_up_keeps_no_room() {
+        let buffers = Buffers::new(256, 64);
+        assert!(buffers.try_take(200).is_some());
+        let (first, second) = (buffers.enqueue(64), buffers.enqueue(2));
+        assert!(buffers.try_take(1).is_none());
+        drop(first);
+        assert!(buffers.try_take(1).is_some() && second.try_take());
+        drop(second);
+        assert!(buffers.try_take(53).is_some());
+    }
+
+    #[test]
+    fn an_entry_larger_than_the_limit_goes_into_empty_buffers() {
+        let buffers = Buffers::new(32, 16);
+        assert!(buffers.try_take(1).is_some());
+        let first = buffers.enqueue(buffers.part_max());
+        assert!(!first.try_take());
+        buffers.give_back(1);
+        assert!(buffers.try_take(1).is_none() && first.try_take());
     }
 }

@@ -144,6 +144,19 @@ fn the_fill_level_of_the_buffer_is_reported() {
 }
 
 #[test]
+fn a_write_longer_than_the_buffer_enters_it_in_parts() {
+    let (disk, engine) = made();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = Engine::open(disk.directory(), EngineOptions { write_through: false, ..options() }).unwrap();
+    engine.write_blocks(&engine.head(1), 3, slice(7, 1000)).unwrap();
+    let (blocks, limit) = (engine.buffers.blocks(), engine.buffers.limit());
+    assert!(0 < blocks && blocks <= limit && limit < 1000, "{blocks} {limit}");
+    let values = [2, 3, 66, 67, 1002, 1003].map(|block| value(&engine, block).unwrap());
+    assert_eq!(values, [0, 7, 7, 7, 7, 0]);
+}
+
+#[test]
 fn the_free_nodes_of_the_map_are_counted_after_a_restart() {
     let (disk, mut engine) = made();
     for round in 0..4 {

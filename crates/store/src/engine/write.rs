@@ -31,7 +31,7 @@ impl Engine {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let checksums = Checksums::of(&data);
         let written = match self.write_through(head, logical, &data, &checksums) {
-            Ok(false) => self.put_in_parts(head, logical, blocks, Content::Data(data, checksums)),
+            Ok(false) => self.put_data(head, logical, blocks, Content::Data(data, checksums)),
             outcome => outcome.map(|_| ()),
         };
         head.note_written(logical..logical + blocks);
@@ -54,6 +54,19 @@ impl Engine {
         let zeroed = chunks(range.clone(), ZERO_MAX).try_for_each(zero);
         head.note_written(range);
         zeroed
+    }
+
+    /// Puts data into the buffer. A long write is divided: as a whole, it would wait until almost nothing is buffered,
+    /// and while others write, that may never be the case. A refused write may be carried out in part.
+    fn put_data(&self, head: &Head, logical: u64, blocks: u64, content: Content) -> Result<()> {
+        let most = self.buffers.part_max();
+        if blocks <= most {
+            return self.put_in_parts(head, logical, blocks, content);
+        }
+        chunks(0..blocks, most).try_for_each(|part| {
+            let of_part = content.part(part.start..part.start + part.blocks);
+            self.put_in_parts(head, logical + part.start, part.blocks, of_part)
+        })
     }
 
     /// Puts an entry into the buffer. If the map has no room for an entry of a thick disk, the entry is split: its data
@@ -221,16 +234,17 @@ impl Engine {
             return Ok(());
         }
         let failures = self.writeback.failing.count();
+        let waiter = self.buffers.enqueue(blocks);
         loop {
             if self.options.threads && self.running.goes_on() {
                 self.request(|work| work.write_back = true);
-                self.buffers.wait_for_room(blocks, LOOK_AGAIN);
+                waiter.wait(LOOK_AGAIN);
                 self.writeback.failing.check(failures)?;
             } else {
                 self.write_back_once()?;
             }
             self.check_running()?;
-            if self.buffers.try_take(blocks).is_some() {
+            if waiter.try_take() {
                 return Ok(());
             }
         }
