@@ -6,7 +6,9 @@
 //! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder. A file
 //!    created for direct I/O on a file system that refuses direct I/O is removed again.
 //! 3. The lock is an advisory lock of the open file description (`flock`). The kernel releases it when the process
-//!    ends, however it ends, and two openers in one process exclude each other too.
+//!    ends, however it ends, and two openers in one process exclude each other too. After the end of a process, the
+//!    kernel still carries out the direct writes of its rings. So a ring holds the description of the locks of
+//!    [`Directory::lock_until_idle`], and the kernel releases these after the last request of the ring.
 //! 4. In a directory with [`LocalDirectory::keep_owner`], files that root creates belong to the owner of the folder.
 //!    Root follows no symbolic links there, because another user may have made them.
 //! 5. The kind of queues is probed once, at the start; [`Directory::queue_kind`] reports it.
@@ -35,12 +37,13 @@ use crate::portable::{PortableQueue, Workers};
 use crate::searched::SearchedFolder;
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 /// Which queues a directory makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +66,8 @@ pub struct LocalDirectory {
     queues: LocalQueues,
     uring: AtomicBool,
     workers: Arc<Workers>,
+    /// The files that new rings keep locked.
+    kept_locked: Mutex<Vec<Weak<std::fs::File>>>,
 }
 
 impl LocalDirectory {
@@ -83,8 +88,7 @@ impl LocalDirectory {
                 io::Error::new(io::ErrorKind::Unsupported, text)
             })?,
         };
-        let folder = Arc::new(folder);
-        Ok(Self { path, folder, keeps_owner: false, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+        Ok(Self::of(path, folder, queues, uring))
     }
 
     /// Opens a folder by its canonical path (as [`std::fs::canonicalize`] gives it), component by component, and
@@ -110,9 +114,19 @@ impl LocalDirectory {
         // Opening the components needs no right to list them. The folder itself is listed and flushed, so it is opened
         // again.
         let folder = rustix::fs::openat(&folder, ".", flags, Mode::empty()).map_err(fail)?;
-        let uring = probe_uring().is_ok();
-        let (folder, queues) = (Arc::new(folder), LocalQueues::Auto);
-        Ok(Self { path, folder, keeps_owner: false, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+        Ok(Self::of(path, folder, LocalQueues::Auto, probe_uring().is_ok()))
+    }
+
+    fn of(path: PathBuf, folder: OwnedFd, queues: LocalQueues, uring: bool) -> Self {
+        Self {
+            path,
+            folder: Arc::new(folder),
+            keeps_owner: false,
+            queues,
+            uring: AtomicBool::new(uring),
+            workers: Workers::new(),
+            kept_locked: Mutex::default(),
+        }
     }
 
     /// From now on, files that root creates in this directory belong to the owner of the folder. For the folders of a
@@ -193,11 +207,11 @@ impl LocalDirectory {
         leads_to(&self.folder, name, identity).map_err(|error| named(error, "look at", &self.path.join(name)))
     }
 
-    fn locked(&self, name: &str, file: std::fs::File, identity: Identity) -> Box<dyn Lock> {
-        Box::new(LocalLock { file, place: Some((Arc::clone(&self.folder), name.to_owned(), identity)) })
+    fn locked(&self, name: &str, file: std::fs::File, identity: Identity) -> LocalLock {
+        LocalLock { file: Arc::new(file), place: Some((Arc::clone(&self.folder), name.to_owned(), identity)) }
     }
 
-    fn lock_with(&self, name: &str, flags: OFlags) -> io::Result<Box<dyn Lock>> {
+    fn lock_with(&self, name: &str, flags: OFlags) -> io::Result<LocalLock> {
         loop {
             let file = self.open_with(name, IoMode::Buffered, flags)?;
             self.take_lock(name, &file)?;
@@ -256,7 +270,9 @@ impl Directory for LocalDirectory {
             }
         });
         match lock {
-            Ok((lock, identity)) => Ok((Arc::new(OpenFile::new(file, mode)), self.locked(name, lock, identity))),
+            Ok((lock, identity)) => {
+                Ok((Arc::new(OpenFile::new(file, mode)), Box::new(self.locked(name, lock, identity))))
+            }
             Err(error) => {
                 // If another process has locked the new file first, only that process may remove it.
                 if error.kind() != io::ErrorKind::WouldBlock {
@@ -306,11 +322,15 @@ impl Directory for LocalDirectory {
     }
 
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.lock_with(name, OFlags::CREATE)
+        Ok(Box::new(self.lock_with(name, OFlags::CREATE)?))
     }
 
-    fn lock_existing(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.lock_with(name, OFlags::empty())
+    fn lock_until_idle(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        let lock = self.lock_with(name, OFlags::empty())?;
+        let mut kept = self.kept_locked.lock();
+        kept.retain(|file| file.strong_count() > 0);
+        kept.push(Arc::downgrade(&lock.file));
+        Ok(Box::new(lock))
     }
 
     fn room(&self) -> io::Result<Room> {
@@ -324,7 +344,8 @@ impl Directory for LocalDirectory {
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
         #[cfg(target_os = "linux")]
         if self.uring.load(Ordering::Relaxed) {
-            match crate::uring::UringQueue::new(depth) {
+            let locked: Vec<_> = self.kept_locked.lock().iter().filter_map(Weak::upgrade).collect();
+            match crate::uring::UringQueue::new(depth, &locked) {
                 Ok(queue) => return Ok(Box::new(queue)),
                 Err(error) if self.queues == LocalQueues::Uring => return Err(error),
                 // Probing found io_uring, but the limit on rings or locked memory is reached: from now on queues use
@@ -374,7 +395,7 @@ impl LocalFolder for LocalDirectory {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = retry(|| rustix::fs::openat(&self.folder, ".", flags, Mode::empty()))?;
         match retry(|| rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive)) {
-            Ok(()) => Ok(Some(Box::new(LocalLock { file: folder.into(), place: None }))),
+            Ok(()) => Ok(Some(Box::new(LocalLock { file: Arc::new(folder.into()), place: None }))),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let text = format!("{} is locked by another owner", self.path.display());
                 Err(io::Error::new(io::ErrorKind::WouldBlock, text))
@@ -429,7 +450,7 @@ fn overwrite_in_place(file: &std::fs::File) {
 
 /// Contains the open file description to which the lock belongs.
 struct LocalLock {
-    file: std::fs::File,
+    file: Arc<std::fs::File>,
     /// The folder, the name in it, and the identity of the locked file; none when the folder itself is locked.
     place: Option<(Arc<OwnedFd>, String, Identity)>,
 }
@@ -445,7 +466,7 @@ impl Drop for LocalLock {
     /// Closing the file is not enough: a forked process shares every open file description until it executes its
     /// program, and would hold the lock until then.
     fn drop(&mut self) {
-        let _ = retry(|| rustix::fs::flock(&self.file, FlockOperation::Unlock));
+        let _ = retry(|| rustix::fs::flock(&*self.file, FlockOperation::Unlock));
     }
 }
 
@@ -489,7 +510,7 @@ mod tests {
         let file = directory.open_with("lock", IoMode::Buffered, OFlags::CREATE).unwrap();
         directory.take_lock("lock", &file).unwrap();
         let inherited = file.try_clone().unwrap();
-        drop(LocalLock { file, place: None });
+        drop(LocalLock { file: Arc::new(file), place: None });
         drop(directory.lock("lock").unwrap());
         drop(inherited);
     }
@@ -520,5 +541,32 @@ mod tests {
         assert_eq!(lock.loss().unwrap(), None);
         drop(lock);
         assert!(other.lock_folder().unwrap().is_some());
+    }
+
+    /// As the end of the process does it, which closes the file of the lock before the last request is done.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_ring_keeps_its_directory_locked() {
+        let path = tempfile::tempdir().unwrap();
+        let open = || LocalDirectory::open(path.path(), LocalQueues::Uring).unwrap();
+        let (directory, other) = (open(), open());
+        directory.create("file", IoMode::Buffered).unwrap();
+        drop(directory.lock_until_idle("file").unwrap());
+        assert_eq!(directory.kept_locked.lock().len(), 1);
+        let file = Arc::new(directory.open_with("file", IoMode::Buffered, OFlags::empty()).unwrap());
+        directory.take_lock("file", &file).unwrap();
+        directory.kept_locked.lock().push(Arc::downgrade(&file));
+        let queue = directory.queue(4).unwrap();
+        drop(file);
+        for _ in 0..20 {
+            assert_eq!(other.lock("file").err().unwrap().kind(), io::ErrorKind::WouldBlock);
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        drop(queue);
+        let begin = std::time::Instant::now();
+        while let Err(error) = other.lock_until_idle("file") {
+            assert!(error.kind() == io::ErrorKind::WouldBlock && begin.elapsed().as_secs() < 30, "{error}");
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
     }
 }

@@ -136,6 +136,12 @@ impl SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash())) }
     }
 
+    /// Kills the process that uses this disk, and returns the disk for the next one. Requests that wait in a queue are
+    /// never carried out.
+    pub fn kill(&self) -> SimulatedDisk {
+        SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().kill())) }
+    }
+
     /// A disk with the durable contents of this one, and its own seed and options. Everything on this disk must be
     /// durable, so that the new disk depends neither on the history of this disk nor on earlier calls.
     pub fn copy_of_durable(&self, seed: u64, options: SimulatedOptions) -> SimulatedDisk {

@@ -21,7 +21,7 @@ use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use rustix::io::Errno;
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -106,8 +106,9 @@ pub fn probe() -> io::Result<()> {
 }
 
 impl UringQueue {
-    /// A queue of at most `depth` operations in flight.
-    pub fn new(depth: u32) -> io::Result<Self> {
+    /// A queue of at most `depth` operations in flight. The files in `locked` are not closed before the kernel has
+    /// completed the last request of the ring, even if the process ends before.
+    pub fn new(depth: u32, locked: &[Arc<std::fs::File>]) -> io::Result<Self> {
         let depth = depth.clamp(1, QUEUE_DEPTH_MAX);
         let entries = depth + POLL_ENTRIES;
         // Without COOP_TASKRUN (kernels before 5.19) each completion interrupts the thread: slower, otherwise the same.
@@ -117,6 +118,10 @@ impl UringQueue {
             .setup_clamp()
             .build(entries)
             .or_else(|_| IoUring::builder().setup_clamp().build(entries))?;
+        if !locked.is_empty() {
+            let descriptors: Vec<RawFd> = locked.iter().map(|file| file.as_raw_fd()).collect();
+            ring.submitter().register_files(&descriptors)?;
+        }
         Ok(Self {
             ring,
             depth: depth as usize,

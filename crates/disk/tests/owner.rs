@@ -48,6 +48,21 @@ fn removing_the_lock_file_stops_the_owner_and_admits_no_second_one() {
 }
 
 #[test]
+fn an_opening_waits_for_the_requests_of_a_killed_owner() {
+    let (_folder, path) = made();
+    let directory = backend::local::LocalDirectory::open(&path, backend::local::LocalQueues::Threads).unwrap();
+    // As a ring holds it, whose process has ended.
+    let rest = backend::Directory::lock(&directory, "superblock").unwrap();
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| open(&path));
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        assert!(!next.is_finished());
+        drop(rest);
+        next.join().unwrap().unwrap().close().unwrap();
+    });
+}
+
+#[test]
 fn removing_the_lock_file_of_a_vmdk_disk_stops_its_owner() {
     let (_folder, path) = made();
     let owner = open(&path).unwrap();

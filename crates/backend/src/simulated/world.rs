@@ -150,6 +150,17 @@ impl World {
         after
     }
 
+    /// Takes the machine away from a process that is killed: its handles and locks are gone, and its requests reach
+    /// nothing any more. The page cache stays.
+    pub(super) fn kill(&mut self) -> World {
+        let dead = World { off: true, ..World::new(0, self.options.clone()) };
+        let mut after = std::mem::replace(self, dead);
+        for id in after.files.keys().copied().collect::<Vec<_>>() {
+            after.change_reach(id, |file| (file.handles, file.locked) = (0, false));
+        }
+        after
+    }
+
     /// Counts a request of this kind; returns whether it fails.
     pub(super) fn does_fail(&mut self, fault: Fault) -> bool {
         let failing = &mut self.failing_requests[fault as usize];

@@ -115,9 +115,9 @@ pub fn locks_exclude(directory: &dyn Directory) {
     assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
     drop(lock);
     drop(directory.lock("lock").unwrap());
-    assert_eq!(directory.lock_existing("missing").err().unwrap().kind(), ErrorKind::NotFound);
+    assert_eq!(directory.lock_until_idle("missing").err().unwrap().kind(), ErrorKind::NotFound);
     assert!(!directory.list().unwrap().contains(&"missing".to_owned()));
-    let lock = directory.lock_existing("lock").unwrap();
+    let lock = directory.lock_until_idle("lock").unwrap();
     assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
     let is_held = |lock: &dyn Lock| lock.loss().unwrap().is_none();
     assert!(is_held(&*lock));

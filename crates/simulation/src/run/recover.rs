@@ -56,16 +56,22 @@ impl SimulationRun {
         self.count_checkpoints();
         self.held.clear();
         self.pass = None;
-        self.devices.clear();
-        self.datastore = None;
         let power = self.disk.is_off() || self.unsure || self.faulty && self.random.percent(50);
         if self.disk.is_off() {
             self.count_cut();
         }
+        if !power && self.random.percent(50) {
+            // The requests in the queues are lost. Otherwise they are carried out before the process ends.
+            self.disk = self.disk.kill();
+        }
+        self.devices.clear();
+        self.datastore = None;
         if power {
             // A power cut ends the faults.
             self.disk = self.disk.crash();
             (self.faulty, self.unsure) = (false, false);
+        } else {
+            self.disk = self.disk.kill();
         }
         self.arm_recovery();
         self.open()?;

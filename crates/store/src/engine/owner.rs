@@ -1,8 +1,12 @@
 //! Ownership: only one process at a time writes a datastore.
 //!
-//! The owner holds three locks: on the file `lock`, which every version locks; on the superblock, which every opening
-//! needs; and on the folder, where the file system can lock folders. If one of the files is removed or replaced, a
+//! The owner holds three locks: on the file `lock`, which every version locks; on the folder, where the file system can
+//! lock folders; and on the superblock, which every opening needs. If one of the files is removed or replaced, a
 //! second process still cannot become the owner.
+//!
+//! If the owner is killed, the medium may still carry out requests of the owner. Such a request could overwrite what the
+//! next owner has read or written. So the superblock stays locked until all of them are done, and the next owner, which
+//! then finds only the superblock locked, waits for that.
 //!
 //! Ownership can be lost nevertheless, and the store then stops writing. A medium that revokes ownership reports that
 //! at once, and refuses further writes of the former owner. On a local file system the owner compares names with locked
@@ -22,6 +26,12 @@ use std::time::Duration;
 /// After a check the ownership counts as held for this long. Another process that opens the datastore needs longer
 /// until its first write. The check takes 3 % of the time of a flush of one block.
 pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+/// How long an opening waits for requests of a former owner. File systems report a request that takes longer.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+/// After this time the log says why an opening waits.
+const REPORT_AFTER: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// The locks of the owner of a datastore, until dropped.
 pub struct Owner {
@@ -54,11 +64,10 @@ impl Owner {
         };
         let lock = directory.lock(LOCK_FILE).map_err(|error| busy("its file 'lock'", error))?;
         locks.push(lock);
-        let lock = directory.lock_existing(SUPERBLOCK_FILE).map_err(|error| busy("its superblock", error))?;
-        locks.push(lock);
         if let Some(lock) = directory.lock_folder().map_err(|error| busy("its folder", error))? {
             locks.push(lock);
         }
+        locks.push(lock_idle_superblock(directory).map_err(|error| busy("its superblock", error))?);
         let (taken, valid_until) = (Instant::now(), AtomicU64::new(0));
         Ok(Self { locks, taken, valid_until, reported: AtomicBool::new(false) })
     }
@@ -95,6 +104,22 @@ impl Owner {
         }
         self.valid_until.store((now + LOOK_INTERVAL).as_nanos() as u64, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+/// Locks the superblock. The caller holds the other locks, so if the superblock is locked, a former owner has ended and
+/// the medium still carries out its requests.
+fn lock_idle_superblock(directory: &dyn Directory) -> std::io::Result<Box<dyn Lock>> {
+    let (began, mut reported) = (Instant::now(), false);
+    loop {
+        match directory.lock_until_idle(SUPERBLOCK_FILE) {
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && began.elapsed() < IDLE_MAX => {}
+            locked => return locked,
+        }
+        if began.elapsed() > REPORT_AFTER && !std::mem::replace(&mut reported, true) {
+            tracing::warn!("waiting until the medium has carried out the requests of a process that has ended");
+        }
+        crate::sync::thread::sleep(PAUSE);
     }
 }
 
