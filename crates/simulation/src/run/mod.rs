@@ -328,7 +328,10 @@ impl SimulationRun {
         } else if self.faulty && matches!(error.kind(), ErrorKind::Io | ErrorKind::Stopped) {
             self.note(format!("the medium fails: {error}"));
             self.unsure |= error.to_string().contains("flushing");
-            self.after_failure()?;
+            if after.is_none() {
+                // The writes change one model only.
+                self.after_failure()?;
+            }
         } else {
             return Ok(Outcome::Refused(error));
         }

@@ -30,7 +30,7 @@ impl Rules {
         let mut out = Vec::new();
         let whole = (!state.appending.is_empty()).then(|| [&state.journal[..], &state.appending].concat());
         for journal in [Some(&state.journal[..]), whole.as_deref()].into_iter().flatten() {
-            let (found, doubts) = replay(&state.base, journal, state.ordered);
+            let (found, doubts) = replay(&state.base, journal, state.ordered, self.fault);
             for medium in outcomes(state) {
                 out.push(recover(state, &found, &doubts, medium));
                 // A second power cut while recovery writes payload to its blocks.

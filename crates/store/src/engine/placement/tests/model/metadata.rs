@@ -1,6 +1,7 @@
 //! The metadata of the model: trees of two levels, references, checksums. Recovery replays the journal with the rules
 //! of the engine.
 
+use super::step::Fault;
 use super::*;
 use crate::engine::placement::Doubts;
 
@@ -409,17 +410,17 @@ pub struct Record {
 }
 
 /// The metadata that replay produces, and the blocks in doubt. Models `Engine::replay`.
-pub fn replay(base: &Metadata, journal: &[Record], ordered: usize) -> (Metadata, Doubts) {
+pub fn replay(base: &Metadata, journal: &[Record], ordered: usize, fault: Fault) -> (Metadata, Doubts) {
     let (mut now, mut doubts) = (base.clone(), Doubts::default());
     for (position, record) in journal.iter().enumerate() {
         if record.urgent || position >= ordered {
-            replay_one(&mut now, &mut doubts, record.op, position as u64);
+            replay_one(&mut now, &mut doubts, record.op, position as u64, fault);
         }
     }
     (now, doubts)
 }
 
-fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
+fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fault: Fault) {
     match op {
         Op::Overwrite { block, value } => doubts.announced(block as u64, position, Content::of(value).sum()),
         Op::Announce { block } => doubts.permitted(block as u64, position, now.entries[block].suspect),
@@ -433,6 +434,8 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
                 }
             }
         }
+        Op::Map { block, .. } | Op::Pack { to: block, .. } => now.logged[block] = None,
+        Op::Share { to, .. } if fault != Fault::SharedKeepsPayload => now.logged[to] = None,
         _ => {}
     }
     let mut effects = Effects::default();

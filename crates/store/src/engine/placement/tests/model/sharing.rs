@@ -136,6 +136,43 @@ pub fn equal_written() -> ModelState {
     state
 }
 
+/// Two disks, each with a block of its own. The first one was flushed, which left its payload in the journal, and then
+/// overwritten in place with the content of the second one. That write is not durable.
+pub fn equal_after_payload() -> ModelState {
+    let mut state = ModelState::divided();
+    state.now.nodes[4].slots[0] = Some(2);
+    (state.now.entries[0].references, state.taken[2], state.values) = (1, true, 3);
+    state.now.entries[2] = ModelEntry { references: 1, sum: Content::of(3), ..ModelEntry::default() };
+    state.cells[2].durable = Content::of(3);
+    state.base = state.now.clone();
+    state.journal.push(Record { urgent: false, op: Op::OverwriteData { block: 0, value: 1 } });
+    state.journal.push(Record { urgent: true, op: Op::Overwrite { block: 0, value: 3 } });
+    state.cells[0].unflushed.push(Content::of(3));
+    state.now.entries[0].sum = Content::of(3);
+    (state.expected[0][0], state.expected[1][0]) = (vec![1, 3], vec![3]);
+    state.written = 1;
+    state
+}
+
+/// The actions on the first block of two disks that may return payload to a block that is shared.
+fn kept_payload(action: Action) -> bool {
+    use Action::*;
+    matches!(
+        action,
+        Write(1, 0)
+            | Discard(0, 0)
+            | Plan(_)
+            | Go
+            | Finish
+            | SyncBegin
+            | SyncEnd
+            | Append
+            | ShareBegin(1, 0, 0)
+            | ShareEnd
+            | Crash(_)
+    )
+}
+
 /// The actions that write to a disk and share its blocks.
 fn writing(action: Action) -> bool {
     writing_back(action) || matches!(action, Action::Write(0, _) | Action::ShareBegin(0, ..) | Action::ShareEnd)
@@ -155,4 +192,10 @@ fn finds_shares_that_are_journalled_before_the_data_of_the_kept_block() {
 #[test]
 fn finds_overwrites_of_a_block_that_became_exclusive_while_its_share_is_pending() {
     finds(Fault::BlockHoldsIgnored, equal, writing);
+}
+
+/// The payload of the first owner, which only a settlement after the share would end.
+#[test]
+fn finds_payload_from_before_a_share_that_returns() {
+    finds(Fault::SharedKeepsPayload, equal_after_payload, kept_payload);
 }

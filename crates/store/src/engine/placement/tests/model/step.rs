@@ -96,6 +96,7 @@ pub enum Fault {
     PackedBeforeDurable,
     SharedUnclaimed,
     SharedBeforeDurable,
+    SharedKeepsPayload,
 }
 
 /// A description of the error.
@@ -183,7 +184,7 @@ impl Rules {
     pub fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
         let usable = |block: &usize| !state.taken[*block] && !state.now.entries[*block].unbacked;
         let Some(block) = (0..BLOCKS).find(usable) else { return Ok(None) };
-        let (durable, _) = replay(&state.base, &state.journal, state.ordered);
+        let (durable, _) = replay(&state.base, &state.journal, state.ordered, Fault::None);
         if durable.entries[block].references > 0 {
             return Err(format!("block {block} is allocated while the durable metadata maps it"));
         }
