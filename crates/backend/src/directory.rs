@@ -83,8 +83,8 @@ pub trait Directory: Send + Sync {
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
 
     /// As [`Directory::lock`], for a file that exists (`NotFound` otherwise). When the process ends without dropping the
-    /// lock, the file stays locked until the medium has completed all requests of the queues that this directory has
-    /// made since: a request can be carried out after its process has ended.
+    /// lock, the file stays locked until the medium has completed all requests of the write queues that this directory
+    /// has made since: a request can be carried out after its process has ended.
     fn lock_until_idle(&self, name: &str) -> io::Result<Box<dyn Lock>> {
         drop(self.open(name, IoMode::Buffered)?);
         self.lock(name)
@@ -93,8 +93,14 @@ pub trait Directory: Send + Sync {
     /// Space in the file system.
     fn room(&self) -> io::Result<Room>;
 
-    /// A new queue of at most `depth` operations in flight, for one thread.
+    /// A new queue of at most `depth` operations in flight, for one thread. For reads, if there is a lock that
+    /// [write queues](Directory::write_queue) keep.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>>;
+
+    /// As [`Directory::queue`], for writes too: see [`Directory::lock_until_idle`].
+    fn write_queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.queue(depth)
+    }
 
     /// The kind of queues that [`Directory::queue`] makes, for messages to users.
     fn queue_kind(&self) -> QueueKind;
@@ -145,6 +151,10 @@ macro_rules! forward_directory {
     (@queue $inner:tt) => {
         fn queue(&self, depth: u32) -> std::io::Result<Box<dyn $crate::Queue>> {
             self.$inner.queue(depth)
+        }
+
+        fn write_queue(&self, depth: u32) -> std::io::Result<Box<dyn $crate::Queue>> {
+            self.$inner.write_queue(depth)
         }
     };
     (@queue_kind $inner:tt) => {

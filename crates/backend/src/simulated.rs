@@ -210,6 +210,12 @@ impl SimulatedDisk {
         self.world.lock().failing_requests[fault as usize] = count..count.saturating_add(times);
     }
 
+    /// Loses the unflushed changes of a file, which no flush writes from now on. Reads return them nevertheless until a
+    /// power cut, because another process has the file mapped, and the kernel keeps mapped pages.
+    pub fn lose_writes(&self, name: &str) -> io::Result<()> {
+        self.world.lock().lose_writes(name)
+    }
+
     /// Ends all requested failures, except unreadable sectors.
     pub fn mend(&self) {
         let mut world = self.world.lock();

@@ -21,9 +21,6 @@ use std::sync::{Arc, Weak};
 /// Finds a folder by its path in a record.
 pub type FolderFinder = Arc<dyn Fn(&str) -> Result<Folder> + Send + Sync>;
 
-/// Receives the record of a disk that is being deleted.
-pub type DeletionHook = Arc<dyn Fn(&Record) + Send + Sync>;
-
 /// Options for opening disks.
 #[derive(Clone)]
 pub struct Options {
@@ -46,9 +43,6 @@ pub struct Options {
     pub overlay: Vec<Arc<dyn Layer>>,
     /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
-    /// Called when the deletion of a disk is certain, before its record is removed, and again when the next opening
-    /// continues an interrupted deletion.
-    pub deleted: Option<DeletionHook>,
     /// The most sectors of an extent of a new split disk; `None` for those of VMware's products (2047 MiB).
     pub piece: Option<u64>,
 }
@@ -64,7 +58,6 @@ impl Default for Options {
             adopted: None,
             overlay: Vec::new(),
             folders: None,
-            deleted: None,
             piece: None,
         }
     }
@@ -185,9 +178,6 @@ impl Disk {
             // A descriptor is removed after its extents, so that after a crash the extents can still be found by it.
             let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
-            if let Some(deleted) = &self.options.deleted {
-                deleted(&record);
-            }
         }
         self.remove_files(&record, &files)?;
         let directory = &**self.home.directory();
@@ -551,6 +541,15 @@ impl Disk {
     /// # Errors
     /// `Busy` while linked clones depend on it.
     pub fn delete(self: Arc<Self>) -> Result<()> {
+        self.give_up()?;
+        self.remove()
+    }
+
+    /// The first step of a deletion, which makes it certain: the next opening of the folder would finish it.
+    ///
+    /// # Errors
+    /// As [`Disk::delete`]. The disk stays unless its record [is going](Record::is_going).
+    pub fn give_up(&self) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin_over("deleting")?;
             let mut record = self.record();
@@ -575,9 +574,21 @@ impl Disk {
             self.state.lock().closed = committed.is_ok();
             // Writes that cannot be flushed are dropped with the disk: a failed flush must not prevent its removal.
             let failed = line.and_then(|line| self.close_dropped_head(&line));
-            committed.inspect_err(|_| self.stay_stopped(failed))?;
-            self.forget()
+            committed.inspect_err(|_| self.stay_stopped(failed))
         })
+    }
+
+    /// The second step of a deletion: removes the files, and the record last.
+    pub fn remove(&self) -> Result<()> {
+        self.noting(|| self.forget())
+    }
+
+    /// The record of the disk in a folder, which is not opened.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none.
+    pub fn recorded(home: &Folder) -> Result<Record> {
+        stored::load(&**home.directory())
     }
 }
 

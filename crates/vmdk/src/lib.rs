@@ -72,7 +72,7 @@ pub mod vmsd;
 pub use adopt::Adopt;
 pub use clones::{CloneReference, Origin};
 pub use create::NewDisk;
-pub use disk::{DeletionHook, Disk, FolderFinder, Options};
+pub use disk::{Disk, FolderFinder, Options};
 pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;

@@ -295,6 +295,8 @@ impl File for OpenFile {
         let mut done = 0;
         while done < buffer.len() {
             match read_cached_call(&self.file, &mut buffer[done..], offset + done as u64) {
+                // Linux 5.9 and 5.10 return 0 also inside the file, if a page is being read ahead.
+                Ok(0) if self.len()? > offset + done as u64 => return Ok(false),
                 Ok(0) => {
                     buffer[done..].fill(0);
                     break;

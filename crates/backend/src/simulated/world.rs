@@ -41,6 +41,8 @@ pub(super) struct FileState {
     pub(super) live: Content,
     persistence: Persistence,
     pub(super) unreadable: Ranges,
+    /// Whether another process has the file mapped, so that its pages stay in the page cache.
+    mapped: bool,
     named: bool,
     handles: usize,
     locked: bool,
@@ -440,11 +442,23 @@ impl World {
 
     /// Drops data that a failed flush did not write from the page cache. Data that waits for its first flush stays.
     pub(super) fn forget_cached(&mut self, id: FileId) -> io::Result<()> {
-        let before = self.file(id)?.live.space().total();
         let file = self.file(id)?;
+        if file.mapped {
+            return Ok(());
+        }
+        let before = file.live.space().total();
         file.live = file.persistence.with_unflushed();
         let after = file.live.space().total();
         self.used = self.used + after * PAGE - before * PAGE;
+        Ok(())
+    }
+
+    /// A write-back fails whose pages stay in the page cache.
+    pub(super) fn lose_writes(&mut self, name: &str) -> io::Result<()> {
+        let mut random = self.random.fork();
+        let file = self.named(name)?;
+        file.persistence.flush_failed(Fate { keep: 0, tear: 0 }, &mut random);
+        file.mapped = true;
         Ok(())
     }
 

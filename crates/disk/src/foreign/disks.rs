@@ -193,18 +193,19 @@ impl Foreign {
 
     /// Deletes a disk with its snapshots.
     pub fn delete_disk(&self, entry: &Arc<ForeignDisk>, promote: bool) -> Result<()> {
-        let _clients = entry.clients.lock();
-        self.refuse_delete(entry, promote, &[])?;
-        let name = entry.disk.name();
-        let outcome = Arc::clone(&entry.disk).delete();
-        if let Err(error) = &outcome
-            && !entry.disk.record().is_going()
-        {
-            // The deletion was refused before anything changed, so the disk stays in the list.
-            return Err(Error::new(error.kind(), error.to_string()));
-        }
-        self.forget(&name);
-        outcome.and_then(|()| self.remove_folder(&entry.folder))
+        let given_up = {
+            let _clients = entry.clients.lock();
+            self.refuse_delete(entry, promote, &[])?;
+            let name = entry.disk.name();
+            let outcome = entry.disk.give_up();
+            if outcome.is_err() && !entry.disk.record().is_going() {
+                // The deletion was refused before anything changed, so the disk stays in the list.
+                return outcome;
+            }
+            self.forget(&name);
+            outcome
+        };
+        given_up.and_then(|()| self.remove_given_up(&entry.folder, &entry.disk))
     }
 
     /// Fails if a disk cannot be deleted even once the disks in `before` are deleted.

@@ -23,6 +23,7 @@
 
 mod clones;
 mod convert;
+pub(crate) mod deletions;
 mod device;
 mod disks;
 mod folders;
@@ -127,6 +128,8 @@ pub(crate) struct Foreign {
     disks: RwLock<BTreeMap<String, Arc<ForeignDisk>>>,
     /// Folders whose disks could not be opened, and why.
     broken: Mutex<BTreeMap<String, String>>,
+    /// Folders of given-up disks whose source must be released first, and their records.
+    unreleased: Mutex<Vec<(String, vmdk::Record)>>,
 }
 
 impl Foreign {
@@ -144,14 +147,9 @@ impl Foreign {
             let folders = folders.clone();
             options.folders = Some(Arc::new(move |reference: &str| folders.find(reference)));
         }
-        // A record that is gone cannot name the source any more, so the source is told before that.
-        options.deleted = Some(Arc::new(|record: &vmdk::Record| {
-            if let Ok(Some(overlay)) = Overlay::of(record) {
-                overlay.release(&record.name);
-            }
-        }));
         let (native, disks) = (Arc::clone(native), RwLock::default());
-        let foreign = Self { folders, options, switches, native, disks, broken: Mutex::default() };
+        let foreign =
+            Self { folders, options, switches, native, disks, broken: Mutex::default(), unreleased: Mutex::default() };
         for folder in foreign.folders.names()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' reports it too");
@@ -166,10 +164,21 @@ impl Foreign {
     pub fn open_folder(&self, folder: &str) -> Result<()> {
         let home = self.folders.home(folder)?;
         let incomplete = folders::is_incomplete(&home);
+        if self.leave_unreleased(folder, &home, incomplete) {
+            return Ok(());
+        }
+        self.open_released(folder)
+    }
+
+    /// As [`Foreign::open_folder`], if no source has to be released first.
+    pub fn open_released(&self, folder: &str) -> Result<()> {
+        let home = self.folders.home(folder)?;
+        let incomplete = folders::is_incomplete(&home);
         match vmdk::Disk::open(home.clone(), &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");
-                self.remove_moved(folder, disk)
+                disk.delete()?;
+                self.remove_folder(folder)
             }
             Ok(disk) => {
                 // Removes files that a crash left and no record names. This is safe, because only this datastore

@@ -85,8 +85,8 @@ impl Foreign {
 
     /// Removes the source of a completed migration, or an unfinished target, with its folder.
     pub fn remove_moved(&self, folder: &str, disk: Arc<vmdk::Disk>) -> Result<()> {
-        disk.delete()?;
-        self.remove_folder(folder)
+        disk.give_up()?;
+        self.remove_given_up(folder, &disk)
     }
 }
 

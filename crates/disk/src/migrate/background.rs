@@ -8,6 +8,7 @@
 
 use super::import::{Overlay, Purpose};
 use crate::datastore::Datastore;
+use crate::foreign::deletions;
 use crate::info::{DiskInfo, LiveProgress};
 use error::{Error, ErrorKind, IoContext, Result};
 use std::collections::BTreeSet;
@@ -123,6 +124,7 @@ impl Datastore {
     /// Starts the background work of every disk whose content is not in the datastore yet. It runs until the datastore
     /// is closed. The process that serves the datastore calls this.
     pub fn start_imports(&self) {
+        self.complete_deletions();
         let mut running = self.imports.running.lock();
         running.retain(|import| !import.thread.is_finished());
         for entry in self.foreign.entries() {
@@ -149,6 +151,29 @@ impl Datastore {
             match begun {
                 Ok(thread) => running.push(Import { uuid, shared, thread }),
                 Err(error) => tracing::error!("{error}"),
+            }
+        }
+    }
+
+    /// Completes the deletions that the opening has left, each in a thread of its own: a source may not answer.
+    fn complete_deletions(&self) {
+        for (folder, record) in self.foreign.take_unreleased() {
+            let datastore = self.this.clone();
+            let work = move || -> Result<()> {
+                deletions::release(&record)?;
+                // Not held before, because nothing ends the wait for the source.
+                match datastore.upgrade().filter(|datastore| !datastore.imports.closed.load(Ordering::SeqCst)) {
+                    Some(datastore) => datastore.foreign.open_released(&folder),
+                    None => Ok(()),
+                }
+            };
+            let logged = move || {
+                if let Err(error) = work() {
+                    tracing::warn!("the deletion of a disk is completed by the next server: {error}");
+                }
+            };
+            if let Err(error) = std::thread::Builder::new().name("deletion".into()).spawn(logged) {
+                tracing::error!("starting to complete the deletion of a disk: {error}");
             }
         }
     }

@@ -159,10 +159,11 @@ impl Overlay {
     }
 
     /// Reports to the source, if there is one, that the disk does not need it any more.
-    pub fn release(&self, disk: &str) {
-        if let Some(source) = self.source() {
-            source.release(disk);
-        }
+    ///
+    /// # Errors
+    /// `Unsupported` if this process does not know the kind of source.
+    pub fn release(&self, disk: &str) -> Result<()> {
+        self.source().map_or(Ok(()), |source| source.release(disk))
     }
 
     /// The source of the content outside the datastore, if there is one.

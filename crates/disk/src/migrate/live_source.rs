@@ -106,12 +106,13 @@ impl LiveSourceRecord {
         }
     }
 
-    /// Reports to the source that the disk does not need it any more. A failure is logged: the disk is complete or
-    /// gone.
-    pub(super) fn release(&self, disk: &str) {
-        if let Err(error) = self.kind().and_then(|kind| (kind.release)(&self.place)) {
+    /// Reports to the source that the disk does not need it any more. A failure of the source is logged: the disk is
+    /// complete or gone.
+    pub(super) fn release(&self, disk: &str) -> Result<()> {
+        if let Err(error) = (self.kind()?.release)(&self.place) {
             tracing::warn!(disk, "{} is not needed any more, which could not be recorded there: {error}", self.title);
         }
+        Ok(())
     }
 }
 

@@ -42,6 +42,14 @@ impl Content {
         }
     }
 
+    /// The same content in memory of its own.
+    pub fn copied(self) -> Self {
+        match self {
+            Self::Data(slice, sums) => Self::Data(SharedSlice::copy_of(&slice), sums),
+            other => other,
+        }
+    }
+
     /// The content of a part of the blocks.
     pub fn part(&self, blocks: Range<u64>) -> Self {
         match self {

@@ -225,8 +225,9 @@ impl Drop for Waiter<'_> {
         queue.waiting.retain(|(number, _)| *number != self.number);
         let next = queue.waiting.front().map_or(0, |(_, blocks)| *blocks);
         self.buffers.kept.store(next, Ordering::SeqCst);
-        // Single blocks need no more room when they are first.
-        if self.blocks.max(next) > 1 {
+        // The writers behind a single block had the same room as that writer.
+        let has_next = || next > 0 && self.buffers.has_room(self.buffers.blocks(), next, true);
+        if self.blocks > 1 || has_next() {
             self.buffers.room_ready.notify_all();
         }
     }

@@ -44,9 +44,33 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Becomes the owner of the datastore in a folder. `Busy` if another process, or another engine in this process,
-    /// owns it.
+    /// Becomes the owner of the datastore in a folder, once the medium has carried out all requests of a former owner
+    /// that has ended.
+    ///
+    /// # Errors
+    /// `Busy` if another process, or another engine in this process, owns the datastore, or if the medium does not carry
+    /// out the requests within a minute.
     pub fn take(directory: &dyn Directory) -> Result<Self> {
+        let (began, mut reported) = (Instant::now(), false);
+        loop {
+            if let Some(owner) = Self::try_take(directory)? {
+                return Ok(owner);
+            }
+            if began.elapsed() >= IDLE_MAX {
+                let text = "the process that had the datastore open has ended, and the medium has not carried out its \
+                            last requests yet: it may have failed; try again later";
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            if began.elapsed() >= REPORT_AFTER && !std::mem::replace(&mut reported, true) {
+                tracing::warn!("waiting until the medium has carried out the requests of a process that has ended");
+            }
+            // No lock is held now, so that others that wait too do not take this process for the owner.
+            crate::sync::thread::sleep(PAUSE);
+        }
+    }
+
+    /// `None` if a former owner has ended, and the medium still carries out its requests.
+    fn try_take(directory: &dyn Directory) -> Result<Option<Self>> {
         let mut locks = Vec::with_capacity(3);
         let busy = |what: &str, error: std::io::Error| match error.kind() {
             std::io::ErrorKind::WouldBlock => Error::new(
@@ -67,9 +91,13 @@ impl Owner {
         if let Some(lock) = directory.lock_folder().map_err(|error| busy("its folder", error))? {
             locks.push(lock);
         }
-        locks.push(lock_idle_superblock(directory).map_err(|error| busy("its superblock", error))?);
+        match directory.lock_until_idle(SUPERBLOCK_FILE) {
+            // A process has this lock only if it has the others too, or has ended.
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
+            locked => locks.push(locked.map_err(|error| busy("its superblock", error))?),
+        }
         let (taken, valid_until) = (Instant::now(), AtomicU64::new(0));
-        Ok(Self { locks, taken, valid_until, reported: AtomicBool::new(false) })
+        Ok(Some(Self { locks, taken, valid_until, reported: AtomicBool::new(false) }))
     }
 
     /// Fails once the ownership is lost. Skips the check if the last one was within [`LOOK_INTERVAL`].
@@ -104,22 +132,6 @@ impl Owner {
         }
         self.valid_until.store((now + LOOK_INTERVAL).as_nanos() as u64, Ordering::Relaxed);
         Ok(())
-    }
-}
-
-/// Locks the superblock. The caller holds the other locks, so if the superblock is locked, a former owner has ended and
-/// the medium still carries out its requests.
-fn lock_idle_superblock(directory: &dyn Directory) -> std::io::Result<Box<dyn Lock>> {
-    let (began, mut reported) = (Instant::now(), false);
-    loop {
-        match directory.lock_until_idle(SUPERBLOCK_FILE) {
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && began.elapsed() < IDLE_MAX => {}
-            locked => return locked,
-        }
-        if began.elapsed() > REPORT_AFTER && !std::mem::replace(&mut reported, true) {
-            tracing::warn!("waiting until the medium has carried out the requests of a process that has ended");
-        }
-        crate::sync::thread::sleep(PAUSE);
     }
 }
 

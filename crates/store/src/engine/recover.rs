@@ -271,7 +271,7 @@ impl Engine {
     /// Combines the parts of a store into an engine.
     pub(super) fn assemble(parts: Parts<'_>) -> Result<Arc<Self>> {
         let Parts { meta, directory, options, superblock, superblock_file, journal, images, files, .. } = parts;
-        let queue = || directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
+        let queue = || directory.write_queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
         let writeback = WriteBack::new(queue()?, queue()?);
         let cache = (options.metadata_cache / BLOCK_SIZE) as u64;
         Ok(Arc::new(Self {

@@ -140,7 +140,8 @@ impl Engine {
     }
 
     /// Writes journalled payload to its blocks, except blocks that hold the complete content of a later announced
-    /// overwrite.
+    /// overwrite. That content is written again: after a failed flush it may be in the page cache only, where it stays
+    /// as long as another process has the file mapped.
     fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
@@ -152,6 +153,8 @@ impl Engine {
                     // The block does not have the complete content. Writing it makes it readable again.
                     tracing::warn!(%error, block, "a block that was being overwritten cannot be read");
                 } else if checksum(&found) == announced {
+                    file.write_at(&[&found], offset, false).during(|| format!("writing block {block} again"))?;
+                    self.files.touch(run);
                     continue;
                 }
             }

@@ -57,14 +57,15 @@ impl Engine {
     }
 
     /// Puts data into the buffer. A long write is divided: as a whole, it would wait until almost nothing is buffered,
-    /// and while others write, that may never be the case. A refused write may be carried out in part.
+    /// and while others write, that may never be the case. A refused write may be carried out in part. Each part is
+    /// copied: otherwise its entry would keep the memory of the whole write, of which the other parts may have left.
     fn put_data(&self, head: &Head, logical: u64, blocks: u64, content: Content) -> Result<()> {
         let most = self.buffers.part_max();
         if blocks <= most {
             return self.put_in_parts(head, logical, blocks, content);
         }
         chunks(0..blocks, most).try_for_each(|part| {
-            let of_part = content.part(part.start..part.start + part.blocks);
+            let of_part = content.part(part.start..part.start + part.blocks).copied();
             self.put_in_parts(head, logical + part.start, part.blocks, of_part)
         })
     }

@@ -503,3 +503,25 @@ fn a_salvage_returns_no_block_that_another_disk_got_after_a_pack_that_is_left_ou
         assert!(content.into_iter().all(|block| block.is_none_or(|bytes| bytes[0] == 1)), "object {object}");
     }
 }
+
+/// The content of an announced overwrite is found, but only in the page cache. If recovery relied on it, the flushed
+/// payload of the block would be dropped with the journal.
+#[test]
+fn content_that_only_the_page_cache_has_becomes_durable() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    write(&engine, 0, 2);
+    engine.flush().unwrap();
+    write(&engine, 0, 3);
+    engine.settle(&engine.head(1)).unwrap();
+    disk.lose_writes("data.0000").unwrap();
+    let disk = disk.kill();
+    drop(engine);
+    let found = value(&open(&disk).unwrap(), 0).unwrap();
+    let engine = open(&disk.crash()).unwrap();
+    assert_eq!((found, value(&engine, 0).unwrap()), (3, 3));
+    is_whole(&engine);
+}
