@@ -27,7 +27,7 @@ use crate::quota::{self, Gate};
 use crate::settings::OpenDisk;
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -203,9 +203,15 @@ pub(crate) struct Switches {
 }
 
 impl Switches {
+    /// The lock is held while a disk is opened, which locks the metadata.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Identity, Weak<Switch>>> {
+        store::engine::assert_not_looking();
+        self.open.lock()
+    }
+
     /// Counts a client of a disk or snapshot. `open` is called if no other client has it open.
     pub fn attach(&self, identity: Identity, open: impl FnOnce() -> Result<Arc<dyn Device>>) -> Result<Client> {
-        let mut all = self.open.lock();
+        let mut all = self.lock();
         if let Some(switch) = all.get(&identity).and_then(Weak::upgrade) {
             return Ok(Client::new(switch));
         }
@@ -217,12 +223,12 @@ impl Switches {
 
     /// The switch of a disk or snapshot; `None` if no client has it open.
     pub fn get(&self, identity: &Identity) -> Option<Arc<Switch>> {
-        self.open.lock().get(identity).and_then(Weak::upgrade)
+        self.lock().get(identity).and_then(Weak::upgrade)
     }
 
     /// Whether any disk or snapshot has a client.
     pub fn in_use(&self) -> bool {
-        self.open.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
+        self.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
     }
 
     /// Number of clients that a disk or snapshot has, without operations of the datastore.
@@ -235,9 +241,9 @@ impl Switches {
 
     /// After a disk was migrated: assigns its switch to a new identity, perhaps in another datastore.
     pub fn hand_over(&self, identity: &Identity, to: &Switches, new: Identity) {
-        let switch = self.open.lock().remove(identity);
+        let switch = self.lock().remove(identity);
         if let Some(switch) = switch {
-            to.open.lock().insert(new, switch);
+            to.lock().insert(new, switch);
         }
     }
 

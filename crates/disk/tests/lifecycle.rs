@@ -152,3 +152,30 @@ fn a_thick_disk_without_space_is_refused_before_it_allocates_any() {
         assert_eq!(ds.disk("thick").unwrap_err().kind(), ErrorKind::NotFound);
     }
 }
+
+/// Opening a disk and listing the disks lock the same things.
+#[test]
+fn lists_and_clients_that_open_disks_do_not_wait_for_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = Datastore::open(&path, testbed::options(QueueChoice::Threads)).unwrap();
+    datastore.create_disk("a", &NewDisk::native(1 << 20, Provisioning::Thin), &NoProgress).unwrap();
+    let (done, ended) = std::sync::mpsc::channel();
+    for opens in [false, true] {
+        let (datastore, done) = (std::sync::Arc::clone(&datastore), done.clone());
+        std::thread::spawn(move || {
+            for _ in 0..20_000 {
+                match opens {
+                    true => drop(datastore.device("a", false).unwrap()),
+                    false => assert_eq!(datastore.disks().unwrap().len(), 1),
+                }
+            }
+            done.send(()).unwrap();
+        });
+    }
+    for _ in 0..2 {
+        ended.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+    }
+    datastore.close().unwrap();
+}

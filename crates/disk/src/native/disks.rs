@@ -198,6 +198,7 @@ impl Native {
         let (settings, waiting) = (self.settings.of(&uuid), self.settings.waiting(&uuid));
         let (cache_hits, cache_misses) = self.engine.cache_lookups(id);
         let compression = Some(id).filter(|_| !settings.compression.is_off()).and_then(|id| self.compression_state(id));
+        let (clients, stopped) = (self.clients(id), self.engine.failure());
         self.engine.with_catalog(|catalog| {
             let disk = catalog.get(id)?;
             Ok(DiskInfo {
@@ -212,10 +213,10 @@ impl Native {
                 blocks_allocated: counts.map(|counts| counts.allocated),
                 blocks_to_be_zeroed: counts.map(|counts| counts.unwritten),
                 exclusive: counts.map(|counts| counts.exclusive * BLOCK_SIZE as u64),
-                clients: self.clients(id),
+                clients,
                 users: Vec::new(),
                 machine: None,
-                stopped: self.engine.failure(),
+                stopped,
                 settings,
                 waiting,
                 compression,

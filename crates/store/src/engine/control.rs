@@ -78,10 +78,29 @@ pub enum ReceiveCommit {
     },
 }
 
+#[cfg(debug_assertions)]
+thread_local! {
+    /// Whether this thread looks at a catalog now. Only debug builds know.
+    static LOOKING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Fails in debug builds if this thread looks at a catalog ([`Engine::with_catalog`]). For locks that are held while
+/// the metadata is locked: a thread that takes them in the other order may deadlock with another one.
+pub fn assert_not_looking() {
+    #[cfg(debug_assertions)]
+    assert!(!LOOKING.get(), "a lock is taken while the metadata is locked");
+}
+
 impl Engine {
-    /// Runs `look` on the catalog.
+    /// Runs `look` on the catalog, with the metadata locked. `look` takes no other lock.
     pub fn with_catalog<T>(&self, look: impl FnOnce(&crate::catalog::Catalog) -> T) -> T {
-        look(&self.meta.lock().catalog)
+        let meta = self.meta.lock();
+        #[cfg(debug_assertions)]
+        LOOKING.set(true);
+        let seen = look(&meta.catalog);
+        #[cfg(debug_assertions)]
+        LOOKING.set(false);
+        seen
     }
 
     /// The highest cost of a change of the catalog. An empty journal and an empty images file always have room for it.
