@@ -82,9 +82,9 @@ pub trait Directory: Send + Sync {
     /// [`Lock`] describes how the lock can be lost.
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
 
-    /// As [`Directory::lock`], for a file that exists (`NotFound` otherwise). When the process ends without dropping the
-    /// lock, the file stays locked until the medium has completed all requests of the write queues that this directory
-    /// has made since: a request can be carried out after its process has ended.
+    /// As [`Directory::lock`], for a file that exists (`NotFound` otherwise). When the process ends without dropping
+    /// the lock, the file stays locked until the medium has completed all requests of the write queues that this
+    /// directory has made since: a request can be carried out after its process has ended.
     fn lock_until_idle(&self, name: &str) -> io::Result<Box<dyn Lock>> {
         drop(self.open(name, IoMode::Buffered)?);
         self.lock(name)

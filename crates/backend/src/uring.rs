@@ -498,6 +498,9 @@ impl Drop for UringQueue {
             }
             self.reap();
         }
+        // The kernel frees a ring some time after it is closed. Until then a registered file would keep its file system
+        // mounted.
+        let _ = self.ring.submitter().unregister_files();
     }
 }
 

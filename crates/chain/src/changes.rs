@@ -45,8 +45,8 @@ pub(crate) struct Token {
 }
 
 const FEW: usize = 2;
-/// Fills the places of a token for which the range has no stripe. It means one change under way although none was
-/// begun, so no stripe has this count.
+/// The value of the places of [`Token::few`] beyond the stripes of the range. No stripe has this count: it would mean
+/// that a change is under way, and that none was begun.
 const NONE: u64 = UNDER_WAY;
 
 /// Stripe numbers of a range, each stripe once.

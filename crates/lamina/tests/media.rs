@@ -22,7 +22,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 use testkit::Random;
 use testkit::nbd::Client;
-use testkit::process::{Done, Serving, Store, tool};
+use testkit::process::{Done, Serving, Store};
 use testkit::{process, split};
 
 const SIZE: usize = 6 << 20;
@@ -348,7 +348,7 @@ impl Case<'_> {
         }
         let mounted = self.medium.mounted.clone();
         drop(self);
-        tool("umount", &[mounted.to_str().unwrap()]);
+        medium::unmount(&mounted);
     }
 
     /// Kills or stops the server; returns whether the stop reported that all data was written.

@@ -14,7 +14,7 @@ use doubted::{Doubted, Snapshot};
 use medium::Medium;
 use testkit::Random;
 use testkit::nbd::Client;
-use testkit::process::{Serving, Store, tool};
+use testkit::process::{Serving, Store};
 
 const SIZE: usize = 4 << 20;
 /// Number of snapshot groups during which the power may be cut.
@@ -146,7 +146,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
     let checked = store.run("check --data");
     assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "seed {seed}: {checked:?}");
     drop(store);
-    tool("umount", &[medium.mounted.to_str().unwrap()]);
+    medium::unmount(&medium.mounted);
 }
 
 fn snapshots(store: &Store, disk: &str) -> Vec<String> {

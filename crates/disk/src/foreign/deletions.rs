@@ -3,7 +3,8 @@
 //! 1. The source is released before the record that names it is removed: after a kill in between, nothing else knows
 //!    the source.
 //! 2. A source may not answer for minutes. So it is released without any lock, and never in an opening: the opening
-//!    leaves the folder, and the process that serves the datastore completes the deletion ([`Foreign::take_unreleased`]).
+//!    leaves the folder ([`Foreign::take_unreleased`]), and the process that serves the datastore completes the
+//!    deletion.
 
 use super::{Folder, Foreign};
 use crate::migrate::Overlay;

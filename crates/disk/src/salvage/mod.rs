@@ -174,6 +174,7 @@ impl SalvageRequest {
             ),
             _ => Error::io(format!("locking {location}"), error),
         })?;
+        store::engine::wait_until_idle(&*directory);
         let images = Images::look(&ImageFolders::new(Some(location), &directory), &self.options)?;
         let mut notes = Vec::new();
         let salvage = match Salvage::open(directory) {

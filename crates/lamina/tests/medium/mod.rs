@@ -13,12 +13,13 @@
 use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use testkit::Random;
 use testkit::mounted;
 use testkit::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
-use testkit::process::tool;
+use testkit::process::{tool, until};
 
 /// Environment variable with the path of the control socket, for the inner process.
 const INSIDE: &str = "LAMINA_TEST_MEDIUM";
@@ -305,7 +306,7 @@ impl Medium {
     }
 
     pub fn unmount(&self) {
-        tool("umount", &[self.mounted.to_str().unwrap()]);
+        unmount(&self.mounted);
     }
 
     pub fn make_file_system(&self, xfs: bool) {
@@ -343,4 +344,12 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
         for i in $(seq 100); do fusermount3 -u $FOLDER/medium/disk 2>/dev/null && break; sleep 0.05; done; \
         kill $medium 2>/dev/null; wait $medium; exit $status";
     mounted::in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, folder.path()));
+}
+
+/// Unmounts a file system. After a kill, the kernel frees the rings of the process a little later, and each of them has
+/// a file open.
+pub fn unmount(mounted: &Path) {
+    until("the file system is unmounted", || {
+        Command::new("umount").arg(mounted).output().is_ok_and(|output| output.status.success())
+    });
 }

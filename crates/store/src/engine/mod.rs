@@ -111,7 +111,7 @@ pub use create::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL
 pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
-pub use owner::Owner;
+pub use owner::{Owner, wait_until_idle};
 pub use packing::PackStep;
 pub use read::{Packed, Part, Planned, Stored};
 pub use read_cache::ReadCacheStatistics;

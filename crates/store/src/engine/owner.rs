@@ -4,9 +4,9 @@
 //! lock folders; and on the superblock, which every opening needs. If one of the files is removed or replaced, a
 //! second process still cannot become the owner.
 //!
-//! If the owner is killed, the medium may still carry out requests of the owner. Such a request could overwrite what the
-//! next owner has read or written. So the superblock stays locked until all of them are done, and the next owner, which
-//! then finds only the superblock locked, waits for that.
+//! If the owner is killed, the medium may still carry out requests of the owner. Such a request could overwrite what
+//! the next owner has read or written. So the superblock stays locked until all of them are done, and the next owner,
+//! which then finds only the superblock locked, waits for that.
 //!
 //! Ownership can be lost nevertheless, and the store then stops writing. A medium that revokes ownership reports that
 //! at once, and refuses further writes of the former owner. On a local file system the owner compares names with locked
@@ -48,8 +48,8 @@ impl Owner {
     /// that has ended.
     ///
     /// # Errors
-    /// `Busy` if another process, or another engine in this process, owns the datastore, or if the medium does not carry
-    /// out the requests within a minute.
+    /// `Busy` if another process, or another engine in this process, owns the datastore, or if the medium does not
+    /// carry out the requests within a minute.
     pub fn take(directory: &dyn Directory) -> Result<Self> {
         let (began, mut reported) = (Instant::now(), false);
         loop {
@@ -132,6 +132,19 @@ impl Owner {
         }
         self.valid_until.store((now + LOOK_INTERVAL).as_nanos() as u64, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+/// Waits until the medium has carried out the requests of an owner that has ended, for at most a minute. For a process
+/// that only reads: a datastore that cannot be locked is read at once.
+pub fn wait_until_idle(directory: &dyn Directory) {
+    let began = Instant::now();
+    let is_busy = || {
+        let locked = directory.lock_until_idle(SUPERBLOCK_FILE);
+        locked.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    while is_busy() && began.elapsed() < IDLE_MAX {
+        crate::sync::thread::sleep(PAUSE);
     }
 }
 

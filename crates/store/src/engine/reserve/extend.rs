@@ -26,7 +26,8 @@ const EXTENSION_LEAST: u64 = 16;
 
 /// Catalog pages for which space is reserved beyond the full pages.
 pub(crate) const CATALOG_AHEAD: u64 = 64;
-/// Of the pages of [`CATALOG_AHEAD`], the page that the next record needs.
+/// Catalog pages beyond the full pages without whose space an operation is refused: the page that the next record
+/// needs.
 const CATALOG_NEXT: u64 = 1;
 /// If the reserved space does not suffice for this many new records, more is reserved before the next change of the
 /// catalog.
