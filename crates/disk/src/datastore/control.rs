@@ -264,10 +264,10 @@ impl Datastore {
         }?;
         drop(entry);
         self.native.settings.forget(&uuid);
-        if let Some(overlay) = overlay {
-            if let Err(error) = self.native.remove_hidden(&overlay.native) {
-                tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
-            }
+        if let Some(overlay) = overlay
+            && let Err(error) = self.native.remove_hidden(&overlay.native)
+        {
+            tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
         }
         if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
             tracing::warn!(%error, disk = name, "a record of a snapshot group still names the deleted disk");
