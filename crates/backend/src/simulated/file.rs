@@ -65,7 +65,7 @@ impl File for SimulatedFile {
     }
 
     fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
-        if self.mode == IoMode::Direct || !self.world.lock().is_cached() {
+        if self.mode == IoMode::Direct || !self.world.lock().is_cached(self.id) {
             // A caller that uses the buffer despite the refusal reads wrong data, which its test detects.
             buffer.fill(0xa5);
             return Ok(false);

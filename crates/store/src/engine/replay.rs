@@ -140,8 +140,8 @@ impl Engine {
     }
 
     /// Writes journalled payload to its blocks, except blocks that hold the complete content of a later announced
-    /// overwrite. That content is written again: after a failed flush it may be in the page cache only, where it stays
-    /// as long as another process has the file mapped.
+    /// overwrite. If that content is in the page cache, it is written again: the cache was dropped before, so another
+    /// process has the file mapped, and after a failed flush the medium may lack the content.
     fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
@@ -149,12 +149,16 @@ impl Engine {
             let (file, offset) = self.files.locate(run)?;
             if let Some(announced) = doubts.awaited(block) {
                 let mut found = Buffer::zeroed(1);
-                if let Err(error) = file.read_at(&mut found, offset) {
+                let cached = file.read_cached_at(&mut found, offset).unwrap_or(false);
+                let read = if cached { Ok(()) } else { file.read_at(&mut found, offset) };
+                if let Err(error) = read {
                     // The block does not have the complete content. Writing it makes it readable again.
                     tracing::warn!(%error, block, "a block that was being overwritten cannot be read");
                 } else if checksum(&found) == announced {
-                    file.write_at(&[&found], offset, false).during(|| format!("writing block {block} again"))?;
-                    self.files.touch(run);
+                    if cached {
+                        file.write_at(&[&found], offset, false).during(|| format!("writing block {block} again"))?;
+                        self.files.touch(run);
+                    }
                     continue;
                 }
             }
