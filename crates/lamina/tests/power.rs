@@ -146,7 +146,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
     let checked = store.run("check --data");
     assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "seed {seed}: {checked:?}");
     drop(store);
-    medium::unmount(&medium.mounted);
+    medium.unmount();
 }
 
 fn snapshots(store: &Store, disk: &str) -> Vec<String> {

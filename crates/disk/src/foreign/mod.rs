@@ -167,13 +167,17 @@ impl Foreign {
         if self.leave_unreleased(folder, &home, incomplete) {
             return Ok(());
         }
-        self.open_released(folder)
+        self.open_home(folder, home, incomplete)
     }
 
-    /// As [`Foreign::open_folder`], if no source has to be released first.
+    /// As [`Foreign::open_folder`], after the source of the disk was released.
     pub fn open_released(&self, folder: &str) -> Result<()> {
         let home = self.folders.home(folder)?;
         let incomplete = folders::is_incomplete(&home);
+        self.open_home(folder, home, incomplete)
+    }
+
+    fn open_home(&self, folder: &str, home: Folder, incomplete: bool) -> Result<()> {
         match vmdk::Disk::open(home.clone(), &self.options) {
             Ok(disk) if incomplete => {
                 tracing::warn!(folder, "removing a disk whose creation was interrupted");

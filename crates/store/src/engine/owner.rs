@@ -51,22 +51,13 @@ impl Owner {
     /// `Busy` if another process, or another engine in this process, owns the datastore, or if the medium does not
     /// carry out the requests within a minute.
     pub fn take(directory: &dyn Directory) -> Result<Self> {
-        let (began, mut reported) = (Instant::now(), false);
-        loop {
-            if let Some(owner) = Self::try_take(directory)? {
-                return Ok(owner);
-            }
-            if began.elapsed() >= IDLE_MAX {
-                let text = "the process that had the datastore open has ended, and the medium has not carried out its \
-                            last requests yet: it may have failed; try again later";
-                return Err(Error::new(ErrorKind::Busy, text));
-            }
-            if began.elapsed() >= REPORT_AFTER && !std::mem::replace(&mut reported, true) {
-                tracing::warn!("waiting until the medium has carried out the requests of a process that has ended");
-            }
-            // No lock is held now, so that others that wait too do not take this process for the owner.
-            crate::sync::thread::sleep(PAUSE);
-        }
+        // Between the attempts no lock is held, so that others that wait too do not take this process for the owner.
+        let taken = when_idle(|| Self::try_take(directory))?;
+        taken.ok_or_else(|| {
+            let text = "the process that had the datastore open has ended, and the medium has not carried out its last \
+                        requests yet: it may have failed; try again later";
+            Error::new(ErrorKind::Busy, text)
+        })
     }
 
     /// `None` if a former owner has ended, and the medium still carries out its requests.
@@ -135,17 +126,28 @@ impl Owner {
     }
 }
 
+/// Repeats an attempt that returns `None` while the medium still carries out requests of an owner that has ended.
+/// `None` after a minute.
+fn when_idle<T>(mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<Option<T>> {
+    let (began, mut reported) = (Instant::now(), false);
+    loop {
+        let done = attempt()?;
+        if done.is_some() || began.elapsed() >= IDLE_MAX {
+            return Ok(done);
+        }
+        if began.elapsed() >= REPORT_AFTER && !std::mem::replace(&mut reported, true) {
+            tracing::warn!("waiting until the medium has carried out the requests of a process that has ended");
+        }
+        crate::sync::thread::sleep(PAUSE);
+    }
+}
+
 /// Waits until the medium has carried out the requests of an owner that has ended, for at most a minute. For a process
 /// that only reads: a datastore that cannot be locked is read at once.
 pub fn wait_until_idle(directory: &dyn Directory) {
-    let began = Instant::now();
-    let is_busy = || {
-        let locked = directory.lock_until_idle(SUPERBLOCK_FILE);
-        locked.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
-    };
-    while is_busy() && began.elapsed() < IDLE_MAX {
-        crate::sync::thread::sleep(PAUSE);
-    }
+    let locked = || directory.lock_until_idle(SUPERBLOCK_FILE);
+    let is_busy = || locked().is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
+    let _ = when_idle(|| Ok((!is_busy()).then_some(())));
 }
 
 impl Engine {

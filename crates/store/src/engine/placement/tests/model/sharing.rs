@@ -157,20 +157,9 @@ pub fn equal_after_payload() -> ModelState {
 /// The actions on the first block of two disks that may return payload to a block that is shared.
 fn kept_payload(action: Action) -> bool {
     use Action::*;
-    matches!(
-        action,
-        Write(1, 0)
-            | Discard(0, 0)
-            | Plan(_)
-            | Go
-            | Finish
-            | SyncBegin
-            | SyncEnd
-            | Append
-            | ShareBegin(1, 0, 0)
-            | ShareEnd
-            | Crash(_)
-    )
+    writing_back(action)
+        || matches!(action, Write(1, 0) | Discard(0, 0) | SyncBegin | SyncEnd | Append)
+        || matches!(action, ShareBegin(1, 0, 0) | ShareEnd)
 }
 
 /// The actions that write to a disk and share its blocks.
