@@ -447,11 +447,7 @@ fn a_table_page_that_becomes_corrupt_fails_no_large_write() {
 
 #[test]
 fn a_failed_close_can_be_repeated() {
-    let (disk, engine) = made();
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(256);
     write(&engine, 0, 2);
     engine.meta.lock().pages.drop_clean();
     let mend = lose_page(&disk, "map", 0);

@@ -508,11 +508,7 @@ fn a_salvage_returns_no_block_that_another_disk_got_after_a_pack_that_is_left_ou
 /// payload of the block would be dropped with the journal.
 #[test]
 fn content_that_only_the_page_cache_has_becomes_durable() {
-    let (disk, engine) = made();
-    write(&engine, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
+    let (disk, engine) = with_a_block(256);
     write(&engine, 0, 2);
     engine.flush().unwrap();
     write(&engine, 0, 3);
