@@ -117,7 +117,8 @@ pub struct Reception {
     state: Mutex<Record>,
     /// Locked while a thread writes or removes the record.
     saving: Mutex<Saving>,
-    _names: Vec<Reservation>,
+    /// The names of new disks, until the disks are visible.
+    names: Mutex<Vec<Reservation>>,
 }
 
 /// What may be done with the record of an open reception.
@@ -391,7 +392,7 @@ impl Datastore {
             ids,
             state: Mutex::new(record),
             saving: Mutex::new(Saving::Open),
-            _names: names,
+            names: Mutex::new(names),
         }))
     }
 
@@ -598,6 +599,7 @@ impl Reception {
         }
         native.arrive(&arrived, clock::seconds())?;
         *saving = Saving::Committed;
+        self.names.lock().clear();
         record.disks.iter().filter(|disk| !disk.update).for_each(|disk| self.datastore.give_defaults(&disk.name));
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
         record.disks.iter().map(info).collect()
@@ -617,6 +619,8 @@ impl Reception {
 
 impl Drop for Reception {
     fn drop(&mut self) {
+        // The names are free before the reception seems to be, because the next session reserves them at once.
+        self.names.lock().clear();
         // After an error between the two steps. A record without hidden disks would prevent the next reception.
         if let Err(error) = self.complete() {
             tracing::error!("the record of a reception is not removed before the next opening: {error}");

@@ -97,6 +97,35 @@ fn an_interrupted_update_is_not_resumed_without_the_request_to_update() {
 }
 
 #[test]
+fn the_names_of_a_reception_are_free_before_its_end_is_seen() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let datastore = open(&path);
+    let new = offer(CAPACITY, Vec::new());
+    let next = || loop {
+        match datastore.receive(&new) {
+            Ok(Opened::Open(reception)) => return reception,
+            Err(error) if error.kind() == ErrorKind::Busy => std::thread::yield_now(),
+            Err(error) => panic!("{error}"),
+            Ok(Opened::Already(disks)) => panic!("there already: {disks:?}"),
+        }
+    };
+    let mut reception = next();
+    for _ in 0..100 {
+        // The next session begins while the thread of the last one still ends it.
+        reception = std::thread::scope(|scope| {
+            scope.spawn(move || drop(reception));
+            next()
+        });
+    }
+    // A machine that could not be completed: its disks are deleted again before the reception ends.
+    reception.commit(&[(0, 0)]).unwrap();
+    datastore.delete_disk("web", false).unwrap();
+    datastore.create_disk("web", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+}
+
+#[test]
 fn a_disk_is_not_migrated_while_a_snapshot_of_it_is_sent() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
