@@ -49,6 +49,11 @@ pub trait Transport: Send {
         false
     }
 
+    /// Whether a `receive` call that has not filled its slices has found the socket empty.
+    fn empties_socket(&self) -> bool {
+        false
+    }
+
     /// The descriptor to wait on; `None` if the transport never blocks.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
@@ -159,6 +164,10 @@ impl Transport for Socket {
                 other => return Ok(other?),
             }
         }
+    }
+
+    fn empties_socket(&self) -> bool {
+        true
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

@@ -20,7 +20,10 @@
 //!    of day.
 //! 5. A client of a renamed disk is listed under the new name together with the name that it requested. While the
 //!    client is listed, the requested name opens no other disk ([renames]).
+//! 6. A request that a client repeats on another of its connections never overtakes the original request either
+//!    ([abandoned]).
 
+pub mod abandoned;
 mod leaving;
 pub mod limits;
 pub mod record;
@@ -28,6 +31,7 @@ mod renames;
 mod revoked;
 mod waiting;
 
+use abandoned::{Sharers, Sharing};
 use backend::{Directory, clock};
 use connections::{Connection, Peer};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -133,6 +137,9 @@ struct Session {
     /// A client in grace with unknown identity, which may be the same client as this one. If this client sends a
     /// disconnect request, the other client returns to grace, because the two may be different clients.
     taken: Option<Waiting>,
+    /// The sessions that can change the same export, once the handshake is complete; `None` if the client can only
+    /// read.
+    sharers: Option<Arc<Sharers>>,
 }
 
 /// A session's entry in the list, which is removed when this value is dropped.
@@ -262,6 +269,7 @@ impl Clients {
             retiring: false,
             revoked: false,
             taken: None,
+            sharers: None,
         };
         state.sessions.insert(number, session);
         Visit { shared: Arc::clone(&self.shared), number, stop, connection, departure: Departure::Lost }
@@ -514,22 +522,26 @@ impl Visit {
         }
     }
 
-    /// Called when the handshake is complete: the client uses the export from now on.
-    pub fn agreed(&self, export: &str) {
+    /// Called when the handshake is complete: the client uses the export from now on. Returns the session's place among
+    /// those that can change the export; `None` if the client can only read.
+    pub fn agreed(&self, export: &str) -> Option<Sharing> {
         let mut state = self.shared.state.lock();
-        let Some(session) = state.sessions.get_mut(&self.number) else { return };
+        let session = state.sessions.get_mut(&self.number)?;
         // The disk may have been renamed since it was opened.
         if session.asked.as_deref() != Some(export) {
             session.export = Some(export.to_owned());
             session.asked = Some(export.to_owned());
         }
         session.agreed = true;
-        let peer = session.peer.clone();
+        let (peer, named) = (session.peer.clone(), session.export.clone());
+        let same_export = |other: &&Session| other.export == named;
+        let known = state.sessions.values().filter(same_export).find_map(|other| other.sharers.clone());
         let taken = state.comes_back(export, &peer);
-        if let Some(session) = state.sessions.get_mut(&self.number) {
-            session.taken = taken;
-        }
         self.shared.touch(&mut state, true);
+        let session = state.sessions.get_mut(&self.number)?;
+        session.taken = taken;
+        session.sharers = (!session.reads_only).then(|| known.unwrap_or_else(Sharers::new));
+        session.sharers.as_ref().map(|sharers| sharers.join(self.connection.clone()))
     }
 
     /// Called when the client has sent a disconnect request.

@@ -16,7 +16,8 @@
 //!    cache of its own.
 //! 4. TCP without TLS and client certificates is limited to the loopback interface unless the operator allows more.
 
-pub mod handshake;
+mod changes;
+mod handshake;
 mod inbox;
 pub mod limits;
 pub mod options;
@@ -90,7 +91,7 @@ pub fn serve(
         tracing::debug!("the client closed the connection before it chose an export");
         return Ok(());
     };
-    visit.agreed(&agreement.export);
+    let sharing = visit.agreed(&agreement.export);
     let registered = terms.rules.as_ref().map(|rules| {
         let permission = if agreement.device.read_only() { Permission::Read } else { Permission::Write };
         let certificate = agreement.transport.peer_certificate();
@@ -114,6 +115,7 @@ pub fn serve(
     let (tally, result) = transmission::transmit(
         &mut *agreement.transport,
         agreement.device,
+        sharing,
         exports,
         agreement.style,
         agreement.contexts,

@@ -17,17 +17,21 @@
 //!    connection is closed. Writes that wait for space do not delay the end: when the client disconnects, they are
 //!    answered with their error. When the server stops or the client has to reconnect, they are not answered, so that a
 //!    client that reconnects repeats them.
-//! 5. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
+//! 5. A change that the client may have repeated on another connection is refused ([`super::changes`]).
+//! 6. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
 //!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
 //!    payload is longer than [`PAYLOAD_BYTES_MAX`].
 
 use super::Terms;
+use super::changes::Changes;
 use super::inbox::Inbox;
 use super::limits::*;
+use super::protocol::errno;
 use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead};
 use super::replies::{Outbox, Style};
 use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
+use crate::clients::abandoned::Sharing;
 use crate::exports::Exports;
 use crate::session::{Completion, Operation, Payload, Reply, Session};
 use connections::transport::{Transport, Wait, peer_has_gone, wait_for};
@@ -37,6 +41,10 @@ use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+/// The reply to a change that the client may have repeated on another connection.
+const GONE: Refusal =
+    Refusal::new(errno::ESHUTDOWN, "the client closed the connection before the server could begin the request");
 
 /// Statistics of a session, for the log.
 #[derive(Clone, Copy, Debug, Default)]
@@ -56,6 +64,7 @@ pub struct Tally {
 pub fn transmit(
     transport: &mut dyn Transport,
     device: Arc<dyn Device>,
+    sharing: Option<Sharing>,
     exports: &dyn Exports,
     style: Style,
     contexts: Vec<Context>,
@@ -65,6 +74,7 @@ pub fn transmit(
     let mut transmission = Transmission {
         transport,
         session: Session::new(device, exports),
+        changes: Changes::new(sharing),
         exports,
         style,
         contexts,
@@ -104,6 +114,7 @@ struct Tag {
 struct Transmission<'a> {
     transport: &'a mut dyn Transport,
     session: Session<'a, Tag>,
+    changes: Changes,
     exports: &'a dyn Exports,
     style: Style,
     contexts: Vec<Context>,
@@ -138,6 +149,9 @@ impl Transmission<'_> {
                 self.ended = true;
             }
             self.end_waiting();
+            if self.session.waiting_for_space() == 0 {
+                self.changes.end();
+            }
             self.answer();
             let drained = self.send()?;
             let busy = self.session.under_way() > 0;
@@ -225,13 +239,28 @@ impl Transmission<'_> {
     /// Starts the requests that have arrived.
     fn take_up(&mut self) -> Result<()> {
         self.stalled = false;
+        if self.ended || !self.has_input() {
+            return Ok(());
+        }
+        if !self.changes.begin(self.stop) {
+            self.ended = true;
+            return Ok(());
+        }
+        let mut steps = false;
         while !self.ended && self.step() {
+            steps = true;
             self.answer();
             if self.outbox.replies() >= SEND_BATCH_REPLIES || self.outbox.held() >= SEND_BATCH_BYTES {
                 self.send()?;
             }
         }
+        self.changes.note_taken_up(steps && !self.stalled, self.has_input());
         Ok(())
+    }
+
+    /// Whether a request has arrived at least in part.
+    fn has_input(&self) -> bool {
+        !self.inbox.available().is_empty() || !matches!(self.incoming, Incoming::Head)
     }
 
     /// Processes the next part of the input; false if more bytes or more room are needed.
@@ -331,7 +360,7 @@ impl Transmission<'_> {
                 }
             }
             Ok(Action::StatusPayload { .. }) => {
-                let refusal = Refusal::new(super::protocol::errno::EINVAL, "the payload names too many contexts");
+                let refusal = Refusal::new(errno::EINVAL, "the payload names too many contexts");
                 self.incoming = Incoming::Skip { head, left: payload, refusal };
             }
             Ok(action) => self.execute(&head, action),
@@ -371,6 +400,7 @@ impl Transmission<'_> {
                 let done = device.prefetch(offset, length.min(CACHE_BYTES_MAX));
                 return self.conclude(head, done);
             }
+            Action::Resize { .. } if self.changes.refused() => return self.refuse(head, &GONE),
             Action::Resize { capacity } => {
                 let done = device.resize(capacity).inspect(|()| self.exports.resized(device.name(), capacity));
                 return self.conclude(head, done);
@@ -383,6 +413,9 @@ impl Transmission<'_> {
     }
 
     fn submit(&mut self, head: &RequestHead, operation: Operation) {
+        if self.changes.refused() && !matches!(operation, Operation::Flush) {
+            return self.refuse(head, &GONE);
+        }
         self.session.submit(Tag { head: *head, fragments: false }, operation);
     }
 
@@ -450,14 +483,17 @@ impl Transmission<'_> {
     /// Receives once: the rest of the current payload, and the bytes after it into the inbox. False if no bytes were
     /// available.
     fn receive(&mut self, wait: Wait) -> Result<bool> {
+        let mut space = 0;
         let received = match &mut self.incoming {
             Incoming::Payload { payload, filled, .. } => {
                 let rest = &mut payload.bytes_mut()[*filled..];
                 let room = rest.len();
+                space += room;
                 let received = if wait == Wait::All {
                     self.transport.receive(&mut [IoSliceMut::new(rest)], wait)
                 } else {
                     let inbox = self.inbox.space(self.streaming);
+                    space += inbox.len();
                     self.transport.receive(&mut [IoSliceMut::new(rest), IoSliceMut::new(inbox)], wait)
                 };
                 if let Ok(bytes) = received {
@@ -469,6 +505,7 @@ impl Transmission<'_> {
             }
             _ => {
                 let inbox = self.inbox.space(self.streaming);
+                space += inbox.len();
                 let received = self.transport.receive(&mut [IoSliceMut::new(inbox)], wait);
                 if let Ok(bytes) = received {
                     self.inbox.received(bytes);
@@ -478,8 +515,9 @@ impl Transmission<'_> {
         };
         match received {
             Ok(0) => self.peer_closed().map(|()| true),
-            Ok(_) => {
+            Ok(bytes) => {
                 self.session.note_arrival();
+                self.changes.note_received(bytes < space && self.transport.empties_socket());
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),

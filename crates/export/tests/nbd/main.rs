@@ -1,6 +1,7 @@
 //! Tests of the NBD server through its sockets: with an independent client, hostile clients, and common tools.
 #![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
+mod abandoned;
 mod access;
 mod chained;
 mod dirty;

@@ -7,6 +7,7 @@ use crate::pages::PageFile;
 use crate::space::Run;
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Directory, File, IoMode};
 use std::sync::Arc;
@@ -23,19 +24,58 @@ pub fn data_file_name(number: u64) -> String {
     format!("data.{number:04}")
 }
 
-/// Drops cached data, so that recovery reads what is on the medium.
+/// Drops cached data of the metadata, so that recovery reads what is on the medium.
 ///
 /// After a failed flush the page cache may return data that was never written to the medium, until the kernel reuses
 /// the memory. If recovery relied on such data, clients would later read older data.
-pub fn show_media(directory: &dyn Directory) -> Result<()> {
+pub fn show_metadata(directory: &dyn Directory) -> Result<()> {
     for name in PageFile::ALL.map(PageFile::name).into_iter().chain([SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE]) {
         show_medium(directory, name)?;
     }
+    Ok(())
+}
+
+/// As [`show_metadata`], for the data files.
+fn show_data(directory: &dyn Directory) -> Result<()> {
     let mut number = 0;
     while show_medium(directory, &data_file_name(number))? {
         number += 1;
     }
     Ok(())
+}
+
+/// A thread that drops cached data of the data files. A process that was killed may leave gigabytes in the page cache,
+/// and recovery reads the journal meanwhile. When this value is dropped, the thread has ended.
+pub struct ShowingData(Option<JoinHandle<Result<()>>>);
+
+impl ShowingData {
+    /// Starts the thread. Without `beside`, the data files are done on return.
+    pub fn begin(directory: &Arc<dyn Directory>, beside: bool) -> Result<Self> {
+        if !beside {
+            return show_data(&**directory).map(|()| Self(None));
+        }
+        let directory = Arc::clone(directory);
+        let thread = thread::Builder::new().name("lamina-recover".into());
+        let thread = thread.spawn(move || show_data(&*directory));
+        thread.map(|thread| Self(Some(thread))).during(|| "starting thread lamina-recover".into())
+    }
+
+    /// Waits until no cached data is left. Nothing may read or write the data files before.
+    pub fn wait(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let panicked = |_| Err(Error::new(ErrorKind::Stopped, "the thread that flushes the data files panicked"));
+        self.0.take().map_or(Ok(()), |thread| thread.join().unwrap_or_else(panicked))
+    }
+}
+
+impl Drop for ShowingData {
+    fn drop(&mut self) {
+        // The opening has failed by another error already.
+        let _ = self.end();
+    }
 }
 
 /// Drops cached data of one file; false if there is no such file. The file is opened by its name and not looked up in

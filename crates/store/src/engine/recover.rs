@@ -21,13 +21,14 @@ pub(super) use self::survey::{Survey, collect_images, survey};
 use super::buffers::Buffers;
 use super::check::Report;
 use super::checkpoint::Purpose;
-use super::files::{self, DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
+use super::files::{self, DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE, ShowingData};
 use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
 use super::log::{CommitLog, Images, Superblock};
 use super::metadata::{Meta, Metadata};
 use super::read_cache::ReadCache;
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
+use super::replay::Replayed;
 use super::reserve::{Reserves, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
@@ -142,8 +143,10 @@ impl Engine {
             // The superblocks that this opening writes keep the finding until a check has reported it.
             superblock.unreported.copies |= 1 << copy;
         }
+        let mut showing = None;
         if !superblock.clean {
-            files::show_media(&*directory)?;
+            showing = Some(ShowingData::begin(&directory, options.threads && opening == Opening::Ordinary)?);
+            files::show_metadata(&*directory)?;
         }
         // The journal bypasses the page cache if the file system allows that, because only recovery reads it.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
@@ -258,7 +261,9 @@ impl Engine {
             };
             let mut left_out = LeftOut::new(tolerance, superblock.next_id);
             let replayed = engine.replay(replay_from, ordered_from, found.end, &mut left_out);
-            let operations = replayed.map_err(|error| opening.unrecovered(error))?;
+            let Replayed { operations, doubts } = replayed.map_err(|error| opening.unrecovered(error))?;
+            showing.map_or(Ok(()), ShowingData::wait)?;
+            engine.put_payload_home(&doubts).map_err(|error| opening.unrecovered(error))?;
             tracing::info!(operations, "recovered the datastore from its journal");
         }
         engine.end_mending()?;

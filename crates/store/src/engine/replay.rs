@@ -24,9 +24,17 @@ fn blocks(run: &Run) -> std::ops::Range<u64> {
     run.start..run.start + run.blocks
 }
 
+/// The outcome of a replay.
+pub(super) struct Replayed {
+    /// Number of operations that were applied.
+    pub operations: u64,
+    pub doubts: Doubts,
+}
+
 impl Engine {
-    /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on.
-    pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
+    /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on. Neither reads nor
+    /// writes the data files, which [`Engine::put_payload_home`] does then.
+    pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<Replayed> {
         self.find_reserved_nodes()?;
         let (mut doubts, mut drops) = (Doubts::default(), Drops::default());
         let mut count = 0;
@@ -55,8 +63,7 @@ impl Engine {
             }
             place = next;
         }
-        self.put_payload_home(&doubts)?;
-        Ok(count)
+        Ok(Replayed { operations: count, doubts })
     }
 
     fn replay_one(
@@ -142,7 +149,7 @@ impl Engine {
     /// Writes journalled payload to its blocks, except blocks that hold the complete content of a later announced
     /// overwrite. If that content is in the page cache, it is written again: the cache was dropped before, so another
     /// process has the file mapped, and after a failed flush the medium may lack the content.
-    fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
+    pub(super) fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
             let run = Run { start: block, blocks: 1 };

@@ -105,7 +105,8 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     if !superblock.clean || found.end != superblock.tail {
         complete_data_files(&engine)?;
         engine.log.settle_nothing();
-        engine.replay(superblock.tail, superblock.ordered, found.end, &mut left_out)?;
+        let replayed = engine.replay(superblock.tail, superblock.ordered, found.end, &mut left_out)?;
+        engine.put_payload_home(&replayed.doubts)?;
         seal(&engine, &mut left_out);
     }
     let mut left_out = left_out.ranges;

@@ -2,6 +2,7 @@
 //! symbolic links; a block that changes while it is verified is not reported.
 
 use super::*;
+use crate::engine::files::ShowingData;
 use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Mutex;
@@ -38,9 +39,11 @@ fn cached_data_is_dropped_from_data_files_that_are_symbolic_links() {
     engine.close().unwrap();
     let inner = disk.directory();
     (0..2).for_each(|number| drop(inner.create(&files::data_file_name(number), IoMode::Buffered).unwrap()));
-    let links = Links { inner: Arc::clone(&inner), opened: Mutex::default() };
-    files::show_media(&links).unwrap();
-    let opened = links.opened.into_inner().unwrap();
+    let links = Arc::new(Links { inner: Arc::clone(&inner), opened: Mutex::default() });
+    files::show_metadata(&*links).unwrap();
+    let directory: Arc<dyn Directory> = links.clone();
+    ShowingData::begin(&directory, true).unwrap().wait().unwrap();
+    let opened = links.opened.lock().unwrap().clone();
     let missed: Vec<String> = inner.list().unwrap().into_iter().filter(|name| !opened.contains(name)).collect();
     assert_eq!(missed, ["lock"]);
 }
