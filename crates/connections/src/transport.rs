@@ -49,11 +49,6 @@ pub trait Transport: Send {
         false
     }
 
-    /// Whether a `receive` call that has not filled its slices has found the socket empty.
-    fn empties_socket(&self) -> bool {
-        false
-    }
-
     /// The descriptor to wait on; `None` if the transport never blocks.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
@@ -93,10 +88,16 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
 
 /// Whether the peer has closed its side of a stream socket.
 pub fn peer_has_gone(socket: BorrowedFd<'_>) -> bool {
+    have_gone([socket]) == [true]
+}
+
+/// Whether the peers have closed their sides of stream sockets.
+pub fn have_gone<'a>(sockets: impl IntoIterator<Item = BorrowedFd<'a>>) -> Vec<bool> {
     let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    let mut entries = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
-    matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
-        && entries[0].revents().intersects(gone)
+    let entry = |socket| PollFd::from_borrowed_fd(socket, PollFlags::RDHUP);
+    let mut entries: Vec<PollFd<'a>> = sockets.into_iter().map(entry).collect();
+    let found = poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok();
+    entries.iter().map(|entry| found && entry.revents().intersects(gone)).collect()
 }
 
 /// The socket of a connection, unix or TCP, in blocking mode. Each call states whether it may block, so that an idle
@@ -164,10 +165,6 @@ impl Transport for Socket {
                 other => return Ok(other?),
             }
         }
-    }
-
-    fn empties_socket(&self) -> bool {
-        true
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

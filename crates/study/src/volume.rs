@@ -32,7 +32,12 @@ impl Volume {
         // The file system has few inodes, and their tables are not written, because a sparse file reads as zeros.
         let options = ["-q", "-F", "-m", "0", "-N", "65536", "-E", "lazy_itable_init=1,nodiscard"];
         process::run(Command::new("mkfs.ext4").args(options).arg(&image))?;
-        let mounted = process::run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(&folder));
+        let mounted = attach(&image).and_then(|device| {
+            let mounted = process::run(Command::new("mount").arg(&device).arg(&folder));
+            // The device is detached at the end of the mount.
+            let detached = process::run(Command::new("losetup").arg("--detach").arg(&device));
+            mounted.and(detached)
+        });
         if let Err(error) = mounted {
             return Err(Error::Usage(format!(
                 "{error}; without root choose a work folder (--work) whose file system has the space"
@@ -45,6 +50,17 @@ impl Volume {
     pub fn path(&self) -> &Path {
         &self.folder
     }
+}
+
+/// Makes a loop device of a file. The device bypasses the page cache if the file can: otherwise all data would be cached
+/// twice, and each flush would also write what the file system above has written out long before, unlike with a disk.
+fn attach(image: &Path) -> Result<PathBuf> {
+    let attach = |direct: &str| {
+        let mut command = Command::new("losetup");
+        process::run(command.args(["--find", "--show", direct]).arg(image))
+    };
+    let device = attach("--direct-io=on").or_else(|_| attach("--direct-io=off"))?;
+    Ok(PathBuf::from(device.trim()))
 }
 
 impl Drop for Volume {

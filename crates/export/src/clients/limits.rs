@@ -34,13 +34,3 @@ pub const LEAVING_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Interval at which the wait of [`LEAVING_PATIENCE`] checks for further clients that have closed their connections.
 pub const LEAVING_LOOK: Duration = Duration::from_millis(20);
-
-/// The age from which a request counts as one that its client may have repeated on another connection. The shortest
-/// timeout of the Linux kernel is a second.
-pub const SUSPECT_AFTER: Duration = Duration::from_millis(500);
-
-/// Interval at which a session looks for other sessions of its export with changes of that age.
-pub const SUSPECTS_LOOK: Duration = Duration::from_millis(100);
-
-/// Interval at which a session that waits for an abandoned one looks again.
-pub const ABANDONED_LOOK: Duration = Duration::from_millis(1);

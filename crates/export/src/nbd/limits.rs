@@ -81,3 +81,6 @@ pub const STOP_GRACE_DEFAULT: Duration = Duration::from_secs(10);
 
 /// How long a client may leave replies unread before they are copied out of memory shared with the device.
 pub const UNREAD_PATIENCE: Duration = Duration::from_millis(200);
+
+/// Interval at which a session that holds changes back, until those of an abandoned connection have ended, looks again.
+pub const ABANDONED_LOOK: Duration = Duration::from_millis(1);

@@ -16,7 +16,6 @@
 //!    cache of its own.
 //! 4. TCP without TLS and client certificates is limited to the loopback interface unless the operator allows more.
 
-mod changes;
 mod handshake;
 mod inbox;
 pub mod limits;
@@ -114,8 +113,7 @@ pub fn serve(
     );
     let (tally, result) = transmission::transmit(
         &mut *agreement.transport,
-        agreement.device,
-        sharing,
+        transmission::OpenExport { device: agreement.device, sharing },
         exports,
         agreement.style,
         agreement.contexts,

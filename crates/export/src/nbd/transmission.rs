@@ -17,21 +17,20 @@
 //!    connection is closed. Writes that wait for space do not delay the end: when the client disconnects, they are
 //!    answered with their error. When the server stops or the client has to reconnect, they are not answered, so that a
 //!    client that reconnects repeats them.
-//! 5. A change that the client may have repeated on another connection is refused ([`super::changes`]).
+//! 5. A change that the client may have repeated on another connection is refused, and a repetition waits for the end
+//!    of the original ([`crate::clients::abandoned`]).
 //! 6. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
 //!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
 //!    payload is longer than [`PAYLOAD_BYTES_MAX`].
 
 use super::Terms;
-use super::changes::Changes;
 use super::inbox::Inbox;
 use super::limits::*;
-use super::protocol::errno;
-use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead};
+use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead, command, errno};
 use super::replies::{Outbox, Style};
 use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
-use crate::clients::abandoned::Sharing;
+use crate::clients::abandoned::{Sharing, Turn};
 use crate::exports::Exports;
 use crate::session::{Completion, Operation, Payload, Reply, Session};
 use connections::transport::{Transport, Wait, peer_has_gone, wait_for};
@@ -59,22 +58,32 @@ pub struct Tally {
     pub farewell: bool,
 }
 
+/// The export that the client has open.
+pub struct OpenExport {
+    /// The device of the export.
+    pub device: Arc<dyn Device>,
+    /// The session's place among those that can change the export; `None` if the client can only read.
+    pub sharing: Option<Sharing>,
+}
+
 /// Serves a connection to its end. If `stop` is set, the session finishes its requests and ends; the thread that sets
 /// `stop` also shuts down the receiving side of the socket.
 pub fn transmit(
     transport: &mut dyn Transport,
-    device: Arc<dyn Device>,
-    sharing: Option<Sharing>,
+    export: OpenExport,
     exports: &dyn Exports,
     style: Style,
     contexts: Vec<Context>,
     terms: &Terms,
     stop: &AtomicBool,
 ) -> (Tally, Result<()>) {
+    let OpenExport { device, sharing } = export;
     let mut transmission = Transmission {
         transport,
         session: Session::new(device, exports),
-        changes: Changes::new(sharing),
+        sharing,
+        turn: None,
+        marked: false,
         exports,
         style,
         contexts,
@@ -114,7 +123,11 @@ struct Tag {
 struct Transmission<'a> {
     transport: &'a mut dyn Transport,
     session: Session<'a, Tag>,
-    changes: Changes,
+    sharing: Option<Sharing>,
+    /// Whether the changes among the requests that are being taken up may begin, if the first of them was reached.
+    turn: Option<Turn>,
+    /// Whether the other sessions of the export count this one as carrying out changes.
+    marked: bool,
     exports: &'a dyn Exports,
     style: Style,
     contexts: Vec<Context>,
@@ -149,9 +162,7 @@ impl Transmission<'_> {
                 self.ended = true;
             }
             self.end_waiting();
-            if self.session.waiting_for_space() == 0 {
-                self.changes.end();
-            }
+            self.end_changes();
             self.answer();
             let drained = self.send()?;
             let busy = self.session.under_way() > 0;
@@ -166,6 +177,7 @@ impl Transmission<'_> {
             }
             let wanting = self.is_wanting();
             match (busy, drained) {
+                (false, true) if self.turn == Some(Turn::Wait) => std::thread::sleep(ABANDONED_LOOK),
                 // A received request waited only for room, which is available now.
                 (false, true) if self.stalled => {}
                 (false, true) if self.session.watches() && !self.transport.has_input() => {
@@ -239,28 +251,58 @@ impl Transmission<'_> {
     /// Starts the requests that have arrived.
     fn take_up(&mut self) -> Result<()> {
         self.stalled = false;
-        if self.ended || !self.has_input() {
-            return Ok(());
-        }
-        if !self.changes.begin(self.stop) {
-            self.ended = true;
-            return Ok(());
-        }
-        let mut steps = false;
+        self.turn = None;
         while !self.ended && self.step() {
-            steps = true;
             self.answer();
             if self.outbox.replies() >= SEND_BATCH_REPLIES || self.outbox.held() >= SEND_BATCH_BYTES {
                 self.send()?;
             }
         }
-        self.changes.note_taken_up(steps && !self.stalled, self.has_input());
+        self.end_changes();
         Ok(())
     }
 
-    /// Whether a request has arrived at least in part.
-    fn has_input(&self) -> bool {
-        !self.inbox.available().is_empty() || !matches!(self.incoming, Incoming::Head)
+    /// Whether changes may be carried out ([`crate::clients::abandoned`]).
+    fn turn(&mut self) -> Turn {
+        if let Some(turn) = self.turn {
+            return turn;
+        }
+        let mut turn = Turn::Begin;
+        if let Some(sharing) = &self.sharing {
+            self.marked = true;
+            turn = sharing.begin();
+        }
+        // A client that has sent a disconnect request does not repeat requests.
+        if turn == Turn::Refuse && self.has_farewell() {
+            turn = Turn::Begin;
+        }
+        self.turn = Some(turn);
+        turn
+    }
+
+    /// Whether a disconnect request is among the received requests.
+    fn has_farewell(&self) -> bool {
+        let extended = self.style == Style::Extended;
+        let head_bytes = if extended { EXTENDED_REQUEST_BYTES } else { REQUEST_BYTES };
+        let mut left = self.inbox.available();
+        while let Some(head) = left.get(..head_bytes).and_then(|bytes| RequestHead::decode(bytes, extended)) {
+            if head.command == command::DISC {
+                return true;
+            }
+            let payload = usize::try_from(head.payload(extended)).ok();
+            let next = payload.and_then(|payload| left.get(head_bytes.checked_add(payload)?..));
+            left = next.unwrap_or_default();
+        }
+        false
+    }
+
+    /// Notes for the other sessions of the export that this one carries out no changes, unless some are under way.
+    fn end_changes(&mut self) {
+        let ended = self.session.waiting_for_space() == 0 && !matches!(self.incoming, Incoming::Payload { .. });
+        if self.marked && ended {
+            self.marked = false;
+            self.sharing.iter().for_each(Sharing::end);
+        }
     }
 
     /// Processes the next part of the input; false if more bytes or more room are needed.
@@ -321,7 +363,7 @@ impl Transmission<'_> {
             resize: self.terms.resize,
             contexts: !self.contexts.is_empty(),
         };
-        let action = judge(&head, &rules);
+        let mut action = judge(&head, &rules);
         match &action {
             Ok(Action::Write { length, .. }) if !self.session.has_room_to_write(*length) => {
                 self.stalled = true;
@@ -342,6 +384,24 @@ impl Transmission<'_> {
                 return false;
             }
             _ => {}
+        }
+        if matches!(
+            action,
+            Ok(Action::Write { .. } | Action::Zero { .. } | Action::Trim { .. } | Action::Resize { .. })
+        ) {
+            match self.turn() {
+                Turn::Begin => {}
+                Turn::Wait => {
+                    self.stalled = true;
+                    return false;
+                }
+                // A session that has to end shuts its own socket down. Its client repeats what is not answered.
+                Turn::Refuse if self.stop.load(Ordering::SeqCst) => {
+                    self.ended = true;
+                    return false;
+                }
+                Turn::Refuse => action = Err(GONE),
+            }
         }
         self.inbox.consume(head_bytes);
         self.tally.requests += 1;
@@ -400,7 +460,6 @@ impl Transmission<'_> {
                 let done = device.prefetch(offset, length.min(CACHE_BYTES_MAX));
                 return self.conclude(head, done);
             }
-            Action::Resize { .. } if self.changes.refused() => return self.refuse(head, &GONE),
             Action::Resize { capacity } => {
                 let done = device.resize(capacity).inspect(|()| self.exports.resized(device.name(), capacity));
                 return self.conclude(head, done);
@@ -413,9 +472,6 @@ impl Transmission<'_> {
     }
 
     fn submit(&mut self, head: &RequestHead, operation: Operation) {
-        if self.changes.refused() && !matches!(operation, Operation::Flush) {
-            return self.refuse(head, &GONE);
-        }
         self.session.submit(Tag { head: *head, fragments: false }, operation);
     }
 
@@ -483,17 +539,14 @@ impl Transmission<'_> {
     /// Receives once: the rest of the current payload, and the bytes after it into the inbox. False if no bytes were
     /// available.
     fn receive(&mut self, wait: Wait) -> Result<bool> {
-        let mut space = 0;
         let received = match &mut self.incoming {
             Incoming::Payload { payload, filled, .. } => {
                 let rest = &mut payload.bytes_mut()[*filled..];
                 let room = rest.len();
-                space += room;
                 let received = if wait == Wait::All {
                     self.transport.receive(&mut [IoSliceMut::new(rest)], wait)
                 } else {
                     let inbox = self.inbox.space(self.streaming);
-                    space += inbox.len();
                     self.transport.receive(&mut [IoSliceMut::new(rest), IoSliceMut::new(inbox)], wait)
                 };
                 if let Ok(bytes) = received {
@@ -505,7 +558,6 @@ impl Transmission<'_> {
             }
             _ => {
                 let inbox = self.inbox.space(self.streaming);
-                space += inbox.len();
                 let received = self.transport.receive(&mut [IoSliceMut::new(inbox)], wait);
                 if let Ok(bytes) = received {
                     self.inbox.received(bytes);
@@ -515,9 +567,8 @@ impl Transmission<'_> {
         };
         match received {
             Ok(0) => self.peer_closed().map(|()| true),
-            Ok(bytes) => {
+            Ok(_) => {
                 self.session.note_arrival();
-                self.changes.note_received(bytes < space && self.transport.empties_socket());
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),

@@ -3,15 +3,14 @@
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Shelf};
-use export::clients::limits::SUSPECT_AFTER;
 use std::sync::Arc;
 use std::time::Duration;
 use testkit::process::{PATIENCE, until};
 use testkit::protocol::*;
 
 const BLOCK: usize = 4096;
-/// Longer than a request may take before its client counts as one that may repeat it.
-const TIMEOUT: Duration = SUSPECT_AFTER.saturating_mul(2);
+/// The time after which the client does not wait for a reply any more.
+const TIMEOUT: Duration = Duration::from_millis(100);
 
 fn start() -> (Running, Arc<MemoryDisk>) {
     let disk = MemoryDisk::new("vm", 1 << 20, 7);

@@ -35,28 +35,24 @@ pub fn show_metadata(directory: &dyn Directory) -> Result<()> {
     Ok(())
 }
 
-/// As [`show_metadata`], for the data files.
-fn show_data(directory: &dyn Directory) -> Result<()> {
-    let mut number = 0;
-    while show_medium(directory, &data_file_name(number))? {
-        number += 1;
-    }
-    Ok(())
-}
-
 /// A thread that drops cached data of the data files. A process that was killed may leave gigabytes in the page cache,
 /// and recovery reads the journal meanwhile. When this value is dropped, the thread has ended.
 pub struct ShowingData(Option<JoinHandle<Result<()>>>);
 
 impl ShowingData {
-    /// Starts the thread. Without `beside`, the data files are done on return.
-    pub fn begin(directory: &Arc<dyn Directory>, beside: bool) -> Result<Self> {
+    /// Starts the thread for the data files, in order. Without `beside`, they are done on return. The files are those
+    /// that the store uses then: a flush of one that was opened later could report the failure again that is passed
+    /// over here.
+    pub fn begin(files: Vec<Arc<dyn File>>, beside: bool) -> Result<Self> {
+        let show_all = move || {
+            let mut files = (0..).map(data_file_name).zip(&files);
+            files.try_for_each(|(name, file)| show(&**file, &name))
+        };
         if !beside {
-            return show_data(&**directory).map(|()| Self(None));
+            return show_all().map(|()| Self(None));
         }
-        let directory = Arc::clone(directory);
         let thread = thread::Builder::new().name("lamina-recover".into());
-        let thread = thread.spawn(move || show_data(&*directory));
+        let thread = thread.spawn(show_all);
         thread.map(|thread| Self(Some(thread))).during(|| "starting thread lamina-recover".into())
     }
 
@@ -78,19 +74,22 @@ impl Drop for ShowingData {
     }
 }
 
-/// Drops cached data of one file; false if there is no such file. The file is opened by its name and not looked up in
-/// the folder's list, which leaves out symbolic links.
-pub fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
-    let file = match directory.open(name, IoMode::Buffered) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-        Err(error) => return Err(Error::io(format!("opening {name}"), error)),
-    };
+/// Drops cached data of one file, if there is such a file. The file is opened by its name and not looked up in the
+/// folder's list, which leaves out symbolic links.
+pub fn show_medium(directory: &dyn Directory, name: &str) -> Result<()> {
+    match directory.open(name, IoMode::Buffered) {
+        Ok(file) => show(&*file, name),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Error::io(format!("opening {name}"), error)),
+    }
+}
+
+/// As [`show_medium`], for an open file.
+fn show(file: &dyn File, name: &str) -> Result<()> {
     // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure from
     // before this opening. The data of the failed writes is dropped.
     file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
-    file.forget_cached().during(|| format!("reading {name} again"))?;
-    Ok(true)
+    file.forget_cached().during(|| format!("reading {name} again"))
 }
 
 /// Data files are written out in parts of this many bytes. Small parts keep the device queue short. Without them, an

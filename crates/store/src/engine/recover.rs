@@ -143,9 +143,10 @@ impl Engine {
             // The superblocks that this opening writes keep the finding until a check has reported it.
             superblock.unreported.copies |= 1 << copy;
         }
+        let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         let mut showing = None;
         if !superblock.clean {
-            showing = Some(ShowingData::begin(&directory, options.threads && opening == Opening::Ordinary)?);
+            showing = Some(ShowingData::begin(files.all(), options.threads && opening == Opening::Ordinary)?);
             files::show_metadata(&*directory)?;
         }
         // The journal bypasses the page cache if the file system allows that, because only recovery reads it.
@@ -191,7 +192,10 @@ impl Engine {
         if opening == Opening::Repair || closed {
             journal.pass_over_unreadable();
         }
+        journal.read_ahead();
+        let began = Instant::now();
         let found = survey(&journal, superblock.incarnation).map_err(|error| opening.unrecovered(error))?;
+        let surveyed = began.elapsed();
         if opening == Opening::Repair
             && !closed
             && let Some(error) = journal.unreadable(found.end, found.incarnation)
@@ -214,7 +218,6 @@ impl Engine {
             (replay_from, ordered_from) = (superblock.tail, superblock.ordered);
             (superblock.tail, superblock.ordered) = (tail, ordered);
         }
-        let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         check_lengths(&page_files, &files.all(), &superblock)?;
         let mut pages = Pages::new(page_files.clone(), options.metadata_cache);
         if opening == Opening::Repair {
@@ -260,11 +263,21 @@ impl Engine {
                 Opening::Repair => Tolerance::LostObjects,
             };
             let mut left_out = LeftOut::new(tolerance, superblock.next_id);
+            let began = Instant::now();
             let replayed = engine.replay(replay_from, ordered_from, found.end, &mut left_out);
             let Replayed { operations, doubts } = replayed.map_err(|error| opening.unrecovered(error))?;
+            let replayed = began.elapsed();
             showing.map_or(Ok(()), ShowingData::wait)?;
+            let shown = began.elapsed();
             engine.put_payload_home(&doubts).map_err(|error| opening.unrecovered(error))?;
-            tracing::info!(operations, "recovered the datastore from its journal");
+            tracing::info!(
+                operations,
+                ?surveyed,
+                ?replayed,
+                waited_for_data = ?(shown - replayed),
+                payload_written = ?(began.elapsed() - shown),
+                "recovered the datastore from its journal"
+            );
         }
         engine.end_mending()?;
         engine.update_headroom(&engine.meta.lock());

@@ -24,6 +24,7 @@ pub use record::{Operation, PACK_OBJECTS_MAX, RUN_MAX, Reader, Writer};
 use crate::pages::patiently;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer, File};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"LMJB");
@@ -109,6 +110,22 @@ pub struct Journal {
     mending: bool,
     /// Whether batches that the medium cannot read count as invalid.
     passing: bool,
+    /// The part of the ring that was last read, if reads are in order. The next append ends this.
+    ahead: Option<RefCell<Ahead>>,
+}
+
+/// A part of the ring.
+#[derive(Default)]
+struct Ahead {
+    position: u64,
+    bytes: Buffer,
+}
+
+impl Ahead {
+    fn get(&self, position: u64, length: usize) -> Option<&[u8]> {
+        let from = usize::try_from(position.checked_sub(self.position)?).ok()?;
+        self.bytes.get(from..from.checked_add(length)?)
+    }
 }
 
 impl Journal {
@@ -126,6 +143,7 @@ impl Journal {
             staging: Buffer::default(),
             mending: false,
             passing: false,
+            ahead: None,
         }
     }
 
@@ -139,6 +157,11 @@ impl Journal {
     /// salvage, and for a store that was closed, which needs no batch.
     pub fn pass_over_unreadable(&mut self) {
         self.passing = true;
+    }
+
+    /// Makes later reads fetch large parts of the ring: for reads of all batches in order, before the next append.
+    pub fn read_ahead(&mut self) {
+        self.ahead = Some(RefCell::default());
     }
 
     /// Why the medium cannot read the batch at `place`; `None` if it can.
@@ -272,6 +295,26 @@ impl Journal {
     }
 
     fn read_ring(&self, buffer: &mut Buffer, position: u64) -> Result<()> {
+        let Some(ahead) = &self.ahead else { return self.read_exact(buffer, position) };
+        let mut ahead = ahead.borrow_mut();
+        if ahead.get(position, buffer.len()).is_none() {
+            let mut bytes = std::mem::take(&mut ahead.bytes);
+            if bytes.is_empty() {
+                bytes = Buffer::zeroed(PIECE_BLOCKS);
+            }
+            // If a part cannot be read, only the reads that need this part fail.
+            if bytes.len() < buffer.len() || self.read_exact(&mut bytes, position).is_err() {
+                return self.read_exact(buffer, position);
+            }
+            *ahead = Ahead { position, bytes };
+        }
+        if let Some(bytes) = ahead.get(position, buffer.len()) {
+            buffer.copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+
+    fn read_exact(&self, buffer: &mut Buffer, position: u64) -> Result<()> {
         let at = position % self.size;
         let until_wrap = ((self.size - at) as usize).min(buffer.len());
         let (before, after) = buffer.split_at_mut(until_wrap);
@@ -356,6 +399,7 @@ impl Journal {
 
     /// Builds a batch for the head in `staging`.
     fn stage(&mut self, kind: BatchKind, parts: &[&[u8]], length: usize) {
+        self.ahead = None;
         let padded = padded(length);
         if self.staging.len() < padded {
             self.staging = Buffer::with_bytes(padded.next_power_of_two());

@@ -57,8 +57,17 @@ fn three_batches(random: &mut Random) -> (Arc<dyn File>, Place, Journal, Vec<App
     (file, start, journal, batches)
 }
 
+/// All batches from `tail` on, read with and without reading ahead.
 fn survey(file: &Arc<dyn File>, tail: Place) -> Vec<Batch> {
-    let journal = Journal::new(Arc::clone(file), SIZE, SALT, tail);
+    let mut journal = Journal::new(Arc::clone(file), SIZE, SALT, tail);
+    let each = read_all(&journal, tail);
+    journal.read_ahead();
+    let ahead = read_all(&journal, tail);
+    assert!(each.iter().map(|batch| &batch.body).eq(ahead.iter().map(|batch| &batch.body)));
+    each
+}
+
+fn read_all(journal: &Journal, tail: Place) -> Vec<Batch> {
     let (mut found, mut at, mut incarnation) = (Vec::new(), tail, 0);
     while let Some(batch) = journal.read(at, incarnation).unwrap() {
         (at, incarnation) = (batch.next, batch.incarnation);

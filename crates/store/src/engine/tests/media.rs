@@ -42,7 +42,8 @@ fn cached_data_is_dropped_from_data_files_that_are_symbolic_links() {
     let links = Arc::new(Links { inner: Arc::clone(&inner), opened: Mutex::default() });
     files::show_metadata(&*links).unwrap();
     let directory: Arc<dyn Directory> = links.clone();
-    ShowingData::begin(&directory, true).unwrap().wait().unwrap();
+    let data = files::DataFiles::open(directory, IoMode::Buffered).unwrap();
+    ShowingData::begin(data.all(), true).unwrap().wait().unwrap();
     let opened = links.opened.lock().unwrap().clone();
     let missed: Vec<String> = inner.list().unwrap().into_iter().filter(|name| !opened.contains(name)).collect();
     assert_eq!(missed, ["lock"]);
