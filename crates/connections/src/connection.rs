@@ -116,6 +116,15 @@ impl Connection {
         crate::transport::peer_has_gone((*self.socket).as_fd())
     }
 
+    /// For each connection, whether its peer has closed it. A peer that has shut down only its sending side still reads
+    /// replies. Over TCP the two cannot be told apart, and such a connection counts as closed.
+    pub fn are_closed<'a>(connections: impl Iterator<Item = &'a Self>) -> Vec<bool> {
+        crate::transport::hung_up(connections.map(|connection| {
+            let shut_down = if connection.tcp { PollFlags::RDHUP } else { PollFlags::empty() };
+            ((*connection.socket).as_fd(), shut_down)
+        }))
+    }
+
     /// Waits until no other connection of the service has a peer that has disconnected. Returns false if there still is
     /// such a connection after `patience`, or if this connection has to end.
     pub fn others_settled(&self, patience: Duration) -> bool {

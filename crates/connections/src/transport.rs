@@ -88,16 +88,16 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
 
 /// Whether the peer has closed its side of a stream socket.
 pub fn peer_has_gone(socket: BorrowedFd<'_>) -> bool {
-    have_gone([socket]) == [true]
+    hung_up([(socket, PollFlags::RDHUP)]) == [true]
 }
 
-/// Whether the peers have closed their sides of stream sockets.
-pub fn have_gone<'a>(sockets: impl IntoIterator<Item = BorrowedFd<'a>>) -> Vec<bool> {
-    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    let entry = |socket| PollFd::from_borrowed_fd(socket, PollFlags::RDHUP);
+/// For stream sockets, whether one of the flags, `HUP` or `ERR` is set.
+pub(crate) fn hung_up<'a>(sockets: impl IntoIterator<Item = (BorrowedFd<'a>, PollFlags)>) -> Vec<bool> {
+    let entry = |(socket, flags)| PollFd::from_borrowed_fd(socket, flags);
     let mut entries: Vec<PollFd<'a>> = sockets.into_iter().map(entry).collect();
+    // The kernel reports HUP and ERR without a request.
     let found = poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok();
-    entries.iter().map(|entry| found && entry.revents().intersects(gone)).collect()
+    entries.iter().map(|entry| found && !entry.revents().is_empty()).collect()
 }
 
 /// The socket of a connection, unix or TCP, in blocking mode. Each call states whether it may block, so that an idle

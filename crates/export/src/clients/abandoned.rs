@@ -20,9 +20,7 @@
 //! packets are lost or the server's receive buffer is full.
 
 use connections::Connection;
-use connections::transport::have_gone;
 use parking_lot::Mutex;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -73,8 +71,10 @@ impl Sharers {
 }
 
 impl Sharing {
-    /// Called when the session is about to carry out changes. [`Sharing::end`] has to be called afterwards.
-    pub fn begin(&self) -> Turn {
+    /// Called when the session is about to carry out changes. [`Sharing::end`] has to be called afterwards, and also if
+    /// the session has to wait: otherwise two sessions could wait for each other. `farewell` says whether the client
+    /// has sent a disconnect request, and so repeats no request.
+    pub fn begin(&self, farewell: impl FnOnce() -> bool) -> Turn {
         self.own.changes.store(true, Ordering::SeqCst);
         if self.sharers.count.load(Ordering::SeqCst) < 2 {
             return Turn::Begin;
@@ -84,17 +84,20 @@ impl Sharing {
         let others = sessions.iter().filter(|other| !Arc::ptr_eq(other, &self.own));
         looked_at.extend(others.filter(|other| other.changes.load(Ordering::SeqCst)).cloned());
         drop(sessions);
-        let sockets = looked_at.iter().filter_map(|one| Some(one.connection.as_ref()?.socket().as_fd()));
-        let gone = have_gone(sockets);
+        let gone = Connection::are_closed(looked_at.iter().filter_map(|one| one.connection.as_deref()));
         let own_is_known = usize::from(self.own.connection.is_some());
-        // Two sessions whose clients have closed their connections do not wait for each other.
-        if gone[..own_is_known] == [true] {
+        if gone[..own_is_known] == [true] && !farewell() {
             Turn::Refuse
         } else if gone[own_is_known..].contains(&true) {
             Turn::Wait
         } else {
             Turn::Begin
         }
+    }
+
+    /// Whether the client has closed the connection.
+    pub fn is_closed(&self) -> bool {
+        Connection::are_closed(self.own.connection.as_deref().into_iter()) == [true]
     }
 
     /// Called when the session carries out no changes any more.

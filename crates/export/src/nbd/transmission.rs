@@ -177,7 +177,10 @@ impl Transmission<'_> {
             }
             let wanting = self.is_wanting();
             match (busy, drained) {
-                (false, true) if self.turn == Some(Turn::Wait) => std::thread::sleep(ABANDONED_LOOK),
+                _ if self.turn == Some(Turn::Wait) => {
+                    std::thread::sleep(ABANDONED_LOOK);
+                    self.session.look()?;
+                }
                 // A received request waited only for room, which is available now.
                 (false, true) if self.stalled => {}
                 (false, true) if self.session.watches() && !self.transport.has_input() => {
@@ -214,6 +217,11 @@ impl Transmission<'_> {
 
     /// Ends the wait of writes for space if the session ends.
     fn end_waiting(&mut self) {
+        // Other sessions would wait for a payload of which the rest is never received.
+        let is_closed = || self.sharing.as_ref().is_some_and(Sharing::is_closed);
+        if self.marked && !self.ended && !self.is_wanting() && is_closed() {
+            self.ended = true;
+        }
         if self.session.waiting_for_space() == 0 {
             return;
         }
@@ -267,16 +275,8 @@ impl Transmission<'_> {
         if let Some(turn) = self.turn {
             return turn;
         }
-        let mut turn = Turn::Begin;
-        if let Some(sharing) = &self.sharing {
-            self.marked = true;
-            turn = sharing.begin();
-        }
-        // A client that has sent a disconnect request does not repeat requests.
-        if turn == Turn::Refuse && self.has_farewell() {
-            turn = Turn::Begin;
-        }
-        self.turn = Some(turn);
+        let turn = self.sharing.as_ref().map_or(Turn::Begin, |sharing| sharing.begin(|| self.has_farewell()));
+        (self.turn, self.marked) = (Some(turn), true);
         turn
     }
 
@@ -298,8 +298,8 @@ impl Transmission<'_> {
 
     /// Notes for the other sessions of the export that this one carries out no changes, unless some are under way.
     fn end_changes(&mut self) {
-        let ended = self.session.waiting_for_space() == 0 && !matches!(self.incoming, Incoming::Payload { .. });
-        if self.marked && ended {
+        let receives = !self.ended && matches!(self.incoming, Incoming::Payload { .. });
+        if self.marked && !receives && self.session.waiting_for_space() == 0 {
             self.marked = false;
             self.sharing.iter().for_each(Sharing::end);
         }

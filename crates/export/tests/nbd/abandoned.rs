@@ -3,6 +3,9 @@
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Shelf};
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 use testkit::process::{PATIENCE, until};
@@ -15,6 +18,16 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 fn start() -> (Running, Arc<MemoryDisk>) {
     let disk = MemoryDisk::new("vm", 1 << 20, 7);
     (Running::start(Shelf::of(&[&disk])), disk)
+}
+
+/// A client, and its socket.
+fn open(running: &Running) -> (Client, UnixStream) {
+    let socket = UnixStream::connect(&running.socket).unwrap();
+    let mut client = Client::new(Box::new(socket.try_clone().unwrap()));
+    client.greet(3);
+    client.choose(Mode::Structured);
+    assert_eq!(client.go("vm"), REP_ACK);
+    (client, socket)
 }
 
 /// The value of a block of which all bytes are the same.
@@ -85,4 +98,37 @@ fn a_client_with_one_connection_may_close_it_behind_its_requests() {
     drop(client);
     until("the session ends", || running.server.connections() == 0);
     assert_eq!(value(&disk, 0), Some(1));
+}
+
+#[test]
+fn a_client_that_only_stops_sending_gets_its_replies() {
+    let (running, disk) = start();
+    let other = Client::open(&running.socket, "vm", Mode::Structured);
+    let (mut client, socket) = open(&running);
+    disk.hold_next_write();
+    for block in 0..2 {
+        client.send(CMD_WRITE, 0, block * BLOCK as u64, BLOCK as u64, &[1; BLOCK]);
+        if block == 0 {
+            disk.await_held_write();
+        }
+    }
+    socket.shutdown(Shutdown::Write).unwrap();
+    disk.release_write();
+    (0..2).for_each(|_| assert_eq!(client.receive().1.error, 0));
+    assert_eq!((value(&disk, 0), value(&disk, 1)), (Some(1), Some(1)));
+    drop(client);
+    other.leave();
+}
+
+#[test]
+fn a_request_that_is_cut_off_delays_no_other_connection() {
+    let (running, _disk) = start();
+    let (mut cut, mut socket) = open(&running);
+    let mut other = Client::open(&running.socket, "vm", Mode::Structured);
+    let (_, request) = cut.encode(CMD_WRITE, 0, 0, 1 << 20, &vec![1; 1 << 20]);
+    socket.write_all(&request[..request.len() / 2]).unwrap();
+    other.write(0, &[2; BLOCK]);
+    drop((cut, socket));
+    other.write(0, &[3; BLOCK]);
+    other.leave();
 }

@@ -74,9 +74,9 @@ impl Drop for ShowingData {
     }
 }
 
-/// Drops cached data of one file, if there is such a file. The file is opened by its name and not looked up in the
-/// folder's list, which leaves out symbolic links.
-pub fn show_medium(directory: &dyn Directory, name: &str) -> Result<()> {
+/// As [`show`], if there is such a file. The file is opened by its name and not looked up in the folder's list, which
+/// leaves out symbolic links.
+fn show_medium(directory: &dyn Directory, name: &str) -> Result<()> {
     match directory.open(name, IoMode::Buffered) {
         Ok(file) => show(&*file, name),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
@@ -84,8 +84,8 @@ pub fn show_medium(directory: &dyn Directory, name: &str) -> Result<()> {
     }
 }
 
-/// As [`show_medium`], for an open file.
-fn show(file: &dyn File, name: &str) -> Result<()> {
+/// Drops cached data of one file.
+pub fn show(file: &dyn File, name: &str) -> Result<()> {
     // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure from
     // before this opening. The data of the failed writes is dropped.
     file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;

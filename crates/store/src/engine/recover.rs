@@ -130,7 +130,7 @@ impl Engine {
         let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
         // After a failed write, the page cache may have a copy that never reached the medium.
-        files::show_medium(&*directory, SUPERBLOCK_FILE)?;
+        files::show(&*superblock_file, SUPERBLOCK_FILE)?;
         let (mut superblock, other_copy_lost) = match opening {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,

@@ -119,6 +119,8 @@ pub struct Journal {
 struct Ahead {
     position: u64,
     bytes: Buffer,
+    /// Before this position, no part is read ahead, because it could not be read.
+    exact_to: u64,
 }
 
 impl Ahead {
@@ -298,15 +300,19 @@ impl Journal {
         let Some(ahead) = &self.ahead else { return self.read_exact(buffer, position) };
         let mut ahead = ahead.borrow_mut();
         if ahead.get(position, buffer.len()).is_none() {
+            // If a part cannot be read, only the reads that need it fail.
+            if position < ahead.exact_to || buffer.len() > PIECE_BLOCKS * BLOCK_SIZE {
+                return self.read_exact(buffer, position);
+            }
             let mut bytes = std::mem::take(&mut ahead.bytes);
             if bytes.is_empty() {
                 bytes = Buffer::zeroed(PIECE_BLOCKS);
             }
-            // If a part cannot be read, only the reads that need this part fail.
-            if bytes.len() < buffer.len() || self.read_exact(&mut bytes, position).is_err() {
+            if self.read_exact(&mut bytes, position).is_err() {
+                ahead.exact_to = position + bytes.len() as u64;
                 return self.read_exact(buffer, position);
             }
-            *ahead = Ahead { position, bytes };
+            (ahead.position, ahead.bytes) = (position, bytes);
         }
         if let Some(bytes) = ahead.get(position, buffer.len()) {
             buffer.copy_from_slice(bytes);
