@@ -69,6 +69,16 @@ pub struct Leaf {
     pub mappings: Vec<Mapping>,
 }
 
+/// Counts the references that a rewritten leaf has in addition, and those that it has not any more.
+pub(super) fn count_references<S: NodeStore + ?Sized>(
+    store: &mut S,
+    added: &[PhysicalRun],
+    removed: &[PhysicalRun],
+) -> Result<()> {
+    added.iter().try_for_each(|run| store.add_data_references(run.physical, run.blocks))?;
+    removed.iter().try_for_each(|run| store.drop_data_references(run.physical, run.blocks))
+}
+
 /// The leaf with the first block of `range`.
 pub fn leaf_of<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>) -> Result<Leaf> {
     let path = Path::to_leaf(store, root, range.start)?;
@@ -120,12 +130,7 @@ pub fn pack<S: NodeStore + ?Sized>(
                 for _ in 0..entries {
                     store.add_data_references(pack.physical, pack.blocks)?;
                 }
-                for run in divided {
-                    store.add_data_references(run.physical, run.blocks)?;
-                }
-                for run in removed {
-                    store.drop_data_references(run.physical, run.blocks)?;
-                }
+                count_references(store, &divided, &removed)?;
             }
         }
         position = stop;

@@ -16,7 +16,7 @@
 
 use super::page::{self, ENTRIES_MAX, Redirect};
 use super::path::Path;
-use super::{LEVELS_MAX, NodeId, NodeStore, balance};
+use super::{LEVELS_MAX, NodeId, NodeStore, balance, pack};
 use crate::Result;
 use std::ops::Range;
 
@@ -82,12 +82,7 @@ pub fn share<S: NodeStore + ?Sized>(
                 if !added.is_empty() {
                     *store.node_mut(leaf)? = copy;
                 }
-                for run in added {
-                    store.add_data_references(run.physical, run.blocks)?;
-                }
-                for run in removed {
-                    store.drop_data_references(run.physical, run.blocks)?;
-                }
+                pack::count_references(store, &added, &removed)?;
             }
         }
         position = stop;

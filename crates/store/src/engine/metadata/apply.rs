@@ -6,7 +6,7 @@ use crate::engine::placement::Holds;
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::space::{Run, Space};
-use crate::tree::{self, DataReferences, NodeId, NodeStore};
+use crate::tree::{self, DataReferences, Leaf, NodeId, NodeStore};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
 use std::ops::Range;
@@ -21,6 +21,27 @@ pub struct Nodes<'a> {
     pub data: &'a mut Space,
     pub holds: &'a Holds,
     pub effects: &'a mut Effects,
+}
+
+impl Nodes<'_> {
+    /// As [`tree::leaf_of`], for the tree with this number among several. `None` if a page of a tree after the first is
+    /// missing, with the error in `missing`: the other trees are searched for further missing pages, so that all of them
+    /// are read at once.
+    pub fn leaf_of(
+        &mut self,
+        root: NodeId,
+        range: Range<u64>,
+        number: usize,
+        missing: &mut Option<Error>,
+    ) -> Result<Option<Leaf>> {
+        match tree::leaf_of(self, root, range) {
+            Err(error) if number > 0 && self.pages.absent() > 0 => {
+                *missing = Some(error);
+                Ok(None)
+            }
+            leaf => leaf.map(Some),
+        }
+    }
 }
 
 /// Side effects of an operation.

@@ -159,14 +159,7 @@ impl Meta {
             }
             let (mut position, mut maps) = (window.start, false);
             while position < window.end {
-                let leaf = match tree::leaf_of(&mut nodes, root, position..window.end) {
-                    // The other trees are searched for further missing pages, so that all of them are read at once.
-                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
-                        missing = Some(error);
-                        break;
-                    }
-                    leaf => leaf?,
-                };
+                let Some(leaf) = nodes.leaf_of(root, position..window.end, number, &mut missing)? else { break };
                 let new = seen.insert(leaf.id);
                 let mut maps_here = false;
                 for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {

@@ -79,14 +79,7 @@ impl Meta {
             }
             let (mut position, mut maps) = (range.start, false);
             while position < range.end {
-                let leaf = match tree::leaf_of(&mut nodes, root, position..range.end) {
-                    // The other trees are searched for further missing pages, so that all of them are read at once.
-                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
-                        missing = Some(error);
-                        break;
-                    }
-                    leaf => leaf?,
-                };
+                let Some(leaf) = nodes.leaf_of(root, position..range.end, number, &mut missing)? else { break };
                 position = leaf.upper;
                 if !seen.insert(leaf.id) {
                     continue;

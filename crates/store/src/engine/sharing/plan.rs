@@ -162,14 +162,7 @@ impl Meta {
             }
             let (mut position, mut maps) = (range.start, false);
             while position < range.end {
-                let leaf = match tree::leaf_of(&mut nodes, root, position..range.end) {
-                    // The other trees are searched for further missing pages, so that all of them are read at once.
-                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
-                        missing = Some(error);
-                        break;
-                    }
-                    leaf => leaf?,
-                };
+                let Some(leaf) = nodes.leaf_of(root, position..range.end, number, &mut missing)? else { break };
                 let mut maps_here = false;
                 for at in duplicates_in(&leaf.mappings, share) {
                     if thick {
@@ -224,14 +217,7 @@ impl Meta {
             }
             let mut position = range.start;
             while position < range.end {
-                let leaf = match tree::leaf_of(&mut nodes, root, position..range.end) {
-                    // As in `objects_of_duplicates`.
-                    Err(error) if number > 0 && nodes.pages.absent() > 0 => {
-                        missing = Some(error);
-                        break;
-                    }
-                    leaf => leaf?,
-                };
+                let Some(leaf) = nodes.leaf_of(root, position..range.end, number, &mut missing)? else { break };
                 shared |= leaf.shared;
                 let same = Share { logical: kept.1, blocks, from: start, to: start };
                 if thick && duplicates_in(&leaf.mappings, &same).next().is_some() {
