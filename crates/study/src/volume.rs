@@ -52,8 +52,9 @@ impl Volume {
     }
 }
 
-/// Makes a loop device of a file. The device bypasses the page cache if the file can: otherwise all data would be cached
-/// twice, and each flush would also write what the file system above has written out long before, unlike with a disk.
+/// Makes a loop device of a file. The device bypasses the page cache if the file can. Otherwise all data would be
+/// cached twice, and each flush would also write what the file system above has written out long before, unlike with a
+/// disk.
 fn attach(image: &Path) -> Result<PathBuf> {
     let attach = |direct: &str| {
         let mut command = Command::new("losetup");

@@ -32,8 +32,8 @@ pub(super) struct Replayed {
 }
 
 impl Engine {
-    /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on. Neither reads nor
-    /// writes the data files, which [`Engine::put_payload_home`] does then.
+    /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on. The data files
+    /// are neither read nor written, which [`Engine::put_payload_home`] does then.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<Replayed> {
         self.find_reserved_nodes()?;
         let (mut doubts, mut drops) = (Doubts::default(), Drops::default());

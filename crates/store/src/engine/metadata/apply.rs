@@ -25,8 +25,8 @@ pub struct Nodes<'a> {
 
 impl Nodes<'_> {
     /// As [`tree::leaf_of`], for the tree with this number among several. `None` if a page of a tree after the first is
-    /// missing, with the error in `missing`: the other trees are searched for further missing pages, so that all of them
-    /// are read at once.
+    /// missing, with the error in `missing`: the other trees are searched for further missing pages, so that all of
+    /// them are read at once.
     pub fn leaf_of(
         &mut self,
         root: NodeId,
