@@ -117,7 +117,8 @@ pub struct Reception {
     state: Mutex<Record>,
     /// Locked while a thread writes or removes the record.
     saving: Mutex<Saving>,
-    /// The names of new disks, until the disks are visible.
+    /// The names of new disks. They are kept until a machine with these disks is complete, because its creation
+    /// deletes the disks by their names if it fails.
     names: Mutex<Vec<Reservation>>,
 }
 
@@ -599,7 +600,6 @@ impl Reception {
         }
         native.arrive(&arrived, clock::seconds())?;
         *saving = Saving::Committed;
-        self.names.lock().clear();
         record.disks.iter().filter(|disk| !disk.update).for_each(|disk| self.datastore.give_defaults(&disk.name));
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
         record.disks.iter().map(info).collect()
@@ -610,6 +610,7 @@ impl Reception {
     pub fn complete(&self) -> Result<()> {
         let mut saving = self.saving.lock();
         if *saving == Saving::Committed {
+            self.names.lock().clear();
             self.records.remove(&self.id())?;
             *saving = Saving::Complete;
         }

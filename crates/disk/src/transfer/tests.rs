@@ -122,6 +122,7 @@ fn the_names_of_a_reception_are_free_before_its_end_is_seen() {
     // A machine that could not be completed: its disks are deleted again before the reception ends.
     reception.commit(&[(0, 0)]).unwrap();
     datastore.delete_disk("web", false).unwrap();
+    drop(reception);
     datastore.create_disk("web", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
 }
 
