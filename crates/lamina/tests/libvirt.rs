@@ -235,10 +235,12 @@ fn a_guest_of_libvirt_outlives_restarts_grows_trims_and_is_frozen_for_snapshots(
     let status = fs::read_to_string(format!("/proc/{}/status", pid.trim())).unwrap();
     assert!(status.contains(&format!("Uid:\t{QEMU_USER}\t")), "QEMU has a user of its own: {status}");
 
-    // The guest writes all the time; an error would end the loop.
+    // The guest writes all the time; an error would end the loop. The count is renamed into place, because a file that
+    // the shell has just truncated reads as empty.
     libvirt.shell(
-        "(n=0; echo 0 >/run/rounds; while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do \
-         n=$((n+1)); echo $n >/run/rounds; done; echo broken >/run/rounds) >/dev/null 2>&1 &",
+        "(count() { echo $1 >/run/count; mv /run/count /run/rounds; }; n=0; count 0; \
+         while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do \
+         n=$((n+1)); count $n; done; count broken) >/dev/null 2>&1 &",
     );
     libvirt.until("the load has begun", || !libvirt.shell("ls /run/rounds 2>/dev/null || true").is_empty());
     for _ in 0..RESTARTS {
