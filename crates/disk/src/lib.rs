@@ -63,7 +63,8 @@ pub use settings::{
     DefaultsChange, DiskDefaults, DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label,
 };
 pub use space::{
-    DatastoreSpace, Deletion, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree,
+    CompressedSpace, DatastoreSpace, Deletion, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace,
+    WouldFree,
 };
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

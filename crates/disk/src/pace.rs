@@ -225,12 +225,8 @@ impl<'a> Background<'a> {
 }
 
 impl Progress for Background<'_> {
-    fn update(&self, done: u64, total: u64) {
-        self.progress.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.progress.cancelled()
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.progress)
     }
 
     fn rate(&self) -> u64 {

@@ -67,7 +67,21 @@ pub struct SpaceUse {
     pub mapped: u64,
     /// The space of these blocks or grains in the files of the datastore.
     pub stored: u64,
-    /// The part of `mapped` that is compressed; 0 for disks in VMware's formats.
+    /// What is compressed of it. Nothing for disks in VMware's formats.
+    #[serde(flatten)]
+    pub compressed: CompressedSpace,
+    /// The part of `stored` that other disks or snapshots use too; `None` if it is not known.
+    pub shared: Option<u64>,
+    /// The part of `stored` that only this head or snapshot uses; `None` if it is not known.
+    pub exclusive: Option<u64>,
+    /// Bytes reserved for writes of a thick disk.
+    pub reserved: u64,
+}
+
+/// The compressed part of the space of a disk's head, a snapshot or a datastore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompressedSpace {
+    /// The part of `mapped` that is compressed.
     #[serde(default)]
     pub packed: u64,
     /// The part of `stored` that the compressed blocks take. Includes compressed blocks beside them that are not in use
@@ -77,12 +91,19 @@ pub struct SpaceUse {
     /// How many times less space the compressed blocks take: `packed` / `packs`. `None` if nothing is compressed.
     #[serde(default)]
     pub compression: Option<Ratio>,
-    /// The part of `stored` that other disks or snapshots use too; `None` if it is not known.
-    pub shared: Option<u64>,
-    /// The part of `stored` that only this head or snapshot uses; `None` if it is not known.
-    pub exclusive: Option<u64>,
-    /// Bytes reserved for writes of a thick disk.
-    pub reserved: u64,
+}
+
+impl CompressedSpace {
+    /// `packed` bytes that take `packs` bytes.
+    pub fn new(packed: u64, packs: u64) -> Self {
+        Self { packed, packs, compression: Ratio::of(packed, packs) }
+    }
+
+    /// The sum of two parts. Thin disks may have any capacity, so the sum may exceed the range of the type.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self::new(self.packed.saturating_add(other.packed), self.packs.saturating_add(other.packs))
+    }
 }
 
 /// A ratio, in hundredths. In JSON it is a number such as 2.41.
@@ -171,16 +192,9 @@ pub struct TotalSpace {
     /// Bytes of the data blocks that disks and snapshots use, and of the files of images. A block that several of them
     /// share counts once. Includes disks that are being made or received.
     pub stored: u64,
-    /// The sum of `packed` of all heads and snapshots.
-    #[serde(default)]
-    pub packed: u64,
-    /// The sum of `packs` of all heads and snapshots, with which `packed` can be compared: compressed blocks that
-    /// several of them share count for each.
-    #[serde(default)]
-    pub packs: u64,
-    /// `packed` / `packs`; `None` if nothing is compressed.
-    #[serde(default)]
-    pub compression: Option<Ratio>,
+    /// The sums of all heads and snapshots: compressed blocks that several of them share count for each.
+    #[serde(flatten)]
+    pub compressed: CompressedSpace,
     /// The part of `stored` that several native disks or snapshots use.
     pub shared: u64,
     /// The rest of `stored`.

@@ -11,47 +11,57 @@ mod throttle;
 pub use throttle::Throttle;
 
 /// Watches long work. Every method may be called often and from any thread, and must be cheap.
+///
+/// A progress that changes some reports and passes the others on names the next one in [`Progress::next`], and
+/// implements the methods that it changes.
 pub trait Progress: Sync {
+    /// Receives what this progress does not implement itself; `None` if it is the last one.
+    fn next(&self) -> Option<&dyn Progress> {
+        None
+    }
+
     /// `done` of `total` are finished, in bytes or objects. The total is an estimate that may change.
-    fn update(&self, _done: u64, _total: u64) {}
+    fn update(&self, done: u64, total: u64) {
+        if let Some(next) = self.next() {
+            next.update(done, total);
+        }
+    }
 
     /// True once the work should stop: it then undoes its changes, or leaves them for the next attempt, and fails with
     /// the kind *interrupted*.
     fn cancelled(&self) -> bool {
-        false
+        self.next().is_some_and(|next| next.cancelled())
     }
 
     /// The most bytes per second that the work may move; 0 means no limit. May change at any time.
     fn rate(&self) -> u64 {
-        0
+        self.next().map_or(0, |next| next.rate())
     }
 
     /// `bytes` more were read, written or verified. Called by the code that limits the rate.
-    fn moved(&self, _bytes: u64) {}
+    fn moved(&self, bytes: u64) {
+        if let Some(next) = self.next() {
+            next.moved(bytes);
+        }
+    }
 
     /// Everything up to `done` is durable: after a crash, the same work may continue there.
-    fn durable(&self, _done: u64) {}
+    fn durable(&self, done: u64) {
+        if let Some(next) = self.next() {
+            next.durable(done);
+        }
+    }
 }
 
-impl<P: Progress + ?Sized> Progress for &P {
-    fn update(&self, done: u64, total: u64) {
-        (**self).update(done, total);
+impl<P: Progress> Progress for &P {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(*self)
     }
+}
 
-    fn cancelled(&self) -> bool {
-        (**self).cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        (**self).rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        (**self).moved(bytes);
-    }
-
-    fn durable(&self, done: u64) {
-        (**self).durable(done);
+impl Progress for &dyn Progress {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(*self)
     }
 }
 
@@ -69,24 +79,12 @@ pub struct Throttled<'a> {
 }
 
 impl Progress for Throttled<'_> {
-    fn update(&self, done: u64, total: u64) {
-        self.progress.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.progress.cancelled()
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.progress)
     }
 
     fn rate(&self) -> u64 {
         slower(self.rate, self.progress.rate())
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.progress.moved(bytes);
-    }
-
-    fn durable(&self, done: u64) {
-        self.progress.durable(done);
     }
 }
 
@@ -94,17 +92,13 @@ impl Progress for Throttled<'_> {
 pub struct Unreported<'a>(pub &'a dyn Progress);
 
 impl Progress for Unreported<'_> {
-    fn cancelled(&self) -> bool {
-        self.0.cancelled()
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.0)
     }
 
-    fn rate(&self) -> u64 {
-        self.0.rate()
-    }
+    fn update(&self, _: u64, _: u64) {}
 
-    fn moved(&self, bytes: u64) {
-        self.0.moved(bytes);
-    }
+    fn durable(&self, _: u64) {}
 }
 
 /// Progress of one part of work that is reported as a whole.
@@ -135,6 +129,10 @@ pub enum WorkPlace {
 }
 
 impl Progress for WorkPart<'_> {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.whole)
+    }
+
     fn update(&self, done: u64, total: u64) {
         let (before, all) = match self.place {
             WorkPlace::Behind { before, total } => (before, total),
@@ -143,17 +141,8 @@ impl Progress for WorkPart<'_> {
         self.whole.update(before.saturating_add(done), all);
     }
 
-    fn cancelled(&self) -> bool {
-        self.whole.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.whole.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.whole.moved(bytes);
-    }
+    /// The position in one part is not a position in the whole work.
+    fn durable(&self, _: u64) {}
 }
 
 /// The lower of two rates. A rate of 0 means no limit.

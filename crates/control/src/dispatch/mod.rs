@@ -86,20 +86,8 @@ struct Paced<'a> {
 }
 
 impl Progress for Paced<'_> {
-    fn update(&self, done: u64, total: u64) {
-        self.background.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.background.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.background.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.background.moved(bytes);
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(&self.background)
     }
 }
 

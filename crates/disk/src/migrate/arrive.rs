@@ -182,21 +182,13 @@ struct Position<'a> {
 }
 
 impl Progress for Position<'_> {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.progress)
+    }
+
     fn update(&self, done: u64, total: u64) {
         self.at.store(done, Ordering::Relaxed);
         self.progress.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.progress.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.progress.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.progress.moved(bytes);
     }
 }
 

@@ -74,6 +74,10 @@ struct Watched<'a> {
 }
 
 impl Progress for Watched<'_> {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.watch)
+    }
+
     fn update(&self, done: u64, total: u64) {
         self.background.done.store(done, Ordering::Relaxed);
         self.background.total.store(total, Ordering::Relaxed);
@@ -82,14 +86,6 @@ impl Progress for Watched<'_> {
 
     fn cancelled(&self) -> bool {
         self.background.is_stopped() || self.watch.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.watch.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.watch.moved(bytes);
     }
 }
 

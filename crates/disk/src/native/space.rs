@@ -2,7 +2,9 @@
 
 use super::{Native, bytes, is_visible};
 use crate::info::ReadCacheInfo;
-use crate::space::{DatastoreSpace, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree};
+use crate::space::{
+    CompressedSpace, DatastoreSpace, DiskSpace, Ratio, Reduction, SnapshotSpace, SpaceUse, TotalSpace, WouldFree,
+};
 use error::Result;
 use store::catalog::{Object, ObjectState};
 use store::engine::{Accounts, NODES_PER_QUESTION, ObjectSpace, ReadCacheStatistics, SetSpace};
@@ -16,9 +18,7 @@ fn shown(object: &Object, space: ObjectSpace) -> SpaceUse {
         provisioned: object.capacity,
         mapped: bytes(space.mapped),
         stored: bytes(space.stored),
-        packed: bytes(space.packed),
-        packs: bytes(space.packs),
-        compression: Ratio::of(space.packed, space.packs),
+        compressed: CompressedSpace::new(bytes(space.packed), bytes(space.packs)),
         shared: Some(bytes(space.shared())),
         exclusive: Some(bytes(space.exclusive)),
         reserved: bytes(space.reserved),
@@ -172,8 +172,7 @@ fn add(total: &mut TotalSpace, disk: &DiskSpace) {
     total.provisioned = total.provisioned.saturating_add(disk.space.provisioned);
     for space in std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)) {
         total.mapped = total.mapped.saturating_add(space.mapped);
-        total.packed = total.packed.saturating_add(space.packed);
-        total.packs = total.packs.saturating_add(space.packs);
+        total.compressed = total.compressed.plus(space.compressed);
     }
 }
 
@@ -204,7 +203,6 @@ fn total_of(accounts: &mut Accounts<'_>, disks: &[DiskSpace], families: &[Family
         ..TotalSpace::default()
     };
     disks.iter().for_each(|disk| add(&mut total, disk));
-    total.compression = Ratio::of(total.packed, total.packs);
     Ok(total)
 }
 
@@ -276,8 +274,8 @@ mod tests {
 
     #[test]
     fn sums_beyond_the_range_of_the_type_are_the_highest_number() {
-        let space =
-            SpaceUse { provisioned: 1 << 62, mapped: 1 << 62, packed: 1 << 62, packs: 1 << 62, ..SpaceUse::default() };
+        let compressed = CompressedSpace::new(1 << 62, 1 << 62);
+        let space = SpaceUse { provisioned: 1 << 62, mapped: 1 << 62, compressed, ..SpaceUse::default() };
         let disk = DiskSpace {
             name: "vm".into(),
             space,
@@ -290,9 +288,10 @@ mod tests {
         };
         let mut total = TotalSpace::default();
         (0..3).for_each(|_| add(&mut total, &disk));
-        assert_eq!([total.provisioned, total.mapped, total.packed, total.packs], [3 << 62; 4]);
+        let all = |of: &TotalSpace| [of.provisioned, of.mapped, of.compressed.packed, of.compressed.packs];
+        assert_eq!(all(&total), [3 << 62; 4]);
         add(&mut total, &disk);
-        assert_eq!([total.provisioned, total.mapped, total.packed, total.packs], [u64::MAX; 4]);
+        assert_eq!(all(&total), [u64::MAX; 4]);
         assert_eq!(bytes(1 << 52), u64::MAX);
     }
 }

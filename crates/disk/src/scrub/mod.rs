@@ -188,6 +188,10 @@ impl Watched<'_> {
 }
 
 impl Progress for Watched<'_> {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.progress)
+    }
+
     fn update(&self, done: u64, total: u64) {
         self.running.done.store(done, Ordering::Relaxed);
         self.running.total.store(total, Ordering::Relaxed);
@@ -196,14 +200,6 @@ impl Progress for Watched<'_> {
 
     fn cancelled(&self) -> bool {
         self.end().is_some()
-    }
-
-    fn rate(&self) -> u64 {
-        self.progress.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.progress.moved(bytes);
     }
 }
 

@@ -264,6 +264,10 @@ impl<'a> Resting<'a> {
 }
 
 impl Progress for Resting<'_> {
+    fn next(&self) -> Option<&dyn Progress> {
+        Some(self.progress)
+    }
+
     fn update(&self, done: u64, total: u64) {
         self.progress.update(done, total);
         let mut pause = self.pause.lock();
@@ -281,14 +285,6 @@ impl Progress for Resting<'_> {
             }
         }
         (pause.begun, pause.requests) = (Instant::now(), self.layer.requests());
-    }
-
-    fn cancelled(&self) -> bool {
-        self.progress.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.progress.rate()
     }
 
     /// The end of a step: the time after it, in which the rate limit waits, is not counted as work.

@@ -17,7 +17,7 @@
 //! Only step 2 appends to the journal, and only changes that were pending anyway. A checkpoint therefore needs only
 //! ring space that was admitted before, and a reserve for padding.
 
-use super::log::Superblock;
+use super::log::{CheckpointRecord, Superblock};
 use super::metadata::Pending;
 use super::{Engine, Meta};
 use crate::pages::{Captured, PageFile, PageKey, write_home};
@@ -111,7 +111,7 @@ impl Engine {
 
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
-        next.ordered = commit.take_captured_end().ok_or_else(|| {
+        next.record.ordered = commit.take_captured_end().ok_or_else(|| {
             // A failure here or below stops the store while this thread holds the journal lock, so that no other thread
             // appends.
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
@@ -119,7 +119,7 @@ impl Engine {
         // No other thread writes the superblock while the checkpoint lock is held.
         next.sequence = commit.superblock().sequence;
         next.checkpoint = commit.superblock().checkpoint + 1;
-        let grown = next.map_length > commit.superblock().map_length;
+        let grown = next.record.map_length > commit.superblock().record.map_length;
         drop(commit);
         if grown {
             // The new superblock names the new length of the map file, so the file must be durable first. Without
@@ -133,8 +133,8 @@ impl Engine {
         next.clean = purpose == Purpose::Close && commit.batches() == batches;
         if next.clean {
             // Nothing but the appends of the checkpoint itself follows the tail, so they are released too.
-            next.tail = commit.head();
-            next.ordered = next.tail;
+            next.record.tail = commit.head();
+            next.record.ordered = next.record.tail;
         }
         next.images = None;
         self.log.write_superblock(&mut commit, &mut next).map_err(|error| self.stop(error))?;
@@ -173,16 +173,17 @@ impl Engine {
         meta.pending.capture();
         meta.note_view();
         commit.begin_capture();
-        let next = Superblock {
+        let last = commit.superblock();
+        let record = CheckpointRecord {
             tail: commit.head(),
-            incarnation: commit.incarnation(),
+            ordered: last.record.ordered,
             data_regions: meta.data.regions(),
             map_regions: meta.map.regions(),
             map_length: meta.map.counts().backed,
             catalog_slots: meta.catalog.slots(),
             next_id: meta.catalog.next_id(),
-            ..commit.superblock()
         };
+        let next = Superblock { record, incarnation: commit.incarnation(), ..last };
         self.count_changes(meta);
         self.log.admission.begin_checkpoint(held_pages(meta));
         let pages = meta.pages.capture();

@@ -2,7 +2,7 @@
 
 use super::Engine;
 use super::files::{JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
-use super::log::{FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock, Unreported};
+use super::log::{CheckpointRecord, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock, Unreported};
 use super::reserve::{CATALOG_AHEAD, KEPT, table_bytes};
 use crate::journal::Place;
 use crate::pages::PageFile;
@@ -83,13 +83,15 @@ impl Engine {
             uuid: parameters.uuid,
             sequence: 0,
             journal_size: size,
-            tail: start,
-            ordered: start,
-            data_regions: 0,
-            map_regions: 0,
-            map_length: MAP_RESERVE,
-            catalog_slots: 0,
-            next_id: 1,
+            record: CheckpointRecord {
+                tail: start,
+                ordered: start,
+                data_regions: 0,
+                map_regions: 0,
+                map_length: MAP_RESERVE,
+                catalog_slots: 0,
+                next_id: 1,
+            },
             created: backend::clock::seconds(),
             clean: true,
             incarnation: 0,

@@ -24,7 +24,7 @@ use super::checkpoint::Purpose;
 use super::files::{self, DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE, ShowingData};
 use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
-use super::log::{CommitLog, Images, Superblock};
+use super::log::{CheckpointRecord, CommitLog, Images, Superblock};
 use super::metadata::{Meta, Metadata};
 use super::read_cache::ReadCache;
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
@@ -174,7 +174,7 @@ impl Engine {
         }
         if let Some(head) = images.outstanding(&superblock, other_copy_lost)? {
             images.take_home(&head, &page_files)?;
-            head.record.update(&mut superblock);
+            superblock.record = head.record;
             superblock.checkpoint = head.number;
             superblock.incarnation = superblock.incarnation.max(head.incarnation);
             superblock.images = None;
@@ -182,7 +182,7 @@ impl Engine {
             // The images file may be overwritten from here on.
             superblock.write(&*superblock_file)?;
         }
-        let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
+        let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.record.tail);
         if opening == Opening::Repair {
             journal.mend();
         }
@@ -207,25 +207,26 @@ impl Engine {
             found_first.add(problem, Some("the journal ends before this part".to_owned()));
         }
         found.check_whole(opening)?;
-        let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
+        let (mut replay_from, mut ordered_from) = (superblock.record.tail, superblock.record.ordered);
         if let Some(checkpoint) = &found.checkpoint {
             // Version 1 kept images in the ring. They stay there until this recovery has committed a checkpoint.
             let mut images = Vec::new();
-            collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
+            collect_images(&journal, superblock.record.tail, checkpoint, &mut images)?;
             write_home(&page_files, &images)?;
-            let Superblock { tail, ordered, .. } = superblock;
-            checkpoint.record().update(&mut superblock);
-            (replay_from, ordered_from) = (superblock.tail, superblock.ordered);
-            (superblock.tail, superblock.ordered) = (tail, ordered);
+            let CheckpointRecord { tail, ordered, .. } = superblock.record;
+            superblock.record = checkpoint.record();
+            (replay_from, ordered_from) = (superblock.record.tail, superblock.record.ordered);
+            (superblock.record.tail, superblock.record.ordered) = (tail, ordered);
         }
         check_lengths(&page_files, &files.all(), &superblock)?;
         let mut pages = Pages::new(page_files.clone(), options.metadata_cache);
         if opening == Opening::Repair {
             pages.set_mender(Some(Arc::new(Mender::new(images.index(superblock.checkpoint)))));
         }
-        let mut map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
-        let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
-        let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
+        let mut map =
+            Space::open(SpaceKind::Map, superblock.record.map_regions, superblock.record.map_length, &mut pages)?;
+        let mut data = Space::open(SpaceKind::Data, superblock.record.data_regions, 0, &mut pages)?;
+        let catalog = Catalog::open(&mut pages, superblock.record.catalog_slots, superblock.record.next_id)?;
         if !catalog.lost().is_empty() {
             // Pages count as lost only if the medium can be read elsewhere. The superblock is read again to prove this.
             superblock_file.forget_cached().during(|| "reading the superblock again".into())?;
@@ -253,7 +254,7 @@ impl Engine {
         if opening == Opening::Repair {
             engine.repair_before_replay()?;
         }
-        let crashed = !superblock.clean || found.end != superblock.tail;
+        let crashed = !superblock.clean || found.end != superblock.record.tail;
         if crashed {
             // Until the checkpoint that ends recovery, a flush must not settle overwrites that an earlier process
             // announced and did not write: if recovery begins again, these blocks must still be suspect.
@@ -262,7 +263,7 @@ impl Engine {
                 Opening::Ordinary => Tolerance::Nothing,
                 Opening::Repair => Tolerance::LostObjects,
             };
-            let mut left_out = LeftOut::new(tolerance, superblock.next_id);
+            let mut left_out = LeftOut::new(tolerance, superblock.record.next_id);
             let began = Instant::now();
             let replayed = engine.replay(replay_from, ordered_from, found.end, &mut left_out);
             let Replayed { operations, doubts } = replayed.map_err(|error| opening.unrecovered(error))?;
@@ -455,9 +456,10 @@ fn check_lengths(
     superblock: &Superblock,
 ) -> Result<()> {
     let slots_per_page = crate::catalog::SLOTS_PER_PAGE as u64;
-    for (file, pages) in
-        [(PageFile::Map, superblock.map_length), (PageFile::Catalog, superblock.catalog_slots.div_ceil(slots_per_page))]
-    {
+    for (file, pages) in [
+        (PageFile::Map, superblock.record.map_length),
+        (PageFile::Catalog, superblock.record.catalog_slots.div_ceil(slots_per_page)),
+    ] {
         let length = files[file as usize].len().during(|| format!("measuring {}", file.name()))?;
         if length < pages * BLOCK_SIZE as u64 {
             return Err(Error::new(
@@ -477,16 +479,16 @@ fn check_lengths(
         let length = last.len().during(|| "measuring the last data file".into())?;
         regions_max += length.div_ceil(crate::space::REGION_BLOCKS * BLOCK_SIZE as u64);
     }
-    if superblock.data_regions > regions_max
-        || superblock.map_regions > superblock.map_length.div_ceil(crate::space::REGION_BLOCKS)
+    if superblock.record.data_regions > regions_max
+        || superblock.record.map_regions > superblock.record.map_length.div_ceil(crate::space::REGION_BLOCKS)
     {
         return Err(Error::new(
             ErrorKind::Corrupt,
             format!(
                 "the superblock names {} regions of data and {} of the map, more than the {} data files and the \
                  map can hold: data files are missing or truncated, or the superblock is damaged",
-                superblock.data_regions,
-                superblock.map_regions,
+                superblock.record.data_regions,
+                superblock.record.map_regions,
                 data_files.len()
             ),
         ));

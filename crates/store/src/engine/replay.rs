@@ -31,12 +31,21 @@ pub(super) struct Replayed {
     pub doubts: Doubts,
 }
 
+/// What a replay knows beside the metadata.
+struct ReplayState<'a> {
+    doubts: Doubts,
+    drops: Drops,
+    left_out: &'a mut LeftOut,
+    /// Position in the journal of the batch that is replayed.
+    position: u64,
+}
+
 impl Engine {
     /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on. The data files
     /// are neither read nor written, which [`Engine::put_payload_home`] does then.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<Replayed> {
         self.find_reserved_nodes()?;
-        let (mut doubts, mut drops) = (Doubts::default(), Drops::default());
+        let mut state = ReplayState { doubts: Doubts::default(), drops: Drops::default(), left_out, position: 0 };
         let mut count = 0;
         let mut place = from;
         while place != end {
@@ -52,9 +61,10 @@ impl Engine {
             };
             // The pages already contain the changes that were pending when the checkpoint captured them.
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
+                state.position = place.position;
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
-                    let replayed = self.replay_one(&mut doubts, &mut drops, left_out, &operation, place.position);
+                    let replayed = self.replay_one(&mut state, &operation);
                     replayed.map_err(|error| {
                         error.context(format!("replaying the journal at {} failed", place.position))
                     })?;
@@ -63,57 +73,42 @@ impl Engine {
             }
             place = next;
         }
-        Ok(Replayed { operations: count, doubts })
+        Ok(Replayed { operations: count, doubts: state.doubts })
     }
 
-    fn replay_one(
-        &self,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
-        left_out: &mut LeftOut,
-        operation: &Operation,
-        position: u64,
-    ) -> Result<()> {
+    fn replay_one(&self, state: &mut ReplayState<'_>, operation: &Operation) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
-        let ready = self.drop_before(meta, doubts, drops, left_out, operation);
-        if left_out.leaves_out(meta, operation)? {
-            drops.note_left_out();
+        let ready = self.drop_before(meta, state, operation);
+        if state.left_out.leaves_out(meta, operation)? {
+            state.drops.note_left_out();
             return Ok(());
         }
         let replayed = ready.and_then(|()| match operation {
-            Operation::Drop { object, steps } => self.drop_again(meta, doubts, drops, *object, *steps),
-            Operation::Pack { .. } | Operation::Share { .. } => {
-                self.redirect_again(meta, doubts, drops, left_out, operation, position)
-            }
-            _ if left_out.leaves_out_parts() => self.carry_out_parts(meta, doubts, drops, operation, position),
-            _ => self.carry_out_again(meta, doubts, operation, position),
+            Operation::Drop { object, steps } => self.drop_again(meta, state, *object, *steps),
+            Operation::Pack { .. } | Operation::Share { .. } => self.redirect_again(meta, state, operation),
+            _ if state.left_out.leaves_out_parts() => self.carry_out_parts(meta, state, operation),
+            _ => self.carry_out_again(meta, state, operation),
         });
         match replayed {
-            Err(error) if left_out.tolerates(meta, operation, &error) => Ok(()),
+            Err(error) if state.left_out.tolerates(meta, operation, &error) => Ok(()),
             other => other,
         }
     }
 
-    fn carry_out_again(
-        &self,
-        meta: &mut Meta,
-        doubts: &mut Doubts,
-        operation: &Operation,
-        position: u64,
-    ) -> Result<()> {
+    fn carry_out_again(&self, meta: &mut Meta, state: &mut ReplayState<'_>, operation: &Operation) -> Result<()> {
         // If the file system is full, replay uses only space that was reserved before the crash.
         self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {
-                blocks(run).zip(checksums).for_each(|(block, sum)| doubts.announced(block, position, *sum));
+                blocks(run).zip(checksums).for_each(|(block, sum)| state.doubts.announced(block, state.position, *sum));
             }
             Operation::Announce { run } => {
                 for block in blocks(run) {
-                    doubts.permitted(block, position, meta.entry(block)?.suspect);
+                    state.doubts.permitted(block, state.position, meta.entry(block)?.suspect);
                 }
             }
-            Operation::Synced { position: settled } => meta.settle(doubts, *settled)?,
+            Operation::Synced { position: settled } => meta.settle(&mut state.doubts, *settled)?,
             _ => {}
         }
         if let Operation::Map { run, .. } | Operation::Pack { run, .. } | Operation::Share { run, .. } = operation {
@@ -123,7 +118,7 @@ impl Engine {
         }
         let mut effects = Effects::default();
         meta.apply(operation, &mut effects)?;
-        meta.release_again(doubts, effects.freed);
+        meta.release_again(&mut state.doubts, effects.freed);
         match operation {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
@@ -131,16 +126,16 @@ impl Engine {
             | Operation::OverwriteData { run, .. }
             | Operation::Pack { run, .. }
             | Operation::Checksums { run, .. } => {
-                blocks(run).for_each(|block| doubts.told(block));
-                meta.doubt(doubts, *run)
+                blocks(run).for_each(|block| state.doubts.told(block));
+                meta.doubt(&state.doubts, *run)
             }
             // Blocks that the map of another disk refers to from now on stay in doubt.
-            Operation::Share { run, .. } => meta.doubt(doubts, *run),
+            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run),
             // The read that resolved the block may have overlapped an overwrite, so a later announcement still leaves
             // the block in doubt.
             Operation::Resolve { block, .. } => {
-                doubts.resolved(*block);
-                meta.doubt(doubts, Run { start: *block, blocks: 1 })
+                state.doubts.resolved(*block);
+                meta.doubt(&state.doubts, Run { start: *block, blocks: 1 })
             }
             _ => Ok(()),
         }

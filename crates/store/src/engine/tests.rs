@@ -275,7 +275,10 @@ fn a_closed_store_has_nothing_to_replay() {
         engine.close().unwrap();
         let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
         let superblock = Superblock::read(&*file).unwrap().0;
-        assert!(superblock.clean && superblock.tail == superblock.ordered, "round {round}: {superblock:?}");
+        assert!(
+            superblock.clean && superblock.record.tail == superblock.record.ordered,
+            "round {round}: {superblock:?}"
+        );
         engine = open(&disk).unwrap();
     }
 }

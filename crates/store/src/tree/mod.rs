@@ -59,6 +59,7 @@ mod pack;
 pub mod page;
 mod path;
 mod reach;
+mod redirect;
 mod remove;
 mod replace;
 mod share;

@@ -16,14 +16,12 @@
 //!    the leaf is copied for this tree, and the copy is split. If this tree kept the old blocks instead, it would map
 //!    blocks that belong to other trees afterwards.
 
-use super::page::{self, ENTRIES_MAX, PhysicalRun, Rewrite};
+use super::page::{self, PhysicalRun, Redirect};
 use super::path::Path;
-use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, Packed, balance};
+use super::{Mapping, NodeId, NodeStore, Packed, redirect};
 use crate::Result;
+use backend::Block;
 use std::ops::Range;
-
-/// The most splits for the entries of one pack: of the leaf, of every node above it, and a new root.
-const SPLITS_MAX: usize = LEVELS_MAX + 2;
 
 /// Consecutive blocks that a new pack contains.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -69,16 +67,6 @@ pub struct Leaf {
     pub mappings: Vec<Mapping>,
 }
 
-/// Counts the references that a rewritten leaf has in addition, and those that it has not any more.
-pub(super) fn count_references<S: NodeStore + ?Sized>(
-    store: &mut S,
-    added: &[PhysicalRun],
-    removed: &[PhysicalRun],
-) -> Result<()> {
-    added.iter().try_for_each(|run| store.add_data_references(run.physical, run.blocks))?;
-    removed.iter().try_for_each(|run| store.drop_data_references(run.physical, run.blocks))
-}
-
 /// The leaf with the first block of `range`.
 pub fn leaf_of<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>) -> Result<Leaf> {
     let path = Path::to_leaf(store, root, range.start)?;
@@ -92,59 +80,24 @@ pub fn leaf_of<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<
 
 /// Whether a leaf has room for the entries of a pack of a range, whose index 0 is the first block of the range.
 pub fn fits<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, range: Range<u64>, sources: &[Source]) -> Result<bool> {
-    let mut copy = *store.node(leaf)?;
     let (logical, pack) = (range.start, PhysicalRun { physical: 0, blocks: 1 });
-    Ok(matches!(rewrite(&mut copy, range, logical, pack, sources), Rewrite::Done { .. }))
+    redirect::has_room(store, leaf, range, &|page, range| pack_in_leaf(page, range, logical, pack, sources))
 }
 
 /// Maps the blocks of `sources` in a range to a new pack, in the leaves of one tree. Index 0 of the pack is logical
 /// block `logical`. Returns the new root.
 pub fn pack<S: NodeStore + ?Sized>(
     store: &mut S,
-    mut root: NodeId,
+    root: NodeId,
     range: Range<u64>,
     logical: u64,
     pack: PhysicalRun,
     sources: &[Source],
 ) -> Result<NodeId> {
-    let (mut position, end) = (range.start, range.end);
-    let mut splits = 0;
-    while position < end {
-        let mut path = Path::to_leaf(store, root, position)?;
-        let stop = end.min(path.upper);
-        let leaf = path.last();
-        let mut copy = *store.node(leaf)?;
-        let before = page::count(&copy);
-        match rewrite(&mut copy, position..stop, logical, pack, sources) {
-            // A leaf that is less than half full would not become fuller by a split: its entries stay as they are.
-            Rewrite::Full if splits < SPLITS_MAX && before > ENTRIES_MAX / 2 => {
-                splits += 1;
-                path.make_exclusive(store, &mut root)?;
-                balance::make_room(store, &mut root, &path, position)?;
-                continue;
-            }
-            Rewrite::Full | Rewrite::Done { entries: 0, .. } => {}
-            Rewrite::Done { entries, divided, removed } => {
-                debug_assert!(page::count(&copy) <= ENTRIES_MAX);
-                *store.node_mut(leaf)? = copy;
-                for _ in 0..entries {
-                    store.add_data_references(pack.physical, pack.blocks)?;
-                }
-                count_references(store, &divided, &removed)?;
-            }
-        }
-        position = stop;
-    }
-    Ok(root)
+    redirect::redirect(store, root, range, &|page, range| pack_in_leaf(page, range, logical, pack, sources))
 }
 
-fn rewrite(
-    page: &mut backend::Block,
-    range: Range<u64>,
-    logical: u64,
-    pack: PhysicalRun,
-    sources: &[Source],
-) -> Rewrite {
+fn pack_in_leaf(page: &mut Block, range: Range<u64>, logical: u64, pack: PhysicalRun, sources: &[Source]) -> Redirect {
     page::pack_in_leaf(page, range, pack, &|one| {
         let index = one.logical.checked_sub(logical)?;
         let at = sources.partition_point(|source| u64::from(source.index) <= index).checked_sub(1)?;

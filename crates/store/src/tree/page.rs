@@ -396,11 +396,11 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
-/// The result of [`pack_in_leaf`].
-pub(super) enum Rewrite {
-    /// The change is made. `entries` entries map the pack, and `removed` are the blocks that the leaf no longer maps.
-    /// `divided` has another pack once for each entry that maps a part of it in addition to the entries before.
-    Done { entries: u32, divided: Vec<PhysicalRun>, removed: Vec<PhysicalRun> },
+/// The result of [`pack_in_leaf`] and [`share_in_leaf`].
+pub(super) enum Redirect {
+    /// The change is made: the leaf has a reference more on each run of `added`, and one less on each run of `removed`.
+    /// `added` has a run once for each reference. Both are empty if the leaf maps none of the blocks.
+    Done { added: Vec<PhysicalRun>, removed: Vec<PhysicalRun> },
     /// The entries do not fit, and nothing was changed.
     Full,
 }
@@ -412,11 +412,11 @@ pub(super) fn pack_in_leaf(
     range: Range<u64>,
     pack: PhysicalRun,
     index_of: &dyn Fn(&Mapping) -> Option<u8>,
-) -> Rewrite {
+) -> Redirect {
     let first = first_ending_after(page, range.start);
     let entries = entries(page);
     let last = first + entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
-    let (mut new, mut divided, mut removed, mut packed_entries) = (Vec::<Mapping>::new(), Vec::new(), Vec::new(), 0);
+    let (mut new, mut added, mut divided, mut removed) = (Vec::<Mapping>::new(), Vec::new(), Vec::new(), Vec::new());
     // The entry from which the last block was taken; none if the block is in the new pack.
     let mut origin = Some(u64::MAX);
     for mapping in entries[first..last].iter().map(decode) {
@@ -443,7 +443,7 @@ pub(super) fn pack_in_leaf(
                     before.blocks += 1;
                 }
                 _ => {
-                    packed_entries += u32::from(index.is_some());
+                    added.extend(index.map(|_| pack));
                     kept += usize::from(index.is_none());
                     new.push(piece);
                 }
@@ -459,20 +459,12 @@ pub(super) fn pack_in_leaf(
             }
         }
     }
-    if entries.len() - (last - first) + new.len() > ENTRIES_MAX {
-        return Rewrite::Full;
+    if added.is_empty() {
+        return Redirect::Done { added, removed };
     }
-    let new: Vec<RawEntry> = new.iter().map(encode).collect();
-    splice(page, first..last, &new);
-    Rewrite::Done { entries: packed_entries, divided, removed }
-}
-
-/// The result of [`share_in_leaf`].
-pub(super) enum Redirect {
-    /// The change is made: the leaf maps `added` instead of `removed`, which are empty if it maps none of the blocks.
-    Done { added: Vec<PhysicalRun>, removed: Vec<PhysicalRun> },
-    /// The entries do not fit, and nothing was changed.
-    Full,
+    // A part of another pack is an entry of its own only beside an entry of the new pack.
+    added.append(&mut divided);
+    redirect_entries(page, first..last, &new, added, removed)
 }
 
 /// Maps the blocks of `range` for which `to_of` returns another physical block to that block. The function gets the
@@ -507,11 +499,22 @@ pub(super) fn share_in_leaf(page: &mut Block, range: Range<u64>, to_of: &dyn Fn(
     if added.is_empty() {
         return Redirect::Done { added, removed };
     }
-    if entries.len() - (last - first) + new.len() > ENTRIES_MAX {
+    redirect_entries(page, first..last, &new, added, removed)
+}
+
+/// Replaces a range of entries by others, if these fit.
+fn redirect_entries(
+    page: &mut Block,
+    range: Range<usize>,
+    new: &[Mapping],
+    added: Vec<PhysicalRun>,
+    removed: Vec<PhysicalRun>,
+) -> Redirect {
+    if count(page) - range.len() + new.len() > ENTRIES_MAX {
         return Redirect::Full;
     }
     let new: Vec<RawEntry> = new.iter().map(encode).collect();
-    splice(page, first..last, &new);
+    splice(page, range, &new);
     Redirect::Done { added, removed }
 }
 

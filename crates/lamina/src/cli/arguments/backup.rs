@@ -95,10 +95,17 @@ pub struct Storing {
     #[arg(long, value_name = "N", default_value_t = LEVEL_DEFAULT,
         value_parser = clap::value_parser!(i32).range(1..=i64::from(LEVEL_MAX)))]
     pub level: i32,
-    /// Limit of bytes read per second, such as 100M. 0 is no limit.
+    #[command(flatten)]
+    pub transfer: Transfer,
+}
+
+/// How the data of a backup is stored or read.
+#[derive(Debug, Args)]
+pub struct Transfer {
+    /// Limit of bytes per second that are read from or written to a disk, such as 100M. 0 is no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Encrypt the data with the key in this file, which 'lamina backup key' makes.
+    /// The file of the key with which the data is encrypted, which 'lamina backup key' makes.
     #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
     pub key_file: Option<PathBuf>,
     #[command(flatten)]
@@ -175,14 +182,8 @@ pub enum BackupCommand {
         /// server of the datastore copies it meanwhile.
         #[arg(long, conflicts_with = "update")]
         live: bool,
-        /// Limit of bytes written per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
-        rate: u64,
-        /// The key of an encrypted backup.
-        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
-        key_file: Option<PathBuf>,
         #[command(flatten)]
-        server: S3Server,
+        transfer: Transfer,
     },
     /// Delete backups of a repository. Refused if other backups are based on them, or a machine's backup needs them.
     Delete {
@@ -237,32 +238,32 @@ impl BackupCommand {
                     Point::Snapshot(name) => Some(name.clone()),
                     Point::Head => None,
                 },
-                place: target.place(&storing.server)?,
+                place: target.place(&storing.transfer.server)?,
                 full: *full,
                 from: from.clone(),
                 level: storing.level,
-                rate: storing.rate,
-                key: key(&storing.key_file)?,
+                rate: storing.transfer.rate,
+                key: key(&storing.transfer.key_file)?,
             }),
             Self::Key { file } => BackupRequest::Key { path: absolute(file)? },
             Self::List { target, server } => BackupRequest::List { place: stored(target, server)? },
             Self::Verify { target, backups, key_file, server } => {
                 BackupRequest::Verify { place: stored(target, server)?, backups: backups.clone(), key: key(key_file)? }
             }
-            Self::Restore { source, name, backup, update, live, rate, key_file, server } => {
+            Self::Restore { source, name, backup, update, live, transfer } => {
                 if *live && !source.is_repository() {
                     let text = "only a repository can be read at any place: --live needs the folder of one, or \
                                 s3://BUCKET/PREFIX";
                     return Err(text.into());
                 }
                 BackupRequest::Restore(BackupRestore {
-                    place: source.place(server)?,
+                    place: source.place(&transfer.server)?,
                     backup: backup.clone(),
                     name: name.clone(),
                     update: *update,
                     live: *live,
-                    rate: *rate,
-                    key: key(key_file)?,
+                    rate: transfer.rate,
+                    key: key(&transfer.key_file)?,
                 })
             }
             Self::Delete { repository: place, backups, force, server } => {

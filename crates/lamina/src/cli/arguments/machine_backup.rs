@@ -1,9 +1,8 @@
 //! Arguments of the commands about backups of machines.
 
-use super::backup::{PlaceAddress, S3Server, Storing};
+use super::backup::{PlaceAddress, S3Server, Storing, Transfer};
 use super::machine::{parse_machine, parse_source};
 use crate::cli::address::absolute;
-use crate::cli::size::parse_size;
 use clap::Subcommand;
 use control::{BackupPlace, MachineBackup, MachineRestore, MachineVerb};
 use std::path::{Path, PathBuf};
@@ -49,14 +48,8 @@ pub enum VmBackupCommand {
         /// Start the machine.
         #[arg(long)]
         start: bool,
-        /// Limit of bytes written per second for each disk, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
-        rate: u64,
-        /// The key of an encrypted backup.
-        #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]
-        key_file: Option<PathBuf>,
         #[command(flatten)]
-        server: S3Server,
+        transfer: Transfer,
     },
 }
 
@@ -80,25 +73,23 @@ impl VmBackupCommand {
                 }
                 MachineVerb::BackUp(MachineBackup {
                     source: source.clone(),
-                    place: repository(target, &storing.server)?,
+                    place: repository(target, &storing.transfer.server)?,
                     full: *full,
                     quiesce: *quiesce,
                     level: storing.level,
-                    rate: storing.rate,
-                    key: key(&storing.key_file)?,
+                    rate: storing.transfer.rate,
+                    key: key(&storing.transfer.key_file)?,
                 })
             }
-            Self::Restore { source, name, backup, live, start, rate, key_file, server } => {
-                MachineVerb::Restore(MachineRestore {
-                    place: repository(source, server)?,
-                    backup: backup.clone(),
-                    name: name.clone(),
-                    live: *live,
-                    start: *start,
-                    rate: *rate,
-                    key: key(key_file)?,
-                })
-            }
+            Self::Restore { source, name, backup, live, start, transfer } => MachineVerb::Restore(MachineRestore {
+                place: repository(source, &transfer.server)?,
+                backup: backup.clone(),
+                name: name.clone(),
+                live: *live,
+                start: *start,
+                rate: transfer.rate,
+                key: key(&transfer.key_file)?,
+            }),
         })
     }
 }

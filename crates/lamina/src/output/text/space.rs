@@ -2,7 +2,9 @@
 
 use crate::output::human::{count, difference, size, span};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DatastoreSpace, DiskSpace, Growth, GrowthRate, Ratio, Reduction, SpaceUse, Status, TotalSpace, WouldFree};
+use disk::{
+    CompressedSpace, DatastoreSpace, DiskSpace, Growth, GrowthRate, Reduction, SpaceUse, Status, TotalSpace, WouldFree,
+};
 use std::io::{self, Write};
 
 /// Seconds of a day, for rates.
@@ -45,8 +47,10 @@ pub fn growth_facts(growth: &Growth) -> Vec<(&'static str, String)> {
 }
 
 /// Compressed data, its space and its ratio.
-fn compressed(packed: u64, packs: u64, ratio: Option<Ratio>) -> [String; 3] {
-    ratio.map_or_else(|| ["-", "-", "-"].map(String::from), |ratio| [size(packed), size(packs), ratio.to_string()])
+fn compressed(of: CompressedSpace) -> [String; 3] {
+    let CompressedSpace { packed, packs, compression } = of;
+    let cells = compression.map(|ratio| [size(packed), size(packs), ratio.to_string()]);
+    cells.unwrap_or_else(|| ["-", "-", "-"].map(String::from))
 }
 
 /// The lines of a reduction, from the capacity to the stored bytes. Each names what is subtracted or added.
@@ -130,7 +134,7 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
         .disks
         .iter()
         .flat_map(|disk| std::iter::once(&disk.space).chain(disk.snapshots.iter().map(|snapshot| &snapshot.space)));
-    let any_packed = all.any(|space| space.packed > 0);
+    let any_packed = all.any(|space| space.compressed.packed > 0);
     if any_packed {
         columns.extend(["COMPRESSED", "IN", "RATIO"].map(|name| (name, Align::Right)));
     }
@@ -145,7 +149,7 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
         let own = |bytes: u64| if of.stored == 0 && of.exclusive.is_none() { "-".into() } else { size(bytes) };
         let mut cells = vec![name, size(of.provisioned), own(of.mapped), own(of.stored)];
         cells.extend([of.shared, of.exclusive].into_iter().chain(rest).map(known));
-        let packed = compressed(of.packed, of.packs, of.compression);
+        let packed = compressed(of.compressed);
         cells.extend(packed.into_iter().filter(|_| any_packed));
         cells.extend(growth_cells(growth).into_iter().filter(|_| any_growth));
         cells
@@ -170,7 +174,7 @@ pub fn print_all(out: &mut dyn Write, of: &DatastoreSpace) -> io::Result<()> {
         let mut row = vec!["(datastore)".to_owned()];
         row.extend([total.provisioned, total.mapped, total.stored, total.shared, total.exclusive].map(size));
         row.extend([total.used_by_snapshots, total.reclaimable].map(size));
-        let packed = compressed(total.packed, total.packs, total.compression);
+        let packed = compressed(total.compressed);
         row.extend(packed.into_iter().filter(|_| any_packed));
         row.extend(["-", "-"].map(String::from).into_iter().filter(|_| any_growth));
         table.row(row);

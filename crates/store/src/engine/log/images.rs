@@ -203,13 +203,15 @@ impl Images {
             uuid,
             sequence: 1,
             journal_size,
-            tail: start,
-            ordered: start,
-            data_regions: 0,
-            map_regions: 0,
-            map_length: 0,
-            catalog_slots: 0,
-            next_id: 1,
+            record: CheckpointRecord {
+                tail: start,
+                ordered: start,
+                data_regions: 0,
+                map_regions: 0,
+                map_length: 0,
+                catalog_slots: 0,
+                next_id: 1,
+            },
             created: 0,
             clean: false,
             incarnation: 0,
@@ -224,7 +226,7 @@ impl Images {
         if !self.each(&head, &mut |_| Ok(()))? {
             return Ok(None);
         }
-        head.record.update(&mut superblock);
+        superblock.record = head.record;
         superblock.checkpoint = head.number;
         superblock.incarnation = head.incarnation;
         superblock.images = Some(NamedImages { count: head.count, checksum });
@@ -362,7 +364,7 @@ impl Images {
             return Ok(Some(head));
         }
         let Some((head, _)) = found else { return Ok(None) };
-        let follows = head.number == superblock.checkpoint + 1 && head.record.tail >= superblock.tail;
+        let follows = head.number == superblock.checkpoint + 1 && head.record.tail >= superblock.record.tail;
         let whole = other_copy_lost && follows && self.each(&head, &mut |_| Ok(()))?;
         Ok(whole.then_some(head))
     }

@@ -175,7 +175,7 @@ impl CommitLog {
     pub fn write_superblock(&self, commit: &mut Committer, next: &mut Superblock) -> Result<()> {
         next.write(&*self.superblock_file)?;
         commit.superblock = *next;
-        self.release(commit, next.tail);
+        self.release(commit, next.record.tail);
         Ok(())
     }
 
@@ -255,13 +255,12 @@ impl CommitLog {
 
     /// Writes the images of a checkpoint, and then the superblock that names them, which commits the checkpoint.
     pub fn commit_images(&self, next: &mut Superblock, images: &images::Pages) -> Result<()> {
-        let record = CheckpointRecord::of(next);
-        next.images = Some(self.images.write(next.checkpoint, next.incarnation, record, images)?);
+        next.images = Some(self.images.write(next.checkpoint, next.incarnation, next.record, images)?);
         next.clean = false;
         next.write(&*self.superblock_file)?;
         let mut commit = self.lock();
         commit.superblock = *next;
-        self.release(&mut commit, next.tail);
+        self.release(&mut commit, next.record.tail);
         drop(commit);
         self.admission.notify();
         Ok(())

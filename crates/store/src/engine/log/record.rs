@@ -1,6 +1,5 @@
 //! The fields of a superblock that a checkpoint changes.
 
-use super::Superblock;
 use crate::journal::Place;
 
 /// The fields that the superblock has after a checkpoint: nine numbers of eight bytes. They are stored in the head of
@@ -22,30 +21,6 @@ impl CheckpointRecord {
     const WORDS: usize = 9;
     /// Bytes of the stored form.
     pub const SIZE: usize = 8 * Self::WORDS;
-
-    /// The fields of a superblock.
-    pub fn of(superblock: &Superblock) -> Self {
-        Self {
-            tail: superblock.tail,
-            ordered: superblock.ordered,
-            data_regions: superblock.data_regions,
-            map_regions: superblock.map_regions,
-            map_length: superblock.map_length,
-            catalog_slots: superblock.catalog_slots,
-            next_id: superblock.next_id,
-        }
-    }
-
-    /// Writes the fields into a superblock.
-    pub fn update(&self, superblock: &mut Superblock) {
-        superblock.tail = self.tail;
-        superblock.ordered = self.ordered;
-        superblock.data_regions = self.data_regions;
-        superblock.map_regions = self.map_regions;
-        superblock.map_length = self.map_length;
-        superblock.catalog_slots = self.catalog_slots;
-        superblock.next_id = self.next_id;
-    }
 
     /// The stored form of the fields.
     pub fn encode(&self) -> Vec<u8> {

@@ -26,6 +26,7 @@
 //! | 164 | 1 | copies of the superblock that openings rewrote and no check has reported: bits 0 and 1 |
 //! | 168 | 4 | pages of summaries that openings recounted, and no check has reported |
 
+use super::CheckpointRecord;
 use crate::journal::Place;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File};
@@ -68,14 +69,8 @@ pub struct Superblock {
     pub uuid: [u8; 16],
     pub sequence: u64,
     pub journal_size: u64,
-    pub tail: Place,
-    /// Position from which batches of pending operations are replayed. Urgent batches are replayed from the tail on.
-    pub ordered: Place,
-    pub data_regions: u64,
-    pub map_regions: u64,
-    pub map_length: u64,
-    pub catalog_slots: u64,
-    pub next_id: u64,
+    /// What the last checkpoint has changed.
+    pub record: CheckpointRecord,
     pub created: u64,
     pub clean: bool,
     pub incarnation: u64,
@@ -116,13 +111,13 @@ impl Superblock {
         let words = [
             self.sequence,
             self.journal_size,
-            self.tail.position,
-            self.tail.sequence,
-            self.data_regions,
-            self.map_regions,
-            self.map_length,
-            self.catalog_slots,
-            self.next_id,
+            self.record.tail.position,
+            self.record.tail.sequence,
+            self.record.data_regions,
+            self.record.map_regions,
+            self.record.map_length,
+            self.record.catalog_slots,
+            self.record.next_id,
             self.created,
         ];
         for (i, word) in words.into_iter().enumerate() {
@@ -130,8 +125,8 @@ impl Superblock {
         }
         out[112] = u8::from(self.clean);
         out[120..128].copy_from_slice(&self.incarnation.to_le_bytes());
-        out[128..136].copy_from_slice(&self.ordered.position.to_le_bytes());
-        out[136..144].copy_from_slice(&self.ordered.sequence.to_le_bytes());
+        out[128..136].copy_from_slice(&self.record.ordered.position.to_le_bytes());
+        out[136..144].copy_from_slice(&self.record.ordered.sequence.to_le_bytes());
         out[144..152].copy_from_slice(&self.checkpoint.to_le_bytes());
         if let Some(images) = self.images {
             out[152..160].copy_from_slice(&images.count.to_le_bytes());
@@ -173,13 +168,15 @@ impl Superblock {
             uuid: bytes[16..32].try_into().expect("sixteen bytes"),
             sequence: word(32),
             journal_size: word(40),
-            tail: Place { position: word(48), sequence: word(56) },
-            ordered: Place { position: word(128), sequence: word(136) },
-            data_regions: word(64),
-            map_regions: word(72),
-            map_length: word(80),
-            catalog_slots: word(88),
-            next_id: word(96),
+            record: CheckpointRecord {
+                tail: Place { position: word(48), sequence: word(56) },
+                ordered: Place { position: word(128), sequence: word(136) },
+                data_regions: word(64),
+                map_regions: word(72),
+                map_length: word(80),
+                catalog_slots: word(88),
+                next_id: word(96),
+            },
             created: word(104),
             clean: bytes[112] != 0,
             incarnation: word(120),
@@ -190,22 +187,22 @@ impl Superblock {
         let sane = superblock.journal_size >= crate::engine::JOURNAL_SIZE_MIN
             && superblock.journal_size <= crate::engine::JOURNAL_SIZE_MAX
             && superblock.journal_size.is_multiple_of(BLOCK_SIZE as u64)
-            && superblock.tail.position.is_multiple_of(BLOCK_SIZE as u64)
-            && superblock.tail.position < 1 << 62
-            && superblock.tail.sequence < 1 << 62
-            && superblock.ordered.position < 1 << 62
-            && superblock.ordered.sequence < 1 << 62
-            && superblock.ordered >= superblock.tail
+            && superblock.record.tail.position.is_multiple_of(BLOCK_SIZE as u64)
+            && superblock.record.tail.position < 1 << 62
+            && superblock.record.tail.sequence < 1 << 62
+            && superblock.record.ordered.position < 1 << 62
+            && superblock.record.ordered.sequence < 1 << 62
+            && superblock.record.ordered >= superblock.record.tail
             && superblock.incarnation < 1 << 62
             && superblock.sequence < 1 << 62
             && superblock.checkpoint < 1 << 62
             && count < super::images::COUNT_LIMIT
             && superblock.unreported.copies < 1 << 2
-            && superblock.next_id < 1 << 62
-            && superblock.data_regions < 1 << 32
-            && superblock.map_regions < 1 << 32
-            && superblock.map_length < 1 << 48
-            && superblock.catalog_slots < 1 << 32;
+            && superblock.record.next_id < 1 << 62
+            && superblock.record.data_regions < 1 << 32
+            && superblock.record.map_regions < 1 << 32
+            && superblock.record.map_length < 1 << 48
+            && superblock.record.catalog_slots < 1 << 32;
         if !sane {
             return Err(Error::new(
                 ErrorKind::Corrupt,
@@ -322,13 +319,15 @@ mod tests {
             uuid: [7; 16],
             sequence: 9,
             journal_size: crate::engine::JOURNAL_SIZE_MIN,
-            tail: Place { position: 8 << 12, sequence: 3 },
-            ordered: Place { position: 9 << 12, sequence: 4 },
-            data_regions: 2,
-            map_regions: 1,
-            map_length: 5 << 12,
-            catalog_slots: 6,
-            next_id: 11,
+            record: CheckpointRecord {
+                tail: Place { position: 8 << 12, sequence: 3 },
+                ordered: Place { position: 9 << 12, sequence: 4 },
+                data_regions: 2,
+                map_regions: 1,
+                map_length: 5 << 12,
+                catalog_slots: 6,
+                next_id: 11,
+            },
             created: 12,
             clean: true,
             incarnation: 13,

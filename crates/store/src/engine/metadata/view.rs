@@ -83,8 +83,8 @@ impl Metadata {
         let keeping = self.kept.begin();
         View {
             pages: Pages::as_kept(self.files.clone(), CACHE, Arc::clone(keeping.pages())),
-            map: Space::table_only(SpaceKind::Map, superblock.map_regions),
-            data: Space::table_only(SpaceKind::Data, superblock.data_regions),
+            map: Space::table_only(SpaceKind::Map, superblock.record.map_regions),
+            data: Space::table_only(SpaceKind::Data, superblock.record.data_regions),
             catalog,
             holds: Holds::default(),
             counts,

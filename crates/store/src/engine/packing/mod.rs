@@ -24,6 +24,7 @@
 //!    written while blocks are marked: the plan is carried out again afterwards.
 
 mod examined;
+mod leaves;
 mod plan;
 mod repack;
 
@@ -39,6 +40,7 @@ use crate::space::Run;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
+pub(super) use leaves::PlannedLeaves;
 use plan::{Plan, Planned};
 pub(super) use plan::{Tree, Unsettled};
 use std::ops::Range;

@@ -10,16 +10,16 @@
 //!    after it was reverted, would need new space.
 
 use super::WORTH_EIGHTHS;
+use super::leaves::PlannedLeaves;
 use super::repack::OldPack;
 use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
-use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
-use crate::journal::PACK_OBJECTS_MAX;
+use crate::engine::metadata::Effects;
 use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
-use rustc_hash::{FxBuildHasher, FxHashSet};
+use rustc_hash::FxBuildHasher;
 use std::hash::BuildHasher;
 use std::ops::Range;
 
@@ -145,8 +145,7 @@ impl Meta {
             return Ok(Planned::Nothing);
         }
         let trees = self.trees(object);
-        let mut any_shared = false;
-        let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), Vec::new(), Vec::new());
+        let mut leaves = PlannedLeaves::default();
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         let mut left: u64 = candidates.iter().flatten().map(|candidate| u64::from(candidate.left)).sum();
@@ -154,13 +153,13 @@ impl Meta {
         for (number, Tree { object, root, thick }) in trees.into_iter().enumerate() {
             // All leaves that map the blocks are known. Another tree maps the blocks only if it shares one of these
             // leaves, and matters only if it is thick.
-            if left == 0 && !(thick && any_shared) {
+            if left == 0 && !(thick && leaves.any_shared()) {
                 continue;
             }
-            let (mut position, mut maps) = (window.start, false);
+            let mut position = window.start;
             while position < window.end {
                 let Some(leaf) = nodes.leaf_of(root, position..window.end, number, &mut missing)? else { break };
-                let new = seen.insert(leaf.id);
+                let new = !leaves.contains(leaf.id);
                 let mut maps_here = false;
                 for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
                     for at in 0..mapping.blocks {
@@ -180,35 +179,30 @@ impl Meta {
                     }
                 }
                 if maps_here {
-                    any_shared |= leaf.shared;
-                    leaves.push((leaf.id, leaf.shared));
-                    maps = true;
+                    leaves.add(object, &leaf);
                 }
                 position = leaf.upper;
-            }
-            if maps {
-                objects.push(object);
             }
         }
         if let Some(error) = missing {
             return Err(error);
         }
         let (sources, checksums) = sources(&candidates);
-        // The cost of the operation counts two leaves of each tree.
-        if checksums.len() < 2 || objects.len() > PACK_OBJECTS_MAX || leaves.len() > 2 * objects.len() {
+        if checksums.len() < 2 || !leaves.are_few() {
             return Ok(Planned::Nothing);
         }
-        let mut splits = 0;
-        for (leaf, shared) in leaves {
-            if !tree::fits(&mut nodes, leaf, window.clone(), &sources)? {
-                splits += 1;
-                if shared || splits > PACK_SPLITS_MAX {
-                    return Ok(Planned::NoRoom);
-                }
-            }
+        if !leaves.have_room(|leaf| tree::fits(&mut nodes, leaf, window.clone(), &sources))? {
+            return Ok(Planned::NoRoom);
         }
         let blocks = window.end - window.start;
-        Ok(Planned::Pack(Plan { logical: window.start, blocks, sources, checksums, objects, old: None }))
+        Ok(Planned::Pack(Plan {
+            logical: window.start,
+            blocks,
+            sources,
+            checksums,
+            objects: leaves.into_objects(),
+            old: None,
+        }))
     }
 
     /// The entry of a block with settled content. With `claimed` the caller has marked the block as in flight.

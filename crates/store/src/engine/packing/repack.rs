@@ -12,17 +12,16 @@
 //! 4. The content is verified against the checksums in the table and the index of the old pack.
 //! 5. An entry becomes one entry again, because all its blocks are in use. So no leaf needs more room.
 
+use super::leaves::PlannedLeaves;
 use super::plan::{Plan, Planned, Tree};
 use super::{Outcome, WINDOW, WORTH_EIGHTHS};
 use crate::engine::metadata::Effects;
 use crate::engine::{Engine, Meta};
-use crate::journal::PACK_OBJECTS_MAX;
 use crate::pack::{BLOCKS_MAX, Pack};
 use crate::space::Run;
 use crate::tree::{self, LOGICAL_LIMIT, Packed, PhysicalRun, Source};
 use crate::{Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
-use rustc_hash::FxHashSet;
 use std::ops::Range;
 
 /// A pack that a disk or snapshot maps.
@@ -69,7 +68,7 @@ impl Meta {
         let range = old.logical..(old.logical + BLOCKS_MAX as u64).min(LOGICAL_LIMIT);
         let trees = self.trees(object);
         let mut used = [false; BLOCKS_MAX];
-        let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), 0, Vec::new());
+        let mut leaves = PlannedLeaves::default();
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         let mut missing = None;
@@ -77,11 +76,11 @@ impl Meta {
             if left == 0 {
                 break;
             }
-            let (mut position, mut maps) = (range.start, false);
+            let mut position = range.start;
             while position < range.end {
                 let Some(leaf) = nodes.leaf_of(root, position..range.end, number, &mut missing)? else { break };
                 position = leaf.upper;
-                if !seen.insert(leaf.id) {
+                if leaves.contains(leaf.id) {
                     continue;
                 }
                 let mut maps_here = false;
@@ -97,11 +96,9 @@ impl Meta {
                     used[usize::from(index)..][..mapping.blocks as usize].fill(true);
                     maps_here = true;
                 }
-                leaves += usize::from(maps_here);
-                maps |= maps_here;
-            }
-            if maps {
-                objects.push(object);
+                if maps_here {
+                    leaves.add(object, &leaf);
+                }
             }
         }
         if let Some(error) = missing {
@@ -111,13 +108,12 @@ impl Meta {
         else {
             return Ok(Planned::Nothing);
         };
-        // The cost of the operation counts two leaves of each tree.
-        if left > 0 || objects.len() > PACK_OBJECTS_MAX || leaves > 2 * objects.len() {
+        if left > 0 || !leaves.are_few() {
             return Ok(Planned::Nothing);
         }
         let sources = sources(&used, first, old.run);
         let (logical, blocks) = (old.logical + first as u64, (last - first + 1) as u64);
-        let plan = Plan { logical, blocks, sources, checksums, objects, old: Some(old) };
+        let plan = Plan { logical, blocks, sources, checksums, objects: leaves.into_objects(), old: Some(old) };
         Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(plan) } else { Planned::Nothing })
     }
 

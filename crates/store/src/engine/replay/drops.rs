@@ -16,9 +16,8 @@
 //!    other blocks of the tree stay allocated until a repair counts all references. The same is done with references
 //!    that a node has of which a repair has made the page invalid (`parts`).
 
+use super::ReplayState;
 use super::redirects::Unread;
-use crate::engine::left_out::LeftOut;
-use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::patiently;
@@ -81,14 +80,13 @@ impl Engine {
     pub(super) fn drop_again(
         &self,
         meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
+        state: &mut ReplayState<'_>,
         object: u64,
         steps: u32,
     ) -> Result<()> {
-        drops.begin(object);
+        state.drops.begin(object);
         for _ in 0..steps.max(1) {
-            if !self.drop_part(meta, doubts, drops, object)? {
+            if !self.drop_part(meta, state, object)? {
                 break;
             }
         }
@@ -96,22 +94,22 @@ impl Engine {
     }
 
     /// Drops a leaf or a shared subtree of a deleted tree. False if none is left, or if it is lost.
-    fn drop_part(&self, meta: &mut Meta, doubts: &mut Doubts, drops: &mut Drops, object: u64) -> Result<bool> {
+    fn drop_part(&self, meta: &mut Meta, state: &mut ReplayState<'_>, object: u64) -> Result<bool> {
         // The object does not exist if replay sees fewer leaves than the journal has drops. A lost page is not read
         // again for each drop, because the medium may take seconds to fail.
-        if drops.lost.contains(&object) || meta.catalog.find(object).is_none() {
+        if state.drops.lost.contains(&object) || meta.catalog.find(object).is_none() {
             return Ok(false);
         }
         let operation = Operation::Drop { object, steps: 1 };
         match patiently(|| meta.check_readable(&operation)) {
             Err(error) if is_lost(&error) => {
                 tracing::error!(%error, object, "a deleted disk or snapshot is damaged: the rest of it is not freed");
-                drops.lost.insert(object);
+                state.drops.lost.insert(object);
                 return Ok(false);
             }
             other => other?,
         }
-        self.carry_out_again(meta, doubts, &operation, 0)?;
+        self.carry_out_again(meta, state, &operation)?;
         Ok(true)
     }
 
@@ -120,9 +118,7 @@ impl Engine {
     pub(super) fn drop_before(
         &self,
         meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
-        left_out: &mut LeftOut,
+        state: &mut ReplayState<'_>,
         operation: &Operation,
     ) -> Result<()> {
         let run = match operation {
@@ -132,17 +128,17 @@ impl Engine {
             | Operation::Unwritten { run, fresh: true, .. } => *run,
             _ => return Ok(()),
         };
-        while drops.may_have_references() && meta.is_referenced(run)? {
+        while state.drops.may_have_references() && meta.is_referenced(run)? {
             let mut dropped = false;
             // The trees take turns, because a single leaf of one of them may have the references.
-            for object in drops.begun.clone() {
-                dropped |= self.drop_part(meta, doubts, drops, object)?;
+            for object in state.drops.begun.clone() {
+                dropped |= self.drop_part(meta, state, object)?;
             }
             if !dropped {
-                if self.lose_unread(meta, drops, left_out, run)? {
+                if self.lose_unread(meta, state, run)? {
                     continue;
                 }
-                return meta.take_from_lost(doubts, drops, run);
+                return meta.take_from_lost(state, run);
             }
         }
         Ok(())
@@ -167,17 +163,17 @@ impl Meta {
 
     /// Removes the objects with lost trees from the catalog, and all references on a run: none of them belongs to
     /// another tree, because the run was free when the operation was carried out at run time.
-    fn take_from_lost(&mut self, doubts: &mut Doubts, drops: &mut Drops, run: Run) -> Result<()> {
+    fn take_from_lost(&mut self, state: &mut ReplayState<'_>, run: Run) -> Result<()> {
         // The trees of objects with lost records may have the references, and such a record may be readable later.
         if !self.catalog.lost().is_empty() {
             return Ok(());
         }
-        for object in std::mem::take(&mut drops.lost) {
+        for object in std::mem::take(&mut state.drops.lost) {
             tracing::error!(object, "a deleted disk or snapshot is damaged: 'lamina check --repair' frees its space");
             self.catalog.remove(object);
-            drops.abandoned = true;
+            state.drops.abandoned = true;
         }
-        if !drops.abandoned {
+        if !state.drops.abandoned {
             return Ok(());
         }
         for block in self.described(run) {
@@ -190,7 +186,7 @@ impl Meta {
             while self.entry(block)?.references > 0 {
                 self.data.drop_references(&mut self.pages, one, &mut freed, &mut left)?;
             }
-            self.release_again(doubts, freed);
+            self.release_again(&mut state.doubts, freed);
         }
         Ok(())
     }

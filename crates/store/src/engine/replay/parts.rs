@@ -6,10 +6,10 @@
 //! 2. A node below which a part was left out stays lost: its page is overwritten with an invalid one. The medium may
 //!    be able to read the page later, and the node would then map older content, or blocks of other disks.
 
+use super::ReplayState;
 use super::drops::Drops;
 use crate::engine::left_out::target;
 use crate::engine::metadata::{Effects, NODES_PER_OPERATION};
-use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, patiently};
@@ -24,27 +24,25 @@ impl Engine {
     pub(super) fn carry_out_parts(
         &self,
         meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
+        state: &mut ReplayState<'_>,
         operation: &Operation,
-        position: u64,
     ) -> Result<()> {
         let Some((disk, range)) = target(operation).filter(|(_, range)| !range.is_empty()) else {
-            return self.carry_out_again(meta, doubts, operation, position);
+            return self.carry_out_again(meta, state, operation);
         };
-        let lost = self.lose_parts(meta, drops, disk, &range)?;
+        let lost = self.lose_parts(meta, &mut state.drops, disk, &range)?;
         if lost.is_empty() {
-            return self.carry_out_again(meta, doubts, operation, position);
+            return self.carry_out_again(meta, state, operation);
         }
         let mut at = range.start;
         for part in lost {
             if at < part.start {
-                self.carry_out_again(meta, doubts, &part_of(operation, &(at..part.start)), position)?;
+                self.carry_out_again(meta, state, &part_of(operation, &(at..part.start)))?;
             }
             at = part.end;
         }
         if at < range.end {
-            self.carry_out_again(meta, doubts, &part_of(operation, &(at..range.end)), position)?;
+            self.carry_out_again(meta, state, &part_of(operation, &(at..range.end)))?;
         }
         Ok(())
     }
@@ -54,25 +52,24 @@ impl Engine {
     pub(super) fn redirect_parts(
         &self,
         meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
+        state: &mut ReplayState<'_>,
         operation: &Operation,
     ) -> Result<bool> {
         let Some((whole, objects)) = operation.redirects() else { return Ok(false) };
         self.ensure_nodes(meta, NODES_PER_OPERATION)?;
         let (mut parts, mut left_out) = (Vec::new(), false);
         for object in objects {
-            left_out |= self.parts_beside_lost(meta, drops, *object, &whole, &mut parts)?;
+            left_out |= self.parts_beside_lost(meta, &mut state.drops, *object, &whole, &mut parts)?;
         }
         if left_out {
             // The old blocks keep references, although they may have become free when the operation was carried out.
-            drops.note_left_out();
+            state.drops.note_left_out();
             // The operation names one tree for each leaf. If the path from that tree to the leaf is lost, other trees
             // may share the leaf. They must not map the old blocks any more, which may belong to other disks by now.
             let others: Vec<u64> =
                 meta.catalog.objects().map(|object| object.id).filter(|id| !objects.contains(id)).collect();
             for object in others {
-                self.parts_beside_lost(meta, drops, object, &whole, &mut parts)?;
+                self.parts_beside_lost(meta, &mut state.drops, object, &whole, &mut parts)?;
             }
         }
         let mut effects = Effects::default();
@@ -81,13 +78,13 @@ impl Engine {
             meta.forget_logged(*run);
         }
         meta.redirect_in(operation, parts.into_iter(), &mut effects)?;
-        meta.release_again(doubts, effects.freed);
+        meta.release_again(&mut state.doubts, effects.freed);
         match operation {
             Operation::Pack { run, .. } => {
-                (run.start..run.start + run.blocks).for_each(|block| doubts.told(block));
-                meta.doubt(doubts, *run)?;
+                (run.start..run.start + run.blocks).for_each(|block| state.doubts.told(block));
+                meta.doubt(&state.doubts, *run)?;
             }
-            Operation::Share { run, .. } => meta.doubt(doubts, *run)?,
+            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run)?,
             _ => {}
         }
         Ok(left_out)

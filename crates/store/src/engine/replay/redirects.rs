@@ -15,11 +15,10 @@
 //!    allocates one of them. Then an ordinary opening refuses the datastore, a repair makes the unreadable nodes
 //!    invalid, and a salvage reports the range as lost.
 
-use super::drops::Drops;
+use super::ReplayState;
 use crate::catalog::ObjectState;
-use crate::engine::left_out::{LeftOut, Tolerance};
+use crate::engine::left_out::Tolerance;
 use crate::engine::metadata::{Effects, NODES_PER_OPERATION};
-use crate::engine::placement::Doubts;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::space::Run;
@@ -57,48 +56,39 @@ impl Engine {
     pub(super) fn redirect_again(
         &self,
         meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
-        left_out: &mut LeftOut,
+        state: &mut ReplayState<'_>,
         operation: &Operation,
-        position: u64,
     ) -> Result<()> {
         // In an ordinary opening every operation is replayed that mapped or wrote the kept blocks. If they have no
         // reference there, the metadata is damaged, and the opening fails.
         let adopted = match operation {
-            Operation::Share { run, from, .. } if left_out.tolerance() != Tolerance::Nothing => {
+            Operation::Share { run, from, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
                 meta.adopt_left_out(*run, *from)?
             }
             _ => Vec::new(),
         };
-        if left_out.leaves_out_parts() {
-            if !self.redirect_parts(meta, doubts, drops, operation)? {
-                self.redirect_others(meta, doubts, drops, operation)?;
+        if state.left_out.leaves_out_parts() {
+            if !self.redirect_parts(meta, state, operation)? {
+                self.redirect_others(meta, state, operation)?;
             }
-        } else if let Some(rest) = left_out.redirect_where_readable(meta, operation) {
-            drops.note_left_out();
-            self.carry_out_again(meta, doubts, &rest, position)?;
+        } else if let Some(rest) = state.left_out.redirect_where_readable(meta, operation) {
+            state.drops.note_left_out();
+            self.carry_out_again(meta, state, &rest)?;
         } else {
-            self.carry_out_again(meta, doubts, operation, position)?;
-            self.redirect_others(meta, doubts, drops, operation)?;
+            self.carry_out_again(meta, state, operation)?;
+            self.redirect_others(meta, state, operation)?;
         }
         let mut effects = Effects::default();
         for run in adopted {
             meta.nodes(&mut effects).drop_data_references(run.start, run.blocks)?;
         }
-        meta.release_again(doubts, effects.freed);
+        meta.release_again(&mut state.doubts, effects.freed);
         Ok(())
     }
 
     /// Repeats a pack or a share that was carried out in the trees that it does not name, if old blocks still have
     /// references.
-    fn redirect_others(
-        &self,
-        meta: &mut Meta,
-        doubts: &mut Doubts,
-        drops: &mut Drops,
-        operation: &Operation,
-    ) -> Result<()> {
+    fn redirect_others(&self, meta: &mut Meta, state: &mut ReplayState<'_>, operation: &Operation) -> Result<()> {
         let Some(((whole, named), (blocks, new))) = operation.redirects().zip(replaced(operation)) else {
             return Ok(());
         };
@@ -110,39 +100,33 @@ impl Engine {
         let others: Vec<(u64, bool)> = others.map(|object| (object.id, object.state == ObjectState::Trash)).collect();
         for (object, deleted) in others {
             if deleted {
-                drops.begin(object);
+                state.drops.begin(object);
                 continue;
             }
             if !meta.can_redirect(object, &whole) {
-                drops.note_unread(Unread { object, range: whole.clone(), blocks: blocks.clone() });
+                state.drops.note_unread(Unread { object, range: whole.clone(), blocks: blocks.clone() });
                 continue;
             }
             self.ensure_nodes(meta, NODES_PER_OPERATION)?;
             let mut effects = Effects::default();
             meta.redirect(operation, object, whole.clone(), &mut effects)?;
-            meta.release_again(doubts, effects.freed);
+            meta.release_again(&mut state.doubts, effects.freed);
         }
         Ok(())
     }
 
     /// Called before an operation allocates a run that has references, which no drop of a deleted tree removes. True if
     /// a tree may have had them that cannot be read.
-    pub(super) fn lose_unread(
-        &self,
-        meta: &mut Meta,
-        drops: &mut Drops,
-        left_out: &mut LeftOut,
-        run: Run,
-    ) -> Result<bool> {
+    pub(super) fn lose_unread(&self, meta: &mut Meta, state: &mut ReplayState<'_>, run: Run) -> Result<bool> {
         let mut any = false;
-        while let Some(Unread { object, range, .. }) = drops.take_unread(|unread| unread.may_map(&run)) {
+        while let Some(Unread { object, range, .. }) = state.drops.take_unread(|unread| unread.may_map(&run)) {
             any = true;
-            let Some(state) = meta.catalog.find(object).map(|object| object.state) else { continue };
-            if state == ObjectState::Trash {
-                drops.begin(object);
+            let Some(found) = meta.catalog.find(object) else { continue };
+            if found.state == ObjectState::Trash {
+                state.drops.begin(object);
                 continue;
             }
-            match left_out.tolerance() {
+            match state.left_out.tolerance() {
                 Tolerance::Nothing => {
                     let text = format!(
                         "the map of object {object} cannot be read, and may refer to blocks that another disk has now; \
@@ -150,10 +134,10 @@ impl Engine {
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }
-                Tolerance::LostObjects => drop(self.lose_parts(meta, drops, object, &range)?),
-                Tolerance::Everything => left_out.lose(object, range),
+                Tolerance::LostObjects => drop(self.lose_parts(meta, &mut state.drops, object, &range)?),
+                Tolerance::Everything => state.left_out.lose(object, range),
             }
-            drops.note_left_out();
+            state.drops.note_left_out();
         }
         Ok(any)
     }

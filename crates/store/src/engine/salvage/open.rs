@@ -45,8 +45,8 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     let files: [Arc<dyn File>; PageFile::COUNT] =
         files.try_into().map_err(|_| Error::new(ErrorKind::Invalid, "page files"))?;
     let (mut superblock, images, named) = find_state(&*directory, &*superblock_file, &*journal_file, &mut notes)?;
-    if superblock.checkpoint == 0 && superblock.map_length == 0 {
-        superblock.map_length =
+    if superblock.checkpoint == 0 && superblock.record.map_length == 0 {
+        superblock.record.map_length =
             files[PageFile::Map as usize].len().during(|| "measuring map".into())? / BLOCK_SIZE as u64;
     }
     take_images_home(&mut superblock, &images, named, &files, &mut notes)?;
@@ -56,7 +56,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     if length < superblock.journal_size {
         notes.push(format!("the journal has {length} bytes and should have {}", superblock.journal_size));
     }
-    let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
+    let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.record.tail);
     journal.mend();
     journal.pass_over_unreadable();
     let found = survey(&journal, superblock.incarnation)?;
@@ -64,18 +64,18 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     if let Some(checkpoint) = &found.checkpoint {
         // Version 1 kept the images in the ring.
         let mut pages = Vec::new();
-        collect_images(&journal, superblock.tail, checkpoint, &mut pages)?;
+        collect_images(&journal, superblock.record.tail, checkpoint, &mut pages)?;
         write_home(&files, &pages)?;
-        checkpoint.record().update(&mut superblock);
+        superblock.record = checkpoint.record();
     }
     // A truncated journal has lost appends, because all of them lie after the tail.
     let behind = found.beyond.is_some() || ends_unread || length < superblock.journal_size && !superblock.clean;
 
     let mut pages = Pages::new(files.clone(), METADATA_CACHE);
     pages.set_mender(Some(Arc::new(Mender::new(images.index(superblock.checkpoint)))));
-    let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
-    let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
-    let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
+    let map = Space::open(SpaceKind::Map, superblock.record.map_regions, superblock.record.map_length, &mut pages)?;
+    let data = Space::open(SpaceKind::Data, superblock.record.data_regions, 0, &mut pages)?;
+    let catalog = Catalog::open(&mut pages, superblock.record.catalog_slots, superblock.record.next_id)?;
     notes.extend(catalog.lost().values().cloned());
     let mut beyond = Beyond::default();
     if behind {
@@ -100,12 +100,12 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
         found_first: Report::default(),
         owner: None,
     })?;
-    let mut left_out = LeftOut::new(Tolerance::Everything, superblock.next_id);
+    let mut left_out = LeftOut::new(Tolerance::Everything, superblock.record.next_id);
     let unproven = renew(&engine, &mut notes)?;
-    if !superblock.clean || found.end != superblock.tail {
+    if !superblock.clean || found.end != superblock.record.tail {
         complete_data_files(&engine)?;
         engine.log.settle_nothing();
-        let replayed = engine.replay(superblock.tail, superblock.ordered, found.end, &mut left_out)?;
+        let replayed = engine.replay(superblock.record.tail, superblock.record.ordered, found.end, &mut left_out)?;
         engine.put_payload_home(&replayed.doubts)?;
         seal(&engine, &mut left_out);
     }
@@ -114,7 +114,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
         left_out.entry(disk).or_default().extend(ranges);
     }
     // Objects from lost pages of the catalog have the state of the last checkpoint: their later changes are missing.
-    if found.end != superblock.tail {
+    if found.end != superblock.record.tail {
         unproven.iter().for_each(|id| note_changes(&engine, *id, &superblock, found.end, &mut left_out));
     }
     Ok(Salvage { engine, notes, left_out, unproven, behind, outdated: beyond.blocks })
@@ -200,7 +200,7 @@ fn take_images_home(
         }
         Err(error) => return Err(error),
     };
-    head.record.update(superblock);
+    superblock.record = head.record;
     superblock.checkpoint = head.number;
     superblock.incarnation = superblock.incarnation.max(head.incarnation);
     superblock.images = None;
@@ -297,7 +297,7 @@ fn note_changes(
     end: Place,
     ranges: &mut std::collections::BTreeMap<u64, Vec<Range<u64>>>,
 ) {
-    let mut place = superblock.tail;
+    let mut place = superblock.record.tail;
     while place != end {
         let Ok(Some(batch)) = engine.log.lock().read(place) else { return };
         let mut reader = Reader::new(&batch.body);

@@ -24,12 +24,10 @@ use super::prints::KEPT_REFERENCES_MAX;
 use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::engine::Meta;
-use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
-use crate::engine::packing::{Tree, Unsettled};
-use crate::journal::PACK_OBJECTS_MAX;
+use crate::engine::metadata::Effects;
+use crate::engine::packing::{PlannedLeaves, Tree, Unsettled};
 use crate::space::Run;
 use crate::tree::{self, Mapping, Share};
-use rustc_hash::FxHashSet;
 
 /// What is shared.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -149,20 +147,20 @@ impl Meta {
     fn objects_of_duplicates(&mut self, object: u64, share: &Share, mut left: Vec<u32>) -> Result<Option<Vec<u64>>> {
         let range = share.logical..share.logical + share.blocks;
         let trees = self.trees(object);
-        let mut any_shared = false;
-        let (mut seen, mut leaves, mut objects) = (FxHashSet::default(), Vec::new(), Vec::new());
+        let mut leaves = PlannedLeaves::default();
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         let mut missing = None;
         for (number, Tree { object, root, thick }) in trees.into_iter().enumerate() {
             // Another tree maps the duplicates at these logical blocks only if it shares one of the known leaves, and
             // matters only if it is thick.
-            if left.iter().all(|left| *left == 0) && !(thick && any_shared) {
+            if left.iter().all(|left| *left == 0) && !(thick && leaves.any_shared()) {
                 continue;
             }
-            let (mut position, mut maps) = (range.start, false);
+            let mut position = range.start;
             while position < range.end {
                 let Some(leaf) = nodes.leaf_of(root, position..range.end, number, &mut missing)? else { break };
+                let new = !leaves.contains(leaf.id);
                 let mut maps_here = false;
                 for at in duplicates_in(&leaf.mappings, share) {
                     if thick {
@@ -170,36 +168,19 @@ impl Meta {
                     }
                     maps_here = true;
                     let left = &mut left[at as usize];
-                    *left = left.saturating_sub(u32::from(!seen.contains(&leaf.id)));
+                    *left = left.saturating_sub(u32::from(new));
                 }
-                if maps_here && seen.insert(leaf.id) {
-                    any_shared |= leaf.shared;
-                    leaves.push((leaf.id, leaf.shared));
-                    maps = true;
+                if maps_here && new {
+                    leaves.add(object, &leaf);
                 }
                 position = leaf.upper;
-            }
-            if maps {
-                objects.push(object);
             }
         }
         if let Some(error) = missing {
             return Err(error);
         }
-        // The cost of the operation counts two leaves of each tree.
-        if objects.is_empty() || objects.len() > PACK_OBJECTS_MAX || leaves.len() > 2 * objects.len() {
-            return Ok(None);
-        }
-        let mut splits = 0;
-        for (leaf, shared) in leaves {
-            if !tree::share_fits(&mut nodes, leaf, share)? {
-                splits += 1;
-                if shared || splits > PACK_SPLITS_MAX {
-                    return Ok(None);
-                }
-            }
-        }
-        Ok(Some(objects))
+        let have_room = leaves.are_few() && leaves.have_room(|leaf| tree::share_fits(&mut nodes, leaf, share))?;
+        Ok(have_room.then(|| leaves.into_objects()).filter(|objects| !objects.is_empty()))
     }
 
     /// Whether a thick disk maps one of the kept blocks at its logical block. `several` says whether any of them has

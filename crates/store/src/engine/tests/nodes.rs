@@ -266,7 +266,7 @@ fn nodes_reserved_since_the_checkpoint_are_found_after_a_crash_on_a_full_file_sy
     let engine = Engine::open(disk.directory(), options).unwrap();
     engine.reserve_images(8000).unwrap();
     engine.checkpoint().unwrap();
-    let durable = engine.log.lock().superblock().map_length;
+    let durable = engine.log.lock().superblock().record.map_length;
     let head = engine.head(id);
     for i in 0.. {
         // The snapshot makes writes copy leaves.
@@ -280,7 +280,7 @@ fn nodes_reserved_since_the_checkpoint_are_found_after_a_crash_on_a_full_file_sy
             break;
         }
     }
-    assert_eq!(engine.log.lock().superblock().map_length, durable);
+    assert_eq!(engine.log.lock().superblock().record.map_length, durable);
     drop(engine);
     let disk = disk.crash();
     fill_up(&disk);
