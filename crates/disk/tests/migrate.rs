@@ -303,9 +303,16 @@ fn a_disk_moves_to_another_datastore_and_back() {
     drop(client);
     datastore.close().unwrap();
     drop(datastore);
-    // The thread that watches the migrated clients notices within this time that all have disconnected.
-    std::thread::sleep(Duration::from_millis(500));
-    let other = open(&there);
+    // The thread that watches the migrated clients keeps the datastore open until it notices that all have disconnected.
+    let begun = std::time::Instant::now();
+    let other = loop {
+        match Datastore::open(&there, testbed::options(QueueChoice::Threads)) {
+            Err(error) if error.kind() == ErrorKind::Busy && begun.elapsed() < Duration::from_secs(60) => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            opened => break opened.unwrap(),
+        }
+    };
     check(&other, "a", &model, "there");
     other.migrate_away("a", &options(FORMATS[0]), &here, &NoProgress).unwrap();
     other.close().unwrap();
@@ -465,7 +472,7 @@ fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
     let before = contents(head.parent().unwrap());
     let path = folder.path().join("ds");
     let mut datastore = made(&path);
-    datastore.import("web", &import(&head, ImportMode::Live, 4 << 20), &NoProgress).unwrap();
+    datastore.import("web", &import(&head, ImportMode::Live, 1 << 20), &NoProgress).unwrap();
     let mut random = Random(8);
     for round in 0..3 {
         datastore.start_imports();

@@ -14,6 +14,7 @@ pub mod neighbour;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
+pub mod reduction;
 pub mod remote;
 pub mod scattered;
 mod slices;
@@ -81,6 +82,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Grains => grains::measure(setting),
         Study::PeersChain => peers_chain::measure(setting),
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
+        Study::Reduction => reduction::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
         Study::VmLinked => vm_linked::measure(setting),

@@ -57,6 +57,8 @@ pub enum Study {
     PeersChain,
     /// Wiping and shrinking a half-empty SEsparse disk under load
     ReclaimSesparse,
+    /// Reduction by deduplication and compression against the content that fio generated
+    Reduction,
     /// Consolidating a chain under random writes
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes
@@ -77,7 +79,7 @@ pub enum Study {
 
 impl Study {
     /// Every study, in the order in which `all` runs them.
-    pub const EACH: [Study; 22] = [
+    pub const EACH: [Study; 23] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -94,6 +96,7 @@ impl Study {
         Study::Grains,
         Study::PeersChain,
         Study::ReclaimSesparse,
+        Study::Reduction,
         Study::Consolidate,
         Study::Migrate,
         Study::VmLinked,
@@ -121,6 +124,7 @@ impl Study {
             Study::Grains => "grains",
             Study::PeersChain => "peers-chain",
             Study::ReclaimSesparse => "reclaim-sesparse",
+            Study::Reduction => "reduction",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",

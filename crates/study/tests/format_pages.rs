@@ -63,13 +63,21 @@ const ITEMS: &[Item] = &[
         SUPERBLOCK,
         &[
             ("journal_size", "size of the journal"),
+            ("record", "record of the checkpoint"),
+            ("created", "creation time"),
+            ("clean", "closed cleanly"),
+        ],
+    ),
+    item(
+        "crates/store/src/engine/log/record.rs",
+        "CheckpointRecord",
+        SUPERBLOCK,
+        &[
             ("data_regions", "regions of the data"),
             ("map_regions", "regions of the map"),
             ("map_length", "length of the map"),
             ("catalog_slots", "slots of the catalog"),
             ("next_id", "next object id"),
-            ("created", "creation time"),
-            ("clean", "closed cleanly"),
         ],
     ),
     item(

@@ -80,13 +80,25 @@ fn listening(folder: &Path) -> (Child, u16) {
             ended = child.try_wait().unwrap().is_some();
             ended || TcpStream::connect(("127.0.0.1", port)).is_ok()
         });
-        // A server that ended has left the port to the process that listens there.
-        std::thread::sleep(Duration::from_millis(10));
-        if !ended && child.try_wait().unwrap().is_none() {
+        if !ended && listens(&child, port) {
             return (child, port);
         }
+        let _ = child.kill();
+        child.wait().unwrap();
     }
     panic!("the S3 server does not start");
+}
+
+/// Whether it is this process that listens on a port of the loopback address. Another one may have got the port.
+fn listens(child: &Child, port: u16) -> bool {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    // State 0A is LISTEN; the tenth column is the socket's inode.
+    let address = format!("0100007F:{port:04X}");
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut listening = rows.filter(|row| row.len() > 9 && row[1] == address && row[3] == "0A");
+    let Some(socket) = listening.next().map(|row| format!("socket:[{}]", row[9])) else { return false };
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{}/fd", child.id())) else { return false };
+    descriptors.flatten().any(|entry| std::fs::read_link(entry.path()).is_ok_and(|to| to == Path::new(&socket)))
 }
 
 impl S3 {

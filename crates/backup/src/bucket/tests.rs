@@ -471,6 +471,9 @@ fn a_writer_that_may_have_lost_the_lock_changes_nothing() {
     // An upload is not repeated after the lock may have been lost meanwhile.
     let bucket = timed(&server, Timing { valid: Duration::from_secs(2), ..QUICK });
     let lock = bucket.lock().unwrap().unwrap();
+    // From a renewal on, the whole time is left for the upload.
+    let serial = held(&bucket).serial;
+    testkit::process::until("the lock is renewed", || held(&bucket).serial > serial);
     server.rule(|head| match (head.starts_with("put "), head.contains("/lock ")) {
         (true, true) => Fault::status(500),
         (true, false) => {

@@ -406,7 +406,8 @@ fn replies_arrive_although_the_client_still_sends_at_the_end() {
         // After a pause, the client sends bytes after the end of the protocol, as it does with the close notification
         // of TLS.
         std::thread::sleep(MOMENT);
-        client.write_all(&[b'e'; 64]).unwrap();
+        // The server may have closed the connection already.
+        let _ = client.write_all(&[b'e'; 64]);
         std::thread::sleep(MOMENT);
         assert_eq!(rest(&mut client), "eee");
         drop(client);

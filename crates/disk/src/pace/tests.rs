@@ -86,7 +86,7 @@ fn the_rate_is_not_raised_while_work_stays_below_it() {
 
 #[test]
 fn background_operations_share_the_rate_and_requests_are_timed_only_meanwhile() {
-    let foreground = Arc::new(Foreground::new(TARGET_DEFAULT));
+    let foreground = Arc::new(Foreground::new(Duration::from_secs(3600)));
     assert!(foreground.arrived().is_none());
     let work = [Background::new(&NoProgress, &foreground), Background::new(&NoProgress, &foreground)];
     assert!(foreground.arrived().is_none(), "no background work has queried its rate");

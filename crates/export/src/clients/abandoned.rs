@@ -95,11 +95,6 @@ impl Sharing {
         }
     }
 
-    /// Whether the client has closed the connection.
-    pub fn is_closed(&self) -> bool {
-        Connection::are_closed(self.own.connection.as_deref().into_iter()) == [true]
-    }
-
     /// Called when the session carries out no changes any more.
     pub fn end(&self) {
         self.own.changes.store(false, Ordering::SeqCst);

@@ -7,7 +7,7 @@
 //! read and send. Invariants:
 //!
 //! 1. Memory is bounded: no request is accepted while the session has no room for it, counting replies that are not
-//!    sent. No requests are received from a client that does not read its replies.
+//!    sent. From a client that does not read its replies, only the payload of an accepted write is received.
 //! 2. A `FLUSH` is answered when a device flush that began after the `FLUSH` arrived has completed. So the flush covers
 //!    every write that was answered before. All flushes that arrived together share one device flush. If the client has
 //!    several requests under way, the others are served during the flush.
@@ -23,6 +23,8 @@
 //!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
 //!    payload is longer than [`PAYLOAD_BYTES_MAX`].
 
+mod socket;
+
 use super::Terms;
 use super::inbox::Inbox;
 use super::limits::*;
@@ -33,13 +35,11 @@ use super::status::{self, Context, Extent};
 use crate::clients::abandoned::{Sharing, Turn};
 use crate::exports::Exports;
 use crate::session::{Completion, Operation, Payload, Reply, Session};
-use connections::transport::{Transport, Wait, peer_has_gone, wait_for};
+use connections::transport::{Transport, Wait, peer_has_gone};
 use disk::device::Device;
-use error::{Error, ErrorKind, IoContext, Result};
-use std::io::{self, IoSliceMut};
+use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// The reply to a change that the client may have repeated on another connection.
 const GONE: Refusal =
@@ -217,11 +217,6 @@ impl Transmission<'_> {
 
     /// Ends the wait of writes for space if the session ends.
     fn end_waiting(&mut self) {
-        // Other sessions would wait for a payload of which the rest is never received.
-        let is_closed = || self.sharing.as_ref().is_some_and(Sharing::is_closed);
-        if self.marked && !self.ended && !self.is_wanting() && is_closed() {
-            self.ended = true;
-        }
         if self.session.waiting_for_space() == 0 {
             return;
         }
@@ -236,9 +231,11 @@ impl Transmission<'_> {
         }
     }
 
-    /// Whether more input should be received.
+    /// Whether more input should be received. The payload of an accepted write is always received: its memory is
+    /// counted already, and other sessions of the export may wait for the end of the write.
     fn is_wanting(&self) -> bool {
-        !self.ended && !self.stalled && self.has_room()
+        let in_payload = matches!(self.incoming, Incoming::Payload { .. });
+        !self.ended && !self.stalled && (in_payload || self.has_room())
     }
 
     /// Whether another request can be accepted.
@@ -517,110 +514,5 @@ impl Transmission<'_> {
             }
         }
         self.outbox.status(head, chunks);
-    }
-
-    /// Sends what the socket accepts without blocking; true if everything is sent.
-    fn send(&mut self) -> Result<bool> {
-        let Self { outbox, session, transport, .. } = self;
-        while !outbox.is_empty() {
-            match transport.send(&outbox.gather()) {
-                Ok(bytes) => outbox.advance(bytes, &mut |plan| session.recycle(plan)),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) => return Err(Error::io("sending to the client", error)),
-            }
-        }
-        transport.flush().during(|| "sending to the client".to_owned())
-    }
-
-    fn receive_if(&mut self, wanting: bool) -> Result<()> {
-        if wanting { self.receive(Wait::No).map(|_| ()) } else { Ok(()) }
-    }
-
-    /// Receives once: the rest of the current payload, and the bytes after it into the inbox. False if no bytes were
-    /// available.
-    fn receive(&mut self, wait: Wait) -> Result<bool> {
-        let received = match &mut self.incoming {
-            Incoming::Payload { payload, filled, .. } => {
-                let rest = &mut payload.bytes_mut()[*filled..];
-                let room = rest.len();
-                let received = if wait == Wait::All {
-                    self.transport.receive(&mut [IoSliceMut::new(rest)], wait)
-                } else {
-                    let inbox = self.inbox.space(self.streaming);
-                    self.transport.receive(&mut [IoSliceMut::new(rest), IoSliceMut::new(inbox)], wait)
-                };
-                if let Ok(bytes) = received {
-                    let part = bytes.min(room);
-                    *filled += part;
-                    self.inbox.received(bytes - part);
-                }
-                received
-            }
-            _ => {
-                let inbox = self.inbox.space(self.streaming);
-                let received = self.transport.receive(&mut [IoSliceMut::new(inbox)], wait);
-                if let Ok(bytes) = received {
-                    self.inbox.received(bytes);
-                }
-                received
-            }
-        };
-        match received {
-            Ok(0) => self.peer_closed().map(|()| true),
-            Ok(_) => {
-                self.session.note_arrival();
-                Ok(true)
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(error) => Err(Error::io("receiving from the client", error)),
-        }
-    }
-
-    fn peer_closed(&mut self) -> Result<()> {
-        self.ended = true;
-        let between_requests = matches!(self.incoming, Incoming::Head) && self.inbox.available().is_empty();
-        if !between_requests && !self.stop.load(Ordering::Relaxed) {
-            tracing::info!("the client closed the connection in the middle of a request; the request has no effect");
-        }
-        Ok(())
-    }
-
-    fn await_socket(&mut self, wanting: bool, timeout: Duration) -> Result<bool> {
-        if wanting && self.transport.has_input() {
-            return Ok(true);
-        }
-        wait_for(self.transport, wanting, true, Some(timeout)).during(|| "waiting for the client".to_owned())
-    }
-
-    /// Polls for completions and new requests, for as long as polling has recently succeeded; true if there were any.
-    fn poll(&mut self, wanting: bool) -> Result<bool> {
-        let polling = self.session.take_polling();
-        let found = polling.poll(|| {
-            let looked = self.session.look();
-            let received = match &looked {
-                Ok(_) if wanting => self.receive(Wait::No),
-                _ => Ok(false),
-            };
-            match (looked, received) {
-                (Err(error), _) | (_, Err(error)) => Some(Err(error)),
-                (Ok(_), Ok(received)) => (received || self.session.has_completed()).then_some(Ok(true)),
-            }
-        });
-        self.session.put_polling(polling);
-        found.unwrap_or(Ok(false))
-    }
-
-    /// Waits for completions and for the socket; true if the socket may have input to receive.
-    fn await_completions(&mut self, wanting: bool) -> Result<bool> {
-        if wanting && self.transport.has_input() {
-            self.session.look()?;
-            return Ok(true);
-        }
-        self.wait(wanting)
-    }
-
-    fn wait(&mut self, wanting: bool) -> Result<bool> {
-        let socket = if wanting { self.transport.descriptor() } else { None };
-        self.session.wait(socket)
     }
 }

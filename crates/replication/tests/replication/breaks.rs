@@ -74,8 +74,8 @@ fn received_data_survives_restarts_of_both_sides() {
     let total = 24 << 20;
     let receiver = there.receiver(&keys);
     let mut slow = options(&keys, 2);
-    slow.rate = 12 << 20;
-    let until = Until { bytes: total / 3, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    slow.rate = 4 << 20;
+    let until = Until { bytes: total / 12, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
     let error = send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
     drop(receiver);
@@ -111,7 +111,7 @@ fn received_data_survives_restarts_of_both_sides() {
 fn begin(keys: &Keys, here: &Site, there: &Site) {
     let receiver = there.receiver(keys);
     let mut slow = options(keys, 2);
-    slow.rate = 8 << 20;
+    slow.rate = 2 << 20;
     let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
     send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
 }

@@ -265,12 +265,12 @@ mod tests {
     fn a_qemu_that_does_not_answer_is_queried_again() {
         let folder = tempfile::tempdir().unwrap();
         let mark = folder.path().join("tried").display().to_string();
-        let lines = format!("[ -e {mark} ] || {{ touch {mark}; exec sleep 1000; }}\nexec qemu-system-x86_64 \"$@\"");
+        let lines = format!("[ -e {mark} ] || {{ : >{mark}; exec sleep 1000; }}\nexec qemu-system-x86_64 \"$@\"");
         let program = program(folder.path(), &lines);
         let run = folder.path().join("run");
-        let patience = [Duration::from_secs(1), PATIENCE[1]];
+        let patience = [Duration::from_secs(3), PATIENCE[1]];
         let error = Features::query(&program, &run, patience[0]).unwrap_err();
-        assert!(error.to_string().contains("did not listen within 1s"), "{error}");
+        assert!(error.to_string().contains("did not listen within 3s"), "{error}");
         std::fs::remove_file(&mark).unwrap();
         let features = Features::detect_within(&program, &run, patience).unwrap();
         assert_eq!(features.program, program);

@@ -70,15 +70,19 @@ fn a_renewal_counts_from_its_first_attempt() {
     // A renewal lasts so long, and then there is no other one.
     let bucket = timed(&server, Timing { valid: Duration::from_secs(1), ..QUICK });
     let lock = bucket.lock().unwrap().unwrap();
-    let mut puts = 0;
+    let (mut puts, delayed) = (0, Arc::new(AtomicBool::new(false)));
+    let seen = delayed.clone();
     server.rule(move |head| {
         puts += usize::from(is_put_of_lock(head));
+        seen.fetch_or(puts == 1, Ordering::Relaxed);
         match is_put_of_lock(head) {
             true if puts == 1 => Fault::Wait(Duration::from_millis(1500)),
             true => Fault::status(500),
             false => Fault::None,
         }
     });
+    // A renewal that began before the rule has arrived before the delayed one begins.
+    testkit::process::until("a renewal is delayed", || delayed.load(Ordering::Relaxed));
     let serial = held(&bucket).serial;
     testkit::process::until("it is renewed", || held(&bucket).serial > serial);
     std::thread::sleep(Duration::from_millis(300));

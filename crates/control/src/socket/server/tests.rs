@@ -168,11 +168,13 @@ fn a_disconnect_cancels_the_requests_of_the_client() {
 fn stopping_cancels_slow_requests_and_reports_that() {
     let mut world = World::new();
     let mut client = world.client();
-    let worker = thread::spawn(move || client.ask(detach(), &Notes::default()));
-    while world.server.as_ref().unwrap().0.connections() == 0 {
+    let notes = Arc::new(Notes::default());
+    let seen = Arc::clone(&notes);
+    let worker = thread::spawn(move || client.ask(detach(), &*seen));
+    // A request that has not begun would get no reply.
+    while notes.progress.load(Ordering::Relaxed) == 0 {
         thread::sleep(Duration::from_millis(1));
     }
-    thread::sleep(Duration::from_millis(50));
     world.stop();
     assert_eq!(worker.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
 }
@@ -263,6 +265,10 @@ fn random_bytes_of_one_client_do_not_affect_others() {
         let mut stream = world.stream();
         let _ = stream.write_all(&bytes);
         let _ = stream.write_all(b"\n");
+    }
+    // Until their threads have ended, the connections count.
+    while world.server.as_ref().unwrap().0.connections() > 0 {
+        thread::sleep(Duration::from_millis(1));
     }
     assert!(world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok());
     world.stop();
