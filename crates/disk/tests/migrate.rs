@@ -303,7 +303,7 @@ fn a_disk_moves_to_another_datastore_and_back() {
     drop(client);
     datastore.close().unwrap();
     drop(datastore);
-    // The thread that watches the migrated clients keeps the datastore open until it notices that all have disconnected.
+    // The thread that watches the migrated clients keeps the datastore open until it notices that they have left.
     let begun = std::time::Instant::now();
     let other = loop {
         match Datastore::open(&there, testbed::options(QueueChoice::Threads)) {

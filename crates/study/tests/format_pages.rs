@@ -63,7 +63,6 @@ const ITEMS: &[Item] = &[
         SUPERBLOCK,
         &[
             ("journal_size", "size of the journal"),
-            ("record", "record of the checkpoint"),
             ("created", "creation time"),
             ("clean", "closed cleanly"),
         ],
