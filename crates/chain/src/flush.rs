@@ -82,6 +82,13 @@ impl Chain {
         }
     }
 
+    /// Whether a level that is being written should be flushed soon ([`layer::Layer::is_commit_due`]).
+    pub fn is_commit_due(&self) -> bool {
+        let levels = self.levels();
+        let is_due = |level: &Level| level.layer.is_commit_due();
+        is_due(levels.top()) || levels.job.as_ref().is_some_and(|job| !job.leaves_target_out() && is_due(&job.target))
+    }
+
     fn flush_levels(&self) -> Result<()> {
         self.unflushed.begin_flush();
         self.rearranged.begin_flush();

@@ -171,7 +171,7 @@ fn a_killed_or_interrupted_backup_or_restore_continues() {
     assert!(number(&made, "resumed") > 16 << 20, "{made}");
     assert_eq!(number(&made, "data"), 80 * PIECE);
     run(&format!("backup verify {repository}")).ok();
-    let mut command = slow(&there, &format!("backup restore {repository} web --rate 20M"));
+    let mut command = slow(&there, &format!("backup restore {repository} web --rate 8M"));
     wait_until_interruptible(command.id());
     std::thread::sleep(std::time::Duration::from_millis(2500));
     send(command.id(), "INT");

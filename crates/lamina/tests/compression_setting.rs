@@ -57,6 +57,7 @@ fn a_server_compresses_cold_data_and_shows_it() {
     store.run("disk create other 16M").ok();
     let mut following = store.command("events --json").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut lines = BufReader::new(following.stdout.take().unwrap()).lines();
+    assert!(lines.next().unwrap().unwrap().contains("subscribed"));
     let mut client = Client::connect(&store.socket(), "vm").unwrap();
     let (first, second) = (content(1, 4 * MIB), content(2, 2 * MIB));
     client.write(0, &first).unwrap();

@@ -32,7 +32,7 @@ const ROOM: u64 = 16 << 20;
 /// the server must create missing ones once there is space. Until then the server may refuse writes of new blocks,
 /// because the server creates the files only at intervals.
 const STEPS: usize = 32;
-const STEPS_PATIENCE: Duration = Duration::from_secs(10);
+const STEPS_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Options of the disks, and whether all their space is allocated at creation.
 const FORMATS: [(&str, bool); 17] = [

@@ -23,7 +23,7 @@ fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
         ["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-serial", "stdio", "-monitor", "none"];
     let disk = ["-no-reboot", "-nodefaults", "-blockdev", &blockdev, "-device", "virtio-blk-pci,drive=disk0"];
     let software = ["-kernel", &kernel, "-initrd", &initrd, "-append", &line];
-    let seconds = process::PATIENCE.as_secs().to_string();
+    let seconds = testkit::machines::PATIENCE.as_secs().to_string();
     let console =
         tool("timeout", &[&[&*seconds, "qemu-system-x86_64"], &machine[..], &disk[..], &software[..]].concat());
     assert!(console.contains("guest: done"), "{phase}: {console}");

@@ -116,7 +116,7 @@ fn the_grace_ends_and_a_disconnect_request_causes_none() {
     for format in FORMATS {
         let store = Store::new();
         store.run(&format!("disk create vm1 16M --format {format}")).ok();
-        let _server = store.serve("--client-grace 3");
+        let _server = store.serve("--client-grace 10");
         tool("qemu-io", &["-f", "raw", "-c", "write 0 4k", &store.uri("vm1")]);
         until_unused(&store, "vm1");
         store.run("disk rename vm1 vm2").ok();

@@ -276,7 +276,8 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
             for writer in &mut writers {
                 scope.spawn(|| writer.work(&store, &killed));
             }
-            std::thread::sleep(Duration::from_millis(5 + random.below(250)));
+            // On a slow machine, later kills leave more time.
+            std::thread::sleep(Duration::from_millis(5 + random.below(250 << (kills / KILLS))));
             killed.store(true, Ordering::Release);
             assert_eq!(server.stop("KILL"), None);
             kills += 1;

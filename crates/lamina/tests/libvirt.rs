@@ -123,14 +123,25 @@ impl Libvirt {
         answer.map(|answer| answer["return"].clone())
     }
 
+    /// Like [`Self::agent`], repeated until the agent answers: a guest with little processor time is late for libvirt.
+    #[track_caller]
+    fn answer(&self, command: &str, arguments: &Value) -> Value {
+        let mut answer = None;
+        self.until(&format!("the agent answers to {command}"), || {
+            answer = self.agent(command, arguments);
+            answer.is_some()
+        });
+        answer.unwrap()
+    }
+
     /// Runs a line in the guest's shell; returns its output.
     #[track_caller]
     fn shell(&self, line: &str) -> String {
         let arguments = json!({ "path": "/bin/sh", "arg": ["-c", line], "capture-output": true });
-        let started = self.agent("guest-exec", &arguments).unwrap();
+        let started = self.answer("guest-exec", &arguments);
         let mut ended = Value::Null;
         self.until(&format!("'{line}' has ended"), || {
-            ended = self.agent("guest-exec-status", &json!({ "pid": started["pid"] })).unwrap();
+            ended = self.answer("guest-exec-status", &json!({ "pid": started["pid"] }));
             ended["exited"] == true
         });
         assert_eq!(ended["exitcode"], 0, "{line}: {ended}: {}", self.log());

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use testkit::mounted::{leave, make_room, on_tmpfs};
 use testkit::nbd::Client;
-use testkit::process::{Store, files, run, until};
+use testkit::process::{PATIENCE, Store, files, run, until};
 use testkit::{Random, pattern};
 
 const BLOCK: u64 = 4096;
@@ -83,7 +83,7 @@ fn a_disk_of_64_gib_serves_its_first_block_while_its_content_arrives() {
     assert!(client.read(0, PIECE as u32).unwrap() == pattern::bytes(1, PIECE as usize));
     let first = begun.elapsed();
     // The bar for a release build is 1 s; a busy machine and a debug build get some more.
-    assert!(first < Duration::from_secs(15), "the first read took {first:?}");
+    assert!(first < PATIENCE, "the first read took {first:?}");
     assert_eq!((&made["served"], &made["known"], &made["unprotected"]), (&true.into(), &false.into(), &Value::Null));
     for offset in far {
         assert!(client.read(offset, PIECE as u32).unwrap() == pattern::bytes(1 + offset / PIECE, PIECE as usize));
@@ -171,7 +171,7 @@ fn a_server_that_is_killed_anywhere_in_an_arrival_leaves_a_disk_that_becomes_com
     let at = repository.display();
     let mut server = there.serve("");
     let mut within = 0;
-    for (round, (percent, rate)) in [(1, "--rate 40M"), (50, "--rate 40M"), (99, ""), (100, "")].into_iter().enumerate()
+    for (round, (percent, rate)) in [(1, "--rate 10M"), (50, "--rate 10M"), (99, ""), (100, "")].into_iter().enumerate()
     {
         let disk = format!("vm{round}");
         there.run(&format!("backup restore {at} {disk} --backup web --live {rate}")).ok();
@@ -214,8 +214,9 @@ fn on_full(folder: &Path) {
     until("the file system is full", || failed(&there));
     let error = copies(&there)[0]["error"].to_string();
     assert!(error.contains("no space left"), "{error}");
-    let live = show(&there, "web")["image"]["live"].clone();
-    assert!(live["error"].as_str().is_some_and(|error| error.contains("no space left")), "{live}");
+    // The job ends before the disk shows its error.
+    let shown = || show(&there, "web")["image"]["live"]["error"].to_string();
+    until("the disk shows the error", || shown().contains("no space left"));
     assert!(there.run("disk show web").ok().contains("failed, and is tried again"));
     // Clients read all content, and overwrite what has arrived.
     assert!(there.content("web") == expected);

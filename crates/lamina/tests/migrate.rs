@@ -259,7 +259,7 @@ fn a_client_is_served_during_a_migration_and_ctrl_c_cancels_it() {
         model.step(&mut client).unwrap();
     }
     // While a disk is migrated, other operations on it are refused with the reason, and Ctrl-C cancels the migration.
-    let mut command = store.command("disk migrate a -d native --rate 500K");
+    let mut command = store.command("disk migrate a -d native --rate 100K");
     let migration = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     process::until("it has begun", || process::files(&store.path()).iter().any(|name| name.starts_with(RECORD)));
     store.run("snapshot create a@x").fails(4, "migrated");
@@ -332,7 +332,7 @@ fn no_request_waits_for_the_copy_of_a_migration() {
                 (times.len(), *times.last().unwrap(), times[times.len() / 2])
             });
             let begun = Instant::now();
-            store.run(&format!("disk migrate a -d {wanted}")).ok();
+            store.run(&format!("disk migrate a -d {wanted} --rate 16M")).ok();
             let whole = begun.elapsed();
             stop.store(true, Ordering::Relaxed);
             let (requests, worst, median) = writer.join().unwrap();
@@ -345,7 +345,8 @@ fn no_request_waits_for_the_copy_of_a_migration() {
             median.as_secs_f64() * 1e3,
             worst.as_secs_f64() * 1e3
         );
-        assert!(worst < Duration::from_secs(1), "{worst:?}");
+        // A loaded machine delays requests too, but not for the time of the copy.
+        assert!(worst < whole / 2, "{worst:?} of {whole:?}");
     }
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();

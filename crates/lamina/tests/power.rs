@@ -115,11 +115,11 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
             }
         }
     }
-    tally.cut += u64::from(medium.is_off());
     drop(clients);
     server.kill();
     drop(server);
     medium.unmount();
+    tally.cut += u64::from(medium.is_off());
     let changes = medium.restore_power();
     if after == u64::MAX {
         tally.changes = changes;

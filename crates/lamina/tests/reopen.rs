@@ -4,8 +4,9 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
+use std::process::Command;
 use testkit::nbd::{Client, EIO, Failure};
-use testkit::process::{Store, tool};
+use testkit::process::{Store, tool, until};
 use testkit::{mounted, pattern};
 
 const BLOCK: u64 = 4096;
@@ -31,7 +32,10 @@ fn stops_and_goes_on(medium: &Path, trigger: &Path) {
         std::fs::create_dir(&beneath).unwrap();
         tool("mount", &["--bind", beneath.to_str().unwrap(), images.to_str().unwrap()]);
         goes_on(&store, format, trigger);
-        tool("umount", &[images.to_str().unwrap()]);
+        // The kernel may still be closing the files of the killed server.
+        until("the images are unmounted", || {
+            Command::new("umount").arg(&images).output().is_ok_and(|output| output.status.success())
+        });
     }
 }
 

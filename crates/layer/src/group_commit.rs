@@ -22,6 +22,8 @@ pub(crate) struct GroupCommit<T> {
     /// The number of the last complete commit.
     completed: AtomicU64,
     stopped: AtomicBool,
+    /// Whether many changes wait for a commit.
+    due: AtomicBool,
     held: Mutex<T>,
 }
 
@@ -38,8 +40,8 @@ pub(crate) struct Turn<'a, T> {
 
 impl<T> GroupCommit<T> {
     pub(crate) fn new(held: T) -> Self {
-        let (begun, completed, stopped) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
-        Self { begun, completed, stopped, held: Mutex::new(held) }
+        let (begun, completed) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { begun, completed, stopped: AtomicBool::new(false), due: AtomicBool::new(false), held: Mutex::new(held) }
     }
 
     /// Returns a call for all changes made so far.
@@ -59,9 +61,16 @@ impl<T> GroupCommit<T> {
         Turn { commits: self, held: self.held.lock(), number: 0 }
     }
 
-    /// Returns the turn if no commit is under way.
-    pub(crate) fn try_turn(&self) -> Option<Turn<'_, T>> {
-        self.held.try_lock().map(|held| Turn { commits: self, held, number: 0 })
+    /// Called when so many changes wait that a commit should begin soon ([`crate::Layer::is_commit_due`]).
+    pub(crate) fn note_due(&self) {
+        if !self.is_due() {
+            self.due.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether many changes wait, and no commit has begun since this was noted.
+    pub(crate) fn is_due(&self) -> bool {
+        self.due.load(Ordering::Relaxed)
     }
 
     /// Stops the image after an I/O failure: no further change or commit begins.
@@ -103,6 +112,7 @@ impl<T> GroupCommit<T> {
 impl<T> Turn<'_, T> {
     /// Begins a commit, which serves all earlier calls and no later one.
     pub(crate) fn begin(&mut self) {
+        self.commits.due.store(false, Ordering::Relaxed);
         self.number = self.commits.begun.fetch_add(1, Ordering::SeqCst) + 1;
     }
 

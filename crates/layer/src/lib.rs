@@ -240,6 +240,12 @@ pub trait Layer: Send + Sync {
         Ok(())
     }
 
+    /// Whether so many changes wait that the layer should be flushed soon, by a thread for which no request waits. If
+    /// that does not happen, a later write makes the changes durable, and takes as long as the device needs for that.
+    fn is_commit_due(&self) -> bool {
+        false
+    }
+
     /// True after a failure that leaves unknown which recent changes are on the device. The layer then refuses changes
     /// until it is opened again.
     fn has_stopped(&self) -> bool {

@@ -231,6 +231,10 @@ pub struct Settings {
     /// snapshots: how many to take under load [default: 300, quick 100]
     #[arg(long, global = true)]
     pub snapshots: Option<u32>,
+    /// snapshots, consolidate, migrate: the rate of the load, in percent of the possible rate, which is measured first
+    /// [default: 100, without a measurement]
+    #[arg(long, global = true, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub load: Option<u32>,
     /// clones: how many [default: 10000, quick 1000]
     #[arg(long, global = true)]
     pub clones: Option<u32>,
@@ -272,6 +276,8 @@ pub struct Plan {
     pub depths: Vec<u32>,
     /// Number of snapshots taken under load.
     pub snapshots: u32,
+    /// The rate of the load in percent of the possible rate.
+    pub load: u32,
     /// Number of linked clones.
     pub clones: u32,
     /// Blocks of the disk of 16 TiB.
@@ -318,6 +324,7 @@ impl Settings {
             merge: self.merge,
             depths,
             snapshots: self.snapshots.unwrap_or(pick(300, 100)).clamp(10, 100_000),
+            load: self.load.unwrap_or(100),
             clones: self.clones.unwrap_or(pick(10_000, 1_000)).clamp(1, 1_000_000),
             blocks: self.blocks.unwrap_or(pick(2_000_000, 200_000)).clamp(1_000, 100_000_000),
         })

@@ -61,11 +61,7 @@ const ITEMS: &[Item] = &[
         "crates/store/src/engine/log/superblock.rs",
         "Superblock",
         SUPERBLOCK,
-        &[
-            ("journal_size", "size of the journal"),
-            ("created", "creation time"),
-            ("clean", "closed cleanly"),
-        ],
+        &[("journal_size", "size of the journal"), ("created", "creation time"), ("clean", "closed cleanly")],
     ),
     item(
         "crates/store/src/engine/log/record.rs",

@@ -1,5 +1,6 @@
 //! A served datastore with machines that have nothing to boot.
 
+use crate::machines::unless_busy;
 use crate::nbd::Client;
 use crate::pattern;
 use crate::process::{Done, Serving, Store, output};
@@ -44,7 +45,7 @@ impl Fleet {
 
     /// All machines by name, as `list` reports them.
     pub fn list(&self) -> BTreeMap<String, Value> {
-        let list = self.run("list --json").json();
+        let list = unless_busy(|| self.run("list --json").json());
         let machines = list["machines"].as_array().unwrap().iter();
         machines.map(|one| (one["name"].as_str().unwrap().to_owned(), one.clone())).collect()
     }
@@ -58,7 +59,7 @@ impl Fleet {
     }
 
     pub fn show(&self, name: &str) -> Value {
-        self.run(&format!("show {name} --json")).json()
+        unless_busy(|| self.run(&format!("show {name} --json")).json())
     }
 
     /// All disks of the datastore.

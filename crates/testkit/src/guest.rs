@@ -1,8 +1,8 @@
 //! A Linux guest in QEMU on one disk. `scripts/guest` builds the guest. A phase of `crates/lamina/tests/guest/init` is
 //! the guest's part of a test.
 
-use crate::machines::KERNEL_LINE;
-use crate::process::{PATIENCE, until, wait};
+use crate::machines::{KERNEL_LINE, PATIENCE};
+use crate::process::{until, wait_within};
 use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -68,7 +68,7 @@ impl Guest {
 
     /// Waits until the guest has completed its phase without errors of its disk; returns its console output.
     pub fn end(mut self, line: &str) -> String {
-        let code = wait(&mut self.child);
+        let code = wait_within(&mut self.child, PATIENCE);
         assert_eq!(code, Some(0), "{line}: {}", self.console());
         until("all of the console is read", || Arc::strong_count(&self.console) == 1);
         let console = self.console();

@@ -133,7 +133,7 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
         nbdfuse $FOLDER/medium/disk [ nbdkit --exit-with-parent --filter=error memory 128M \
             error-pwrite=EIO error-pwrite-rate=100% error-pwrite-file=$FOLDER/trigger ] & \
         medium=$!; \
-        for i in $(seq 200); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \
+        for i in $(seq 1200); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \
         mke2fs -q -t ext4 -O ^has_journal $FOLDER/medium/disk; \
         mount -o loop $FOLDER/medium/disk $FOLDER/mounted; \
         set +e; \"$0\" --exact \"$TEST\" --nocapture; status=$?; \

@@ -277,12 +277,17 @@ pub fn send(pid: u32, signal: &str) {
 
 /// Waits for the end of a process; returns its exit code.
 pub fn wait(child: &mut Child) -> Option<i32> {
+    wait_within(child, PATIENCE)
+}
+
+/// Like [`wait`], with a limit.
+pub fn wait_within(child: &mut Child, limit: Duration) -> Option<i32> {
     let begin = Instant::now();
     loop {
         if let Some(status) = child.try_wait().unwrap() {
             return status.code();
         }
-        assert!(begin.elapsed() < PATIENCE, "process {} does not end", child.id());
+        assert!(begin.elapsed() < limit, "process {} does not end", child.id());
         std::thread::sleep(Duration::from_millis(5));
     }
 }

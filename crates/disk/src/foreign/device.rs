@@ -6,6 +6,8 @@
 //! 2. The chain's plan is the guard of the read, and is dropped when the read is finished.
 //! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may
 //!    have returned old data. A range that is written during the read may return old or new data, as on any disk.
+//! 4. If many changes wait to be made durable, a thread of the device flushes the chain, so that no request of a client
+//!    waits for that flush. It ends before the device is dropped.
 
 use crate::device::{
     Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict,
@@ -13,10 +15,15 @@ use crate::device::{
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// The pause after a flush that failed, before the next one for changes that wait.
+const COMMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Bytes that one step of a prefetch loads into the caches.
 const PREFETCH_PIECE: u64 = 1 << 20;
 
@@ -29,12 +36,66 @@ pub struct ChainedDevice {
     bases: RwLock<Vec<(String, LevelKey)>>,
     /// The disk of which the chain is the head's. Its record has the present level of each snapshot.
     disk: Weak<vmdk::Disk>,
+    committer: Committer,
+}
+
+/// Flushes a chain for changes that wait.
+#[derive(Default)]
+struct Committer {
+    is_running: Arc<AtomicBool>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Committer {
+    /// Begins a flush, unless one is under way.
+    fn begin(&self, chain: &Arc<Chain>) {
+        if self.is_running.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let (chain, is_running) = (Arc::clone(chain), Arc::clone(&self.is_running));
+        let work = move || {
+            // After a failure the chain refuses writes, or keeps the changes if there is no space.
+            if let Err(error) = chain.flush() {
+                tracing::debug!(%error, "changes that wait cannot be made durable");
+                std::thread::sleep(COMMIT_PAUSE);
+            }
+            drop(chain);
+            is_running.store(false, Ordering::SeqCst);
+        };
+        match std::thread::Builder::new().name("commit".to_owned()).spawn(work) {
+            Ok(thread) => self.end(Some(thread)),
+            // A write makes the changes durable later.
+            Err(_) => self.is_running.store(false, Ordering::SeqCst),
+        }
+    }
+
+    /// Waits for the end of the last thread, and remembers the next one.
+    fn end(&self, next: Option<JoinHandle<()>>) {
+        let last = std::mem::replace(&mut *self.thread.lock(), next);
+        if let Some(last) = last
+            && last.join().is_err()
+        {
+            tracing::error!("a thread that makes changes durable had panicked");
+        }
+    }
+}
+
+impl Drop for Committer {
+    fn drop(&mut self) {
+        self.end(None);
+    }
 }
 
 impl ChainedDevice {
     /// A device for a chain, with the name `name`.
     pub fn new(name: impl Into<String>, chain: Arc<Chain>) -> Self {
-        Self { chain, name: name.into(), bases: RwLock::new(Vec::new()), disk: Weak::new() }
+        Self {
+            chain,
+            name: name.into(),
+            bases: RwLock::new(Vec::new()),
+            disk: Weak::new(),
+            committer: Committer::default(),
+        }
     }
 
     /// A device for the head of a disk, which can be compared with the disk's snapshots.
@@ -80,8 +141,15 @@ impl ChainedDevice {
         })
     }
 
+    /// Called after a change.
     fn finish(&self, fua: bool) -> Result<()> {
-        if fua { self.chain.flush() } else { Ok(()) }
+        if fua {
+            return self.chain.flush();
+        }
+        if self.chain.is_commit_due() {
+            self.committer.begin(&self.chain);
+        }
+        Ok(())
     }
 }
 

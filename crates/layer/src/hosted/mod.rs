@@ -255,6 +255,10 @@ impl Layer for Hosted {
         self.writer.as_ref().map_or(Ok(()), |writer| self.flush_open(writer))
     }
 
+    fn is_commit_due(&self) -> bool {
+        self.writer.as_ref().is_some_and(Writer::is_commit_due)
+    }
+
     fn has_stopped(&self) -> bool {
         self.writer.as_ref().is_some_and(Writer::has_stopped)
     }

@@ -24,8 +24,8 @@ use parking_lot::{RwLock, RwLockWriteGuard};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The number of changed tables at which a writer makes a commit.
-const CHANGED_TABLES_MAX: usize = 1024;
+/// The number of changed tables from which a commit is due.
+const CHANGED_TABLES_DUE: usize = 1024;
 
 /// Space of tables that is allocated at a time: the tables of 1 GiB.
 const TABLES_PIECE: u64 = 64 << 10;
@@ -47,6 +47,10 @@ impl Writer {
     /// Whether the image was stopped after a failure of the device.
     pub(super) fn has_stopped(&self) -> bool {
         self.commits.has_stopped()
+    }
+
+    pub(super) fn is_commit_due(&self) -> bool {
+        self.commits.is_due()
     }
 
     /// Waits for the commit under way, and prevents others while the result is held.
@@ -401,11 +405,13 @@ impl Hosted {
         Ok(())
     }
 
+    /// Notes that a commit is due when many tables have changed, and makes it when twice as many have.
     fn commit_if_many(&self, writer: &Writer) -> Result<()> {
-        match self.tables.changed() > CHANGED_TABLES_MAX {
-            true => self.commit(writer),
-            false => Ok(()),
+        let changed = self.tables.changed();
+        if changed > CHANGED_TABLES_DUE {
+            writer.commits.note_due();
         }
+        if changed > 2 * CHANGED_TABLES_DUE { self.commit(writer) } else { Ok(()) }
     }
 
     /// Makes a commit. On a closed image nothing is written, because its sectors may belong to another writer by now.

@@ -297,6 +297,10 @@ impl Layer for Concatenated {
         self.layers().filter(|layer| layer.writable()).try_for_each(|layer| layer.flush())
     }
 
+    fn is_commit_due(&self) -> bool {
+        self.layers().any(|layer| layer.is_commit_due())
+    }
+
     fn has_stopped(&self) -> bool {
         self.layers().any(|layer| layer.has_stopped())
     }

@@ -212,6 +212,10 @@ impl Layer for Identified {
         self.inner.flush()
     }
 
+    fn is_commit_due(&self) -> bool {
+        self.inner.is_commit_due()
+    }
+
     fn has_stopped(&self) -> bool {
         self.home.failed.load(Ordering::Acquire) || self.inner.has_stopped()
     }

@@ -25,9 +25,9 @@ use parking_lot::{Mutex, RwLock};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 
-/// The most changed tables before a write makes a commit. A table usually needs a few hundred bytes of memory, but 32
+/// The number of changed tables from which a commit is due. A table usually needs a few hundred bytes of memory, but 32
 /// KiB if it was written at random, sector by sector.
-const CHANGED_TABLES_MAX: usize = 2048;
+const CHANGED_TABLES_DUE: usize = 2048;
 
 /// The most tables read to find the end of a file that was not closed properly: 8 GiB of written guest data, or more if
 /// tables are not full. A file with more tables counts as used to its end, unless it is shorter than its header says.
@@ -104,18 +104,14 @@ impl VmfsSparse {
         self.commit(writer)
     }
 
-    /// Makes a commit when many tables have changed; the caller holds the gate.
+    /// Notes that a commit is due when many tables have changed, and makes it when twice as many have; the caller holds
+    /// the gate.
     pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
         let changed = self.tables.cache.changed();
-        if changed <= CHANGED_TABLES_MAX {
-            return Ok(());
+        if changed > CHANGED_TABLES_DUE {
+            writer.commits.note_due();
         }
-        // While one thread commits, other threads continue to write until twice the limit is reached.
-        match writer.commits.try_turn() {
-            Some(mut turn) => self.commit_alone(writer, &mut turn),
-            None if changed <= 2 * CHANGED_TABLES_MAX => Ok(()),
-            None => self.commit(writer),
-        }
+        if changed > 2 * CHANGED_TABLES_DUE { self.commit(writer) } else { Ok(()) }
     }
 
     /// Makes everything written before this call durable; the caller holds the gate.

@@ -31,8 +31,8 @@ use crate::runs::cache::Captured;
 use crate::{ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
-/// The number of waiting changes above which a write makes a commit.
-const PENDING_MAX: usize = 4096;
+/// The number of waiting changes from which a commit is due.
+const PENDING_DUE: usize = 4096;
 
 /// The most changes that wait to be logged. Changes for which only room is reserved are included.
 pub(super) const PENDING_LIMIT: usize = 15_000;
@@ -196,16 +196,15 @@ impl VsanSparse {
         }
     }
 
-    /// Commits when many changes wait or many pages have changed; the caller holds the gate.
+    /// Notes that a commit is due when many changes wait or many pages have changed; the caller holds the gate.
     pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
-        let pending = writer.pending.lock().len();
         let changed = self.map.pages.changed();
-        match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
-            // At twice the limit of changed pages, the checkpoint under way is too slow: this commit waits for it, and
-            // includes the next one.
-            true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
-            false => Ok(()),
+        if changed > CHANGED_PAGES_MAX || writer.pending.lock().len() > PENDING_DUE {
+            writer.commits.note_due();
         }
+        // At twice the limit of changed pages, the checkpoint under way is too slow: this commit waits for it, and
+        // includes the next one.
+        if changed > 2 * CHANGED_PAGES_MAX { self.commit(writer, true) } else { Ok(()) }
     }
 
     /// Waits until `changes` more changes can be added to those that wait to be logged. The caller holds the gate and

@@ -188,6 +188,10 @@ impl Layer for VsanSparse {
         self.writer.as_ref().map_or(Ok(()), |writer| self.flush_writes(writer))
     }
 
+    fn is_commit_due(&self) -> bool {
+        self.writer.as_ref().is_some_and(|writer| writer.commits.is_due())
+    }
+
     fn has_stopped(&self) -> bool {
         self.writer.as_ref().is_some_and(|writer| writer.commits.has_stopped())
     }

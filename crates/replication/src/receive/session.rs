@@ -149,9 +149,11 @@ impl Sessions {
             Ok(()) => self.datastore.receive(&new),
             // If the machine exists, an earlier session may have completed it, and the sender has not received the
             // reply to that session's commit.
-            Err(error) if error.kind() == ErrorKind::Exists => {
-                self.datastore.arrived_already(&new)?.map(Opened::Already).ok_or(error)
-            }
+            Err(error) if error.kind() == ErrorKind::Exists => match self.datastore.arrived_already(&new)? {
+                Some(already) => Ok(Opened::Already(already)),
+                // The machine may be one that a failed session has removed meanwhile.
+                None => checked().and_then(|()| self.datastore.receive(&new)),
+            },
             Err(error) => Err(error),
         };
         let deadline = Instant::now() + TAKEOVER_MAX;

@@ -4,7 +4,7 @@
 //! of every block is tracked (see [`super::load`]), and is compared at the end, before and after a restart of the
 //! server.
 
-use super::load::{Load, Versions, worst};
+use super::load::{Load, Pace, Versions, worst};
 use super::{BLOCK, Setting, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -18,8 +18,10 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "consolidation";
-/// Longest delay of any request.
+/// Longest time of any request, if the load is not the full one.
 const DELAY_MAX_MS: f64 = 50.0;
+/// Under the full load, the longest time of any request beyond that without the operation.
+const FULL_DELAY_MAX_MS: f64 = 100.0;
 /// Least rate at which the data is moved, no matter what the guest writes meanwhile, so that the duration is bounded.
 const BYTES_PER_SECOND_MIN: f64 = 20e6;
 const LEVELS: u32 = 4;
@@ -83,7 +85,12 @@ pub(super) fn watched(
 ) -> Result<Value> {
     let datastore = work.datastore;
     let endpoint = datastore.endpoint(disk);
-    let load = Load::verified(&endpoint, versions, setting.plan.seed)?;
+    let start = |versions, pace| Load::verified(&endpoint, versions, setting.plan.seed, pace);
+    let (pace, versions) = match setting.plan.load {
+        100 => (Pace::Full, versions),
+        percent => Load::pace(percent, || start(versions, Pace::Full), Load::finish_verified)?,
+    };
+    let load = start(versions, pace)?;
     process::pause(Duration::from_secs(2))?;
     let from = Instant::now();
     process::pause(CALM)?;
@@ -101,13 +108,23 @@ pub(super) fn watched(
     let what = |text: &str| format!("{}: {text}", work.what);
     let speed = ratio(work.bytes as f64, time.as_secs_f64());
     let over = late(&timings, during).count();
+    let calm_rate = super::load::rate(&timings, before);
     outcome.findings.extend([
         Finding::new(PROPERTY, what("time"), time.as_secs_f64(), "s"),
         Finding::new(PROPERTY, what("bytes moved per second"), speed / 1e6, "MB/s")
             .at_least(BYTES_PER_SECOND_MIN / 1e6),
         Finding::new(PROPERTY, what("blocks that differ"), differences as f64, "").at_most(0.0),
         Finding::new(PROPERTY, what("worst request in 20 s without it"), calm, "ms"),
-        Finding::new(PROPERTY, what("worst request during it"), busy, "ms").at_most(DELAY_MAX_MS),
+        match pace {
+            Pace::PerSecond(_) => {
+                Finding::new(PROPERTY, what("worst request during it"), busy, "ms").at_most(DELAY_MAX_MS)
+            }
+            Pace::Full => {
+                Finding::new(PROPERTY, what("worst request during it, beyond that"), (busy - calm).max(0.0), "ms")
+                    .at_most(FULL_DELAY_MAX_MS)
+            }
+        },
+        Finding::new(PROPERTY, what("rate of the load without it"), calm_rate, "/s"),
         Finding::new(PROPERTY, what("requests during it above 50 ms"), over as f64, ""),
         Finding::new(PROPERTY, what("rate during it against without"), share(&timings, during, before, after), ""),
     ]);

@@ -11,6 +11,7 @@ use super::BLOCK;
 use crate::error::{Error, Result};
 use crate::fio::Endpoint;
 use crate::nbd::{Client, Request, Timing};
+use crate::process;
 use crate::random::Random;
 use crate::statistics::ratio;
 use std::cell::RefCell;
@@ -69,6 +70,31 @@ impl Versions {
     }
 }
 
+/// The rate of a load.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Pace {
+    /// As many requests as the server answers.
+    Full,
+    /// This many requests per second. If a request is late, the next one is sent at once; no request is left out.
+    PerSecond(f64),
+}
+
+impl Pace {
+    /// Returns a function that waits until the next request is due.
+    fn waiting(self) -> impl FnMut() {
+        let mut due = Instant::now();
+        move || {
+            if let Self::PerSecond(rate) = self {
+                std::thread::sleep(due.saturating_duration_since(Instant::now()));
+                due += Duration::from_secs_f64(1.0 / rate.max(1.0));
+            }
+        }
+    }
+}
+
+/// How long the possible rate is measured.
+const PROBE: Duration = Duration::from_secs(5);
+
 /// A load that runs until it is stopped.
 pub(super) struct Load {
     stop: Arc<AtomicBool>,
@@ -77,10 +103,10 @@ pub(super) struct Load {
 
 impl Load {
     /// Random writes to the first `blocks` of a disk.
-    pub(super) fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
+    pub(super) fn start(endpoint: &Endpoint, blocks: u64, seed: u64, pace: Pace) -> Result<Load> {
         let write =
             move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };
-        Self::busy(endpoint, LOAD_DEPTH, seed, write)
+        Self::sending(endpoint, LOAD_DEPTH, seed, pace, write)
     }
 
     /// Sends requests continuously, `depth` of them at a time.
@@ -90,11 +116,23 @@ impl Load {
         seed: u64,
         next: impl Fn(&mut Random) -> Request + Send + 'static,
     ) -> Result<Load> {
+        Self::sending(endpoint, depth, seed, Pace::Full, next)
+    }
+
+    fn sending(
+        endpoint: &Endpoint,
+        depth: usize,
+        seed: u64,
+        pace: Pace,
+        next: impl Fn(&mut Random) -> Request + Send + 'static,
+    ) -> Result<Load> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         Self::spawn(move |stop| {
             let mut random = Random::new(seed);
             let mut timings = Vec::with_capacity(1 << 20);
+            let mut wait = pace.waiting();
             let requests = std::iter::from_fn(|| {
+                wait();
                 let more = !stop.load(Ordering::Relaxed);
                 more.then(|| next(&mut random))
             });
@@ -145,14 +183,16 @@ impl Load {
     }
 
     /// Random writes to a whole disk, tracking its content.
-    pub(super) fn verified(endpoint: &Endpoint, mut versions: Versions, seed: u64) -> Result<Load> {
+    pub(super) fn verified(endpoint: &Endpoint, mut versions: Versions, seed: u64, pace: Pace) -> Result<Load> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         Self::spawn(move |stop| {
             let mut random = Random::new(seed);
             let mut timings = Vec::with_capacity(1 << 20);
             let under_way = RefCell::new(HashSet::new());
             let blocks = versions.0.len() as u64;
+            let mut wait = pace.waiting();
             let requests = std::iter::from_fn(|| {
+                wait();
                 if stop.load(Ordering::Relaxed) {
                     return None;
                 }
@@ -184,6 +224,19 @@ impl Load {
         let seen = Arc::clone(&stop);
         let thread = std::thread::spawn(move || work(&seen));
         Ok(Load { stop, thread })
+    }
+
+    /// The pace of this share of the possible rate, in percent, and what the loads that `start` begins leave.
+    pub(super) fn pace<T>(
+        percent: u32,
+        start: impl FnOnce() -> Result<Load>,
+        end: impl FnOnce(Load) -> Result<(Vec<Timing>, T)>,
+    ) -> Result<(Pace, T)> {
+        let load = start()?;
+        process::pause(PROBE)?;
+        let (timings, left) = end(load)?;
+        let rate = timings.len() as f64 / PROBE.as_secs_f64();
+        Ok((Pace::PerSecond(rate * f64::from(percent) / 100.0), left))
     }
 
     /// Stops the load; returns the timing of each request.

@@ -5,7 +5,7 @@
 //! rates before and after. Random runs of 64 KiB from the rest of the disk are discarded, so that free grains are
 //! spread over the whole file, and the grains in use behind them have to be moved.
 
-use super::load::{Load, rate, worst};
+use super::load::{Load, Pace, rate, worst};
 use super::{BLOCK, Setting, fill, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -57,7 +57,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let full = scratch::allocated(&files)?;
 
     say("wiping and shrinking under load");
-    let load = Load::start(&endpoint, busy / BLOCK, plan.seed)?;
+    let load = Load::start(&endpoint, busy / BLOCK, plan.seed, Pace::Full)?;
     process::pause(Duration::from_secs(1))?;
     let from = Instant::now();
     process::pause(WINDOW)?;

@@ -15,7 +15,7 @@
 //! and the journal and its page images grow. None of this depends on the deletion. Under load, all space except
 //! `KEPT_MAX` has to be returned.
 
-use super::load::{Load, rate, worst};
+use super::load::{Load, Pace, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -76,7 +76,12 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     say(&format!("taking {} snapshots under load", plan.snapshots));
-    let load = Load::start(&datastore.endpoint(DISK), plan.disk_size / BLOCK, plan.seed)?;
+    let start = |pace| Load::start(&datastore.endpoint(DISK), plan.disk_size / BLOCK, plan.seed, pace);
+    let pace = match plan.load {
+        100 => Pace::Full,
+        percent => Load::pace(percent, || start(Pace::Full), |load| Ok((load.finish()?, ())))?.0,
+    };
+    let load = start(pace)?;
     process::pause(Duration::from_secs(1))?;
     let (mut with, mut without, mut times) = (Vec::new(), Vec::new(), Vec::new());
     let mut control = datastore.control()?;
@@ -169,7 +174,7 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         process::pause(REST)?;
         setting.scratch.rest(datastore.path())?;
         let before = scratch::data_allocated(datastore.path())?;
-        let load = Load::start(&endpoint, blocks, plan.seed)?;
+        let load = Load::start(&endpoint, blocks, plan.seed, Pace::Full)?;
         process::pause(WINDOW + Duration::from_secs_f64(plan.ramp))?;
         let calm_before = (Instant::now() - WINDOW, Instant::now());
         let began = Instant::now();
