@@ -6,7 +6,6 @@
 
 use std::path::Path;
 use testkit::machines::KERNEL_LINE;
-use testkit::process;
 use testkit::process::{Store, tool};
 
 /// Boots a guest on a disk for one phase; returns its console output.

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use testkit::mounted::{leave, make_room, on_tmpfs};
 use testkit::nbd::Client;
 use testkit::process::{PATIENCE, Store, files, run, until};

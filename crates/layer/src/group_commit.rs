@@ -61,6 +61,12 @@ impl<T> GroupCommit<T> {
         Turn { commits: self, held: self.held.lock(), number: 0 }
     }
 
+    /// Returns the turn if no commit is under way.
+    #[cfg(test)]
+    pub(crate) fn try_turn(&self) -> Option<Turn<'_, T>> {
+        self.held.try_lock().map(|held| Turn { commits: self, held, number: 0 })
+    }
+
     /// Called when so many changes wait that a commit should begin soon ([`crate::Layer::is_commit_due`]).
     pub(crate) fn note_due(&self) {
         if !self.is_due() {

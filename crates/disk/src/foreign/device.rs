@@ -280,6 +280,8 @@ mod tests {
     use chain::Options;
     use layer::Layer;
     use layer::flat::{Flat, FlatOptions};
+    use std::ops::Range;
+    use std::sync::atomic::AtomicU64;
 
     const FAR: u64 = 2 << 20;
 
@@ -306,5 +308,79 @@ mod tests {
         flushed.fetch().unwrap();
         assert!(device.finish_read(&mut flushed).unwrap() == Verdict::Good);
         assert_eq!(flushed.slices().concat(), [1; BLOCK_SIZE]);
+    }
+
+    /// A layer in which changes wait, and whose flushes end only while `held` is free.
+    struct Waiting {
+        layer: Arc<dyn Layer>,
+        due: AtomicBool,
+        begun: AtomicU64,
+        ended: AtomicU64,
+        held: Mutex<()>,
+    }
+
+    impl Layer for Waiting {
+        fn capacity(&self) -> u64 {
+            self.layer.capacity()
+        }
+        fn grain(&self) -> u64 {
+            self.layer.grain()
+        }
+        fn format(&self) -> &'static str {
+            self.layer.format()
+        }
+        fn writable(&self) -> bool {
+            self.layer.writable()
+        }
+        fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<layer::Extent>) -> Result<()> {
+            self.layer.map(range, most, out)
+        }
+        fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+            self.layer.file(index)
+        }
+        fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+            self.layer.write(start, slices)
+        }
+        fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+            self.layer.overwrite(start, slices)
+        }
+        fn flush(&self) -> Result<()> {
+            self.begun.fetch_add(1, Ordering::SeqCst);
+            let _held = self.held.lock();
+            self.due.store(false, Ordering::SeqCst);
+            self.layer.flush()?;
+            self.ended.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }
+        fn is_commit_due(&self) -> bool {
+            self.due.load(Ordering::SeqCst)
+        }
+        fn usage(&self) -> Result<layer::Usage> {
+            self.layer.usage()
+        }
+    }
+
+    #[test]
+    fn no_request_waits_for_the_flush_of_changes_that_wait() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let file: Arc<dyn File> = disk.directory().create("base", IoMode::Buffered).unwrap();
+        file.set_len(FAR).unwrap();
+        let options = FlatOptions { offset: 0, capacity: None, writable: true, thin: true };
+        let base: Arc<dyn Layer> = Flat::open(file, "base", options).unwrap();
+        let due = AtomicBool::new(true);
+        let layer = Waiting { layer: base, due, begun: 0.into(), ended: 0.into(), held: Mutex::new(()) };
+        let layer = Arc::new(layer);
+        let chain = Chain::open("vm", vec![Arc::clone(&layer) as Arc<dyn Layer>], Options::default()).unwrap();
+        let device = ChainedDevice::new("vm", Arc::new(chain));
+        let write = |at: u64| device.write(at, SharedSlice::copy_of(&[1; BLOCK_SIZE]), false).unwrap();
+        let held = layer.held.lock();
+        (0..100).for_each(|block| write(block * BLOCK));
+        testkit::process::until("a flush has begun", || layer.begun.load(Ordering::SeqCst) > 0);
+        (0..100).for_each(|block| write(block * BLOCK));
+        assert_eq!((layer.begun.load(Ordering::SeqCst), layer.ended.load(Ordering::SeqCst)), (1, 0));
+        drop(held);
+        drop(device);
+        assert_eq!(layer.ended.load(Ordering::SeqCst), 1, "the device is dropped after its thread has ended");
+        assert_eq!(Arc::strong_count(&layer), 1);
     }
 }

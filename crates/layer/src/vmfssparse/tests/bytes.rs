@@ -186,7 +186,8 @@ fn after_a_failed_flush_all_changes_are_refused() {
     assert_eq!(layer.shrink(&NoProgress).unwrap_err().kind(), ErrorKind::Stopped);
 }
 
-/// The number of changed tables is bounded: random writes over a large disk cause commits.
+/// The number of changed tables is bounded, also if no other thread makes the commits that are due: random writes over
+/// a large disk cause commits.
 #[test]
 fn tables_are_committed_at_the_limit_of_their_number() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
@@ -195,8 +196,8 @@ fn tables_are_committed_at_the_limit_of_their_number() {
     let layer = VmfsSparse::open(file, &OpenOptions { cache_bytes: 1 << 20, ..OpenOptions::writing("image") }).unwrap();
     for table in 0..20_000u64 {
         layer.write(table * 4096 * 512 + 4096, &[&[1; 4096]]).unwrap();
-        assert!(layer.tables.cache.changed() <= 2049);
-        assert!(layer.tables.cache.bytes() < 3 << 20, "{} bytes", layer.tables.cache.bytes());
+        assert!(layer.tables.cache.changed() <= 2 * 2048 + 1);
+        assert!(layer.tables.cache.bytes() < 5 << 20, "{} bytes", layer.tables.cache.bytes());
     }
     layer.close().unwrap();
     assert_eq!(layer.check().unwrap().grains, 160_000);

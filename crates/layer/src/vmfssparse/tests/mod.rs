@@ -311,3 +311,19 @@ fn no_shrink_truncates_the_file_while_figures_are_counted() {
     let epochs = &layer.writer.as_ref().unwrap().epochs;
     assert!(epochs.is_over(epochs.end()), "an epoch is still held");
 }
+
+#[test]
+fn a_commit_is_due_when_many_tables_have_changed() {
+    let subject = Cowd { capacity: 2100 * 4096, grain: 1, cache_bytes: CACHE_BYTES };
+    let directory = SimulatedDisk::new(1, SimulatedOptions::default()).directory();
+    let file = directory.create("image", IoMode::Buffered).unwrap();
+    subject.create(Arc::clone(&file)).unwrap();
+    let layer = subject.open(file, true).unwrap();
+    for table in 0..2100 {
+        assert!(table > 1000 || !layer.is_commit_due());
+        layer.write(table * 4096 * SECTOR, &[&[1; SECTOR as usize]]).unwrap();
+    }
+    assert!(layer.is_commit_due());
+    layer.flush().unwrap();
+    assert!(!layer.is_commit_due());
+}

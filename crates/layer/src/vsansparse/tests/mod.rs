@@ -164,3 +164,19 @@ fn a_page_that_a_checkpoint_writes_during_a_check_is_not_reported_as_damaged() {
     assert_eq!((check.problems, check.grains), (Vec::new(), 401));
     layer.close().unwrap();
 }
+
+#[test]
+fn a_commit_is_due_when_many_changes_wait() {
+    let subject = Vsan { capacity: 32 * 4096, cache_bytes: CACHE_BYTES };
+    let directory = SimulatedDisk::new(1, SimulatedOptions::default()).directory();
+    let file = directory.create("image", IoMode::Buffered).unwrap();
+    subject.create(Arc::clone(&file)).unwrap();
+    let layer = subject.open(file, true).unwrap();
+    for block in 0..5000 {
+        assert!(block > 1000 || !layer.is_commit_due());
+        layer.write(2 * block * BLOCK, &[&[1; BLOCK as usize]]).unwrap();
+    }
+    assert!(layer.is_commit_due());
+    layer.flush().unwrap();
+    assert!(!layer.is_commit_due());
+}

@@ -153,7 +153,7 @@ fn pending_changes_are_limited_to_the_size_of_the_log() {
     for round in 0..60 {
         // Simulates changes of other threads.
         let mut pending = writer.pending.lock();
-        let room = PENDING_LIMIT - pending.len() - round % 3;
+        let room = PENDING_LIMIT.saturating_sub(pending.len() + round % 3);
         records.iter().cycle().take(room).for_each(|record| pending.push(*record));
         drop(pending);
         match round % 2 {
