@@ -203,6 +203,8 @@ impl Chain {
         let levels = self.levels();
         if !self.closing.load(Ordering::SeqCst) {
             if self.stopped.load(Ordering::SeqCst) {
+                // A flush that began before may still write tables.
+                self.flushes.wait_idle();
                 return Ok(());
             }
             levels.gate.close();

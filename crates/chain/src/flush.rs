@@ -50,6 +50,19 @@ impl Flushes {
     }
 }
 
+/// Stops the chain if a flush panics, so that no caller waits for the flush for ever.
+struct StopOnPanic<'a>(&'a Chain);
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop(&Error::new(ErrorKind::Stopped, "a flush failed inside the program: see the log"));
+            self.0.flushes.state.lock().running = false;
+            self.0.flushes.changed.notify_all();
+        }
+    }
+}
+
 impl Chain {
     /// Makes everything written before this call durable.
     pub fn flush(&self) -> Result<()> {
@@ -69,7 +82,10 @@ impl Chain {
             state.running = true;
             let upto = state.asked;
             drop(state);
-            let result = self.flush_levels();
+            let result = {
+                let _stop = StopOnPanic(self);
+                self.flush_levels()
+            };
             state = flushes.state.lock();
             state.running = false;
             match &result {

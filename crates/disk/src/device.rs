@@ -271,6 +271,11 @@ pub trait Device: Send + Sync {
         None
     }
 
+    /// Whether the device flushes its medium without a request, for changes that wait.
+    fn is_flushing(&self) -> bool {
+        false
+    }
+
     /// Fill level of the write buffer in percent. Background work pauses while it is high.
     fn pressure(&self) -> u32 {
         0

@@ -135,9 +135,9 @@ impl Before {
         &self.held.device
     }
 
-    /// Waits until no request uses the device. False if `cancelled` returns true first.
+    /// Waits until no request uses the device, and it does not flush. False if `cancelled` returns true first.
     pub fn wait_unused(&self, cancelled: &dyn Fn() -> bool) -> bool {
-        while Arc::strong_count(&self.held) > 1 {
+        while Arc::strong_count(&self.held) > 1 || self.held.device.is_flushing() {
             if cancelled() {
                 return false;
             }

@@ -7,7 +7,7 @@
 //! 3. Layers have no checksums, so a finished read is valid, unless a flush has failed meanwhile: then the file may
 //!    have returned old data. A range that is written during the read may return old or new data, as on any disk.
 //! 4. If many changes wait to be made durable, a thread of the device flushes the chain, so that no request of a client
-//!    waits for that flush. It ends before the device is dropped.
+//!    waits for that flush. It may outlive the device: closing the chain waits for the flush.
 
 use crate::device::{
     Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict,
@@ -15,10 +15,9 @@ use crate::device::{
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -43,7 +42,15 @@ pub struct ChainedDevice {
 #[derive(Default)]
 struct Committer {
     is_running: Arc<AtomicBool>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Allows the next flush when it is dropped, also after a panic.
+struct EndOfFlush(Arc<AtomicBool>);
+
+impl Drop for EndOfFlush {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
 }
 
 impl Committer {
@@ -52,37 +59,23 @@ impl Committer {
         if self.is_running.swap(true, Ordering::SeqCst) {
             return;
         }
-        let (chain, is_running) = (Arc::clone(chain), Arc::clone(&self.is_running));
+        let end = EndOfFlush(Arc::clone(&self.is_running));
+        let chain = Arc::clone(chain);
         let work = move || {
-            // After a failure the chain refuses writes, or keeps the changes if there is no space.
-            if let Err(error) = chain.flush() {
-                tracing::debug!(%error, "changes that wait cannot be made durable");
-                std::thread::sleep(COMMIT_PAUSE);
-            }
+            let _end = end;
+            let flushed = chain.flush();
             drop(chain);
-            is_running.store(false, Ordering::SeqCst);
+            if let Err(error) = flushed {
+                tracing::debug!(%error, "changes that wait cannot be made durable");
+                // After a lack of space the chain keeps the changes. After another failure it refuses writes.
+                if error.kind() == ErrorKind::NoSpace {
+                    std::thread::sleep(COMMIT_PAUSE);
+                }
+            }
         };
-        match std::thread::Builder::new().name("commit".to_owned()).spawn(work) {
-            Ok(thread) => self.end(Some(thread)),
-            // A write makes the changes durable later.
-            Err(_) => self.is_running.store(false, Ordering::SeqCst),
+        if let Err(error) = std::thread::Builder::new().name("commit".to_owned()).spawn(work) {
+            tracing::debug!(%error, "no thread for a flush: a write makes the changes durable later");
         }
-    }
-
-    /// Waits for the end of the last thread, and remembers the next one.
-    fn end(&self, next: Option<JoinHandle<()>>) {
-        let last = std::mem::replace(&mut *self.thread.lock(), next);
-        if let Some(last) = last
-            && last.join().is_err()
-        {
-            tracing::error!("a thread that makes changes durable had panicked");
-        }
-    }
-}
-
-impl Drop for Committer {
-    fn drop(&mut self) {
-        self.end(None);
     }
 }
 
@@ -238,6 +231,10 @@ impl Device for ChainedDevice {
         Ok(out)
     }
 
+    fn is_flushing(&self) -> bool {
+        self.committer.is_running.load(Ordering::SeqCst)
+    }
+
     fn dirty_bases(&self) -> Vec<String> {
         self.bases.read().iter().map(|(name, _)| name.clone()).collect()
     }
@@ -280,6 +277,7 @@ mod tests {
     use chain::Options;
     use layer::Layer;
     use layer::flat::{Flat, FlatOptions};
+    use parking_lot::Mutex;
     use std::ops::Range;
     use std::sync::atomic::AtomicU64;
 
@@ -378,9 +376,11 @@ mod tests {
         testkit::process::until("a flush has begun", || layer.begun.load(Ordering::SeqCst) > 0);
         (0..100).for_each(|block| write(block * BLOCK));
         assert_eq!((layer.begun.load(Ordering::SeqCst), layer.ended.load(Ordering::SeqCst)), (1, 0));
+        assert!(device.is_flushing());
         drop(held);
+        testkit::process::until("the flush has ended", || !device.is_flushing());
+        assert_eq!(layer.ended.load(Ordering::SeqCst), 1);
         drop(device);
-        assert_eq!(layer.ended.load(Ordering::SeqCst), 1, "the device is dropped after its thread has ended");
         assert_eq!(Arc::strong_count(&layer), 1);
     }
 }
