@@ -14,15 +14,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use testkit::machines;
-use testkit::machines::KERNEL_LINE;
+use testkit::machines::{KERNEL_LINE, LOAD, PATIENCE};
 use testkit::process::{Done, Store, output, send, tool, wait};
 
 /// Number of the user and of the group that QEMU runs as.
 const QEMU_USER: u32 = 64055;
 /// Restarts of the server under load.
 const RESTARTS: usize = 3;
-/// Time limit for any step of a guest on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(240);
 
 /// The shortest and the longest time between two evaluations of a condition.
 const POLL_MIN: Duration = Duration::from_millis(50);
@@ -246,13 +244,7 @@ fn a_guest_of_libvirt_outlives_restarts_grows_trims_and_is_frozen_for_snapshots(
     let status = fs::read_to_string(format!("/proc/{}/status", pid.trim())).unwrap();
     assert!(status.contains(&format!("Uid:\t{QEMU_USER}\t")), "QEMU has a user of its own: {status}");
 
-    // The guest writes all the time; an error would end the loop. The count is renamed into place, because a file that
-    // the shell has just truncated reads as empty.
-    libvirt.shell(
-        "(count() { echo $1 >/run/count; mv /run/count /run/rounds; }; n=0; count 0; \
-         while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do \
-         n=$((n+1)); count $n; done; count broken) >/dev/null 2>&1 &",
-    );
+    libvirt.shell(LOAD);
     libvirt.until("the load has begun", || !libvirt.shell("ls /run/rounds 2>/dev/null || true").is_empty());
     for _ in 0..RESTARTS {
         libvirt.until_load_continues();

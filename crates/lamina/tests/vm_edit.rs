@@ -6,7 +6,7 @@
 use serde_json::{Value, json};
 use std::path::Path;
 use testkit::fleet::{Fleet, MEMORY, holds, write};
-use testkit::machines::Room;
+use testkit::machines::{LOAD, Room};
 use testkit::nbd::Client;
 use testkit::process;
 
@@ -274,13 +274,7 @@ fn rounds() -> u64 {
 fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
     let room = Room::new();
     room.boot("web", "192M", "");
-    // The guest writes and reads back continuously. An I/O error would end the loop.
-    room.shell(
-        "web",
-        "(count() { echo $1 >/run/count; mv /run/count /run/rounds; }; n=0; count 0; \
-         while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do \
-         n=$((n+1)); count $n; done; count broken) >/dev/null 2>&1 &",
-    );
+    room.shell("web", LOAD);
     let has = |what: &str| room.shell("web", &format!("[ -e {what} ] && echo yes || echo no")) == "yes";
     let mut last = None;
     for round in 1..=rounds() {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::fleet::Fleet;
-use testkit::machines::{KERNEL_LINE, guest};
+use testkit::machines::{KERNEL_LINE, PATIENCE, guest};
 use testkit::process::{Done, lamina, output, tool, until};
 use testkit::{Random, pattern};
 
@@ -26,8 +26,6 @@ const ROOT: u64 = 48 * MIB;
 const DATA: u64 = 8 * MIB;
 /// Number of rounds if the environment variable is not set.
 const ROUNDS: u64 = 1;
-/// How long a guest may take to answer on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(240);
 /// The argument of the kernel in the boot image. In the disk of a machine, the machine's name replaces the underscores.
 const PLACEHOLDER: &str = "machine=____________";
 

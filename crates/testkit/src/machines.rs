@@ -10,6 +10,13 @@ use std::time::{Duration, Instant};
 /// Time limit for each step of a guest on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(240);
 
+/// A line of shell that writes in a guest all the time, and counts its rounds in `/run/rounds`. An error ends the loop,
+/// and the file says `broken`. The count is renamed into place, because a file that the shell has just truncated reads
+/// as empty.
+pub const LOAD: &str = "(count() { echo $1 >/run/count; mv /run/count /run/rounds; }; n=0; count 0; \
+    while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do \
+    n=$((n+1)); count $n; done; count broken) >/dev/null 2>&1 &";
+
 /// The shortest and the longest time between two evaluations of a condition.
 const POLL_MIN: Duration = Duration::from_millis(50);
 const POLL_MAX: Duration = Duration::from_secs(1);
