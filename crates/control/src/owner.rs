@@ -41,6 +41,11 @@ pub fn ask(location: &Location, request: Request, watch: &dyn Watch) -> Result<R
                 jobs: None,
             };
             let outcome = dispatch(&Target::Open(service), request, watch);
+            // A served datastore returns freed space in the background. Here the threads end with the command. What is
+            // left after an interruption or an error is returned when the datastore is open for longer.
+            if let Err(error) = datastore.return_freed(&|| !watch.cancelled()) {
+                tracing::warn!(%error, "freed space is returned to the file system later");
+            }
             // The reply is valid only if the datastore was closed without an error, because closing writes back all
             // data.
             let closed = datastore.close();

@@ -366,6 +366,12 @@ impl Datastore {
         self.native.close().and(foreign)
     }
 
+    /// Returns to the file system what was freed since the datastore was opened, unless `goes_on` is false: for a
+    /// process that closes the datastore after one command.
+    pub fn return_freed(&self, goes_on: &dyn Fn() -> bool) -> Result<()> {
+        self.native.engine.return_freed(goes_on)
+    }
+
     /// Capacity, allocated space and over-commitment of the datastore.
     pub fn status(&self) -> Result<Status> {
         let engine = &self.native.engine;

@@ -353,6 +353,9 @@ pub struct Reclaimed {
     /// Bytes that are stored elsewhere, because other data is equal.
     #[serde(default)]
     pub shared: u64,
+    /// Bytes that stay as they are, because lost pages of metadata describe them.
+    #[serde(default)]
+    pub lost: u64,
 }
 
 /// Changes of the tunables of a disk's chain; `None` leaves a tunable unchanged.

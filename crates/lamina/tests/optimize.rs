@@ -2,9 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
 use testkit::Random;
 use testkit::nbd::Client;
-use testkit::process::Store;
+use testkit::process::{PATIENCE, Store};
 
 const MIB: usize = 1 << 20;
 
@@ -55,6 +57,60 @@ fn equal_data_of_disks_in_use_is_stored_once() {
     drop(clients);
     store.run("disk optimize a --compression off").fails(2, "nothing to do");
     store.run("disk optimize a --dedup vm").fails(2, "off, disk, datastore");
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
+/// Bytes that the data files occupy.
+fn occupied(store: &Store) -> u64 {
+    std::fs::metadata(store.path().join("data.0000")).map_or(0, |file| file.blocks() * 512)
+}
+
+/// A raw image in which every second block repeats the first one.
+fn image_of_duplicates(store: &Store) -> std::path::PathBuf {
+    let (mut random, image) = (Random::new(8), store.path().with_extension("raw"));
+    let repeated = random.bytes(4096);
+    let bytes: Vec<u8> = (0..8192).flat_map(|_| [random.bytes(4096), repeated.clone()].concat()).collect();
+    std::fs::write(&image, bytes).unwrap();
+    image
+}
+
+/// Commands on a datastore that is not served have no threads that go on afterwards.
+#[test]
+fn a_command_without_a_server_returns_what_it_frees_before_it_ends() {
+    let store = Store::new();
+    let image = image_of_duplicates(&store);
+    store.run(&format!("disk import {} a --from raw", image.display())).ok();
+    std::fs::remove_file(&image).unwrap();
+    let before = occupied(&store);
+    assert!(before >= 64 << 20, "{before}");
+    store.run("disk optimize a --dedup disk --compression off").ok();
+    let reduced = occupied(&store);
+    assert!(reduced < (33 << 20), "{reduced} of {before} bytes are left");
+    store.run("disk delete a").ok();
+    let left = occupied(&store);
+    assert!(left < 1 << 20, "{left} bytes are left");
+    store.is_clean();
+}
+
+#[test]
+fn freed_single_blocks_are_returned_while_a_client_writes_all_the_time() {
+    let store = Store::new();
+    let image = image_of_duplicates(&store);
+    store.run(&format!("disk import {} a --from raw", image.display())).ok();
+    std::fs::remove_file(&image).unwrap();
+    store.run("disk create busy 16M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "busy").unwrap();
+    store.run("disk optimize a --dedup disk --compression off").ok();
+    let begun = Instant::now();
+    // Half of 64 MiB is needed, and the server keeps a 32nd of that ahead, and what the writer needs.
+    while occupied(&store) > (40 << 20) {
+        assert!(begun.elapsed() < PATIENCE, "{} bytes are left", occupied(&store));
+        client.write(0, &[1; 4096]).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    drop(client);
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }

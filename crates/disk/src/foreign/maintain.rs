@@ -8,7 +8,7 @@ use work::Progress;
 
 impl From<vmdk::Freed> for Reclaimed {
     fn from(freed: vmdk::Freed) -> Self {
-        Self { freed: freed.freed, returned: freed.returned, moved: freed.moved, shared: 0 }
+        Self { freed: freed.freed, returned: freed.returned, moved: freed.moved, ..Self::default() }
     }
 }
 

@@ -180,15 +180,12 @@ impl Native {
             for (object, end) in &objects {
                 let within = part.start.min(*end)..part.end.min(*end);
                 let first = within.start;
-                let mut pace = |at: u64, moved: u64| {
-                    // A step that only looks at the map counts as a read of one page of it, so that such steps are
-                    // paced too.
-                    match throttle.step(done + bytes(at - first), total, bytes(moved.max(1))) {
-                        ControlFlow::Continue(()) => Ok(()),
-                        ControlFlow::Break(()) => {
-                            let text = "stopped; what was compressed stays compressed, and the server continues later";
-                            Err(Error::new(ErrorKind::Interrupted, text))
-                        }
+                let mut pace = |at: u64, moved: u64| match throttle.step(done + bytes(at - first), total, bytes(moved))
+                {
+                    ControlFlow::Continue(()) => Ok(()),
+                    ControlFlow::Break(()) => {
+                        let text = "stopped; what was compressed stays compressed, and the server continues later";
+                        Err(Error::new(ErrorKind::Interrupted, text))
                     }
                 };
                 match self.pack(*object, within, &mut packer, reclaimed, &mut pace) {

@@ -15,6 +15,9 @@ use store::engine::{PRINTS_MAX, SharePass};
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
+/// A step that only looks at the map counts as a read of one page of it, so that such steps are paced too.
+const LOOK: u64 = 1;
+
 /// Disks and snapshots, with the ends of their logical blocks.
 pub(super) type Objects = Vec<(u64, u64)>;
 
@@ -109,8 +112,9 @@ impl Native {
         loop {
             let step = self.engine.share_step(&mut pass)?;
             reclaimed.shared += bytes(step.shared);
+            reclaimed.lost += bytes(step.lost);
             let done = u128::from(total) * u128::from(pass.position()) / u128::from(SharePass::PARTS);
-            steps.step(done as u64, bytes(step.read))?;
+            steps.step(done as u64, bytes(step.read.max(LOOK)))?;
             if step.ended {
                 return Ok(());
             }
@@ -154,7 +158,8 @@ impl Native {
             at = step.next;
             reclaimed.freed += bytes(step.packed.saturating_sub(step.stored));
             reclaimed.moved += bytes(step.packed);
-            pace(at.min(blocks.end), step.read + step.stored)?;
+            reclaimed.lost += bytes(step.lost);
+            pace(at.min(blocks.end), (step.read + step.stored).max(LOOK))?;
         }
         Ok(())
     }

@@ -50,8 +50,9 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
         Reply::Statistics(statistics) => json!(statistics),
         Reply::Reclaimed { name, reclaimed } => {
-            let disk::Reclaimed { freed, returned, moved, shared } = reclaimed;
-            json!({ "name": name, "freed": freed, "returned": returned, "moved": moved, "shared": shared })
+            let mut value = json!(reclaimed);
+            value["name"] = json!(name);
+            value
         }
         Reply::Reclaim(report) => json!(report),
         Reply::Image(info) => json!(info),

@@ -20,7 +20,7 @@ const TRAILER_IDLE: Duration = Duration::from_millis(10);
 const OWNER_CHECK: Duration = Duration::from_secs(2);
 /// How often buffer memory that was not needed since the last time is returned to the allocator.
 const MEMORY_CHECK: Duration = Duration::from_secs(5);
-/// The datastore counts as idle when nothing was written for this long. Short runs are then punched too.
+/// The datastore counts as idle when nothing was written for this long. Nearly all free space is then punched.
 const IDLE: Duration = Duration::from_millis(700);
 /// When nothing was written for this long, even single blocks are punched. Each hole costs a journal entry of the file
 /// system.
@@ -108,6 +108,9 @@ impl Steps {
 struct Passes {
     runs: bool,
     singles: bool,
+    /// Whether the present pass is for single blocks if clients write little: passes alternate then, so that free space
+    /// between data in use is returned too.
+    short: bool,
     /// Whether the present pass began at the first region, so that it covers all regions.
     whole: bool,
 }
@@ -115,8 +118,14 @@ struct Passes {
 impl Passes {
     /// The shortest run to punch now. Long runs are punched first, because the cost of a hole hardly depends on its
     /// length.
-    fn least(self, idle: Duration) -> u64 {
-        if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
+    fn least(self, idle: Duration, calm: bool) -> u64 {
+        let singles = if idle > LONG_IDLE { self.runs && !self.singles } else { calm && self.short };
+        if singles { 1 } else { PUNCH_RUN }
+    }
+
+    /// Begins again after a write, or after the freeing of blocks.
+    fn restart(&mut self) {
+        *self = Self { short: self.short, ..Self::default() };
     }
 
     /// Notes that a pass begins or continues at `region`.
@@ -245,7 +254,7 @@ impl Engine {
         let writes = activity - watch.activity;
         if writes > 0 {
             (watch.activity, watch.last_write) = (activity, Instant::now());
-            watch.passes = Passes::default();
+            watch.passes.restart();
         }
         let idle = watch.last_write.elapsed();
         let wanted = self.running.take_work(|work| {
@@ -318,7 +327,7 @@ impl Engine {
         }
         let more = steps.note(self.drop_trash(DROP_ROUNDS)).unwrap_or(false);
         if more || freeing > 0 {
-            watch.passes = Passes::default();
+            watch.passes.restart();
         }
         if more {
             self.request(|work| work.commit |= work.reclaim);
@@ -410,7 +419,7 @@ impl Engine {
 
     /// Punches free runs: long ones soon, single blocks when the datastore is idle.
     fn give_space_back(&self, watch: &mut Watch, idle: Duration, calm: bool) -> Result<()> {
-        let least = watch.passes.least(idle);
+        let least = watch.passes.least(idle, calm);
         let keep = if idle > IDLE {
             SLACK_IDLE
         } else {
@@ -436,8 +445,11 @@ impl Engine {
         while given > 0 && began.elapsed() < TICK && quiet() && self.running.goes_on() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
-        if given == 0 && watch.region == 0 {
-            watch.passes.end(least);
+        if watch.region == 0 {
+            if given == 0 {
+                watch.passes.end(least);
+            }
+            watch.passes.short = least > 1;
         }
         Ok(())
     }
@@ -456,15 +468,29 @@ impl Engine {
         Ok(more)
     }
 
-    /// Punches all free blocks. For stores opened without threads, and before measurements.
+    /// Returns to the file system what was freed since the store was opened, unless `goes_on` is false. For a process
+    /// that closes the store after one command: the threads of a store that stays open do the same.
+    pub fn return_freed(&self, goes_on: &dyn Fn() -> bool) -> Result<()> {
+        let any = {
+            let meta = self.meta.lock();
+            meta.freed.any() || meta.catalog.first_trash().is_some()
+        };
+        if any { self.reclaim_while(goes_on).map(drop) } else { Ok(()) }
+    }
+
+    /// Punches all free blocks, and returns their number. For stores opened without threads, and before measurements.
     pub fn reclaim(&self) -> Result<u64> {
+        self.reclaim_while(&|| true)
+    }
+
+    fn reclaim_while(&self, goes_on: &dyn Fn() -> bool) -> Result<u64> {
         self.flush()?;
-        while self.drop_trash(DROP_ROUNDS)? {}
+        while goes_on() && self.drop_trash(DROP_ROUNDS)? {}
         self.commit_changes()?;
         let mut given = 0;
         for (least, most) in [(PUNCH_RUN, PUNCH_BLOCKS), (1, PUNCH_SINGLES)] {
             let mut region = 0;
-            loop {
+            while goes_on() {
                 let from = region;
                 let now = self.punch_free(&mut region, least, 0, most)?;
                 given += now;
@@ -485,13 +511,23 @@ mod tests {
     fn single_blocks_are_punched_when_no_long_run_is_left() {
         let mut passes = Passes::default();
         let long = LONG_IDLE + TICK;
-        assert_eq!(passes.least(long), PUNCH_RUN, "long runs first, however long nothing was written");
+        assert_eq!(passes.least(long, true), PUNCH_RUN, "long runs first, however long nothing was written");
         passes.goes_on(0);
         passes.end(PUNCH_RUN);
-        assert_eq!((passes.least(IDLE), passes.least(long)), (PUNCH_RUN, 1));
+        assert_eq!((passes.least(IDLE, true), passes.least(long, true)), (PUNCH_RUN, 1));
         passes.goes_on(0);
         passes.end(1);
-        assert_eq!(passes.least(long), PUNCH_RUN);
+        assert_eq!(passes.least(long, true), PUNCH_RUN);
+    }
+
+    /// Otherwise a guest that writes something every second would keep the space of freed single blocks for ever.
+    #[test]
+    fn passes_over_long_runs_and_single_blocks_alternate_while_clients_write_little() {
+        let mut passes = Passes::default();
+        assert_eq!(passes.least(TICK, true), PUNCH_RUN);
+        passes.short = true;
+        passes.restart();
+        assert_eq!((passes.least(TICK, true), passes.least(TICK, false)), (1, PUNCH_RUN));
     }
 
     /// Blocks may have been freed in earlier regions when the pass had passed them.
@@ -501,11 +537,11 @@ mod tests {
         let long = LONG_IDLE + TICK;
         passes.goes_on(8);
         passes.end(PUNCH_RUN);
-        assert_eq!(passes.least(long), PUNCH_RUN);
+        assert_eq!(passes.least(long, true), PUNCH_RUN);
         for region in [0, 8, 16] {
             passes.goes_on(region);
         }
         passes.end(PUNCH_RUN);
-        assert_eq!(passes.least(long), 1);
+        assert_eq!(passes.least(long, true), 1);
     }
 }

@@ -543,6 +543,23 @@ impl Engine {
         ))
     }
 
+    /// Makes the content with these checksums, which was just read, that of the suspect blocks among these.
+    pub(super) fn settle_suspects(&self, found: &[(u64, u32)]) -> Result<()> {
+        let blocks = found.len() as u64;
+        let _grant = self.admit(Cost { bytes: RESOLVE_COST.bytes * blocks, pages: RESOLVE_COST.pages * blocks })?;
+        let mut meta = self.meta.lock();
+        for (block, checksum) in found.iter().copied() {
+            let entry = meta.entry(block)?;
+            // A write that has begun since determines the content.
+            if entry.suspect && !meta.in_flight.contains(block) && !meta.logged.contains_key(&block) {
+                meta.enqueue(Operation::Resolve { block, checksum }, 0)?;
+                self.counters.torn_blocks.fetch_add(u64::from(entry.checksum != checksum), Ordering::Relaxed);
+            }
+        }
+        self.count_changes(&meta);
+        Ok(())
+    }
+
     /// Reads a range of blocks into memory.
     pub fn read_blocks(
         &self,

@@ -51,6 +51,8 @@ pub(super) enum Expected {
     /// The block is free, or its content on the medium has no meaning.
     Nothing,
     Checksum(u32),
+    /// A crash may have cut off an overwrite of the block that was not acknowledged as durable: any content is valid.
+    Any,
 }
 
 /// The result for a block.
@@ -64,10 +66,11 @@ pub(super) enum Found {
 pub(super) type ReadRun<'a> = &'a dyn Fn(Run, &mut [u8]) -> Result<()>;
 
 fn expected(entry: BlockEntry, logged: bool) -> Expected {
-    if entry.references == 0 || entry.suspect || logged {
-        return Expected::Nothing;
+    match entry {
+        _ if entry.references == 0 || logged => Expected::Nothing,
+        _ if entry.suspect => Expected::Any,
+        _ => Expected::Checksum(entry.checksum),
     }
-    Expected::Checksum(entry.checksum)
 }
 
 fn compare(expected: u32, bytes: &[u8]) -> Found {
@@ -139,8 +142,11 @@ impl Engine {
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
             // If a sector of the run is unreadable, the blocks are read one by one.
-            let found =
-                if whole { compare(sum, content) } else { read_one(&|run, into| self.read_run(run, into), block, sum) };
+            let found = if whole {
+                compare(sum, content)
+            } else {
+                read_one(&|run, into| self.read_run(run, into), block, Some(sum))
+            };
             match found {
                 Found::Good => report.verified += 1,
                 _ if matches!(standing, StoreActivity::Running) => doubts.push(block),
@@ -170,7 +176,8 @@ impl Engine {
     pub(super) fn look_again(&self, read: ReadRun<'_>, block: u64) -> Result<Found> {
         let (wanted, _guard) = self.expected_now(Run { start: block, blocks: 1 })?;
         Ok(match wanted[..] {
-            [Expected::Checksum(sum)] => read_one(read, block, sum),
+            [Expected::Checksum(sum)] => read_one(read, block, Some(sum)),
+            [Expected::Any] => read_one(read, block, None),
             _ => Found::Good,
         })
     }
@@ -224,11 +231,11 @@ impl Engine {
     }
 }
 
-/// Compares a block with a checksum.
-pub(super) fn read_one(read: ReadRun<'_>, block: u64, sum: u32) -> Found {
+/// Reads a block, and compares it with a checksum if there is one.
+pub(super) fn read_one(read: ReadRun<'_>, block: u64, sum: Option<u32>) -> Found {
     let mut one = Buffer::zeroed(1);
     match read(Run { start: block, blocks: 1 }, &mut one) {
-        Ok(()) => compare(sum, &one),
+        Ok(()) => sum.map_or(Found::Good, |sum| compare(sum, &one)),
         Err(error) => Found::Unreadable(error.to_string()),
     }
 }

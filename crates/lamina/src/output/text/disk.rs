@@ -295,6 +295,10 @@ pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &
             writeln!(out, "disk {name}: {} freed for new data; 'lamina disk shrink' gives them back", size(of.freed))
         }
         Request::Disk(DiskRequest::Optimize { compression, dedup, .. }) => {
+            if of.lost > 0 {
+                let lost = size(of.lost);
+                writeln!(out, "disk {name}: {lost} stay as they are: pages of metadata are lost, see 'lamina check'")?;
+            }
             if *dedup != Deduplication::Off {
                 writeln!(out, "disk {name}: {} of equal data removed", size(of.shared))?;
             }

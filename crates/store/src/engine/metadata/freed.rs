@@ -17,6 +17,8 @@ pub struct Freed {
     freeing: u64,
     /// Number of all blocks that cannot be reused yet.
     blocks: u64,
+    /// Whether any block was freed since the store was opened.
+    any: bool,
 }
 
 fn sum(runs: &[Run]) -> u64 {
@@ -33,6 +35,12 @@ impl Freed {
     pub fn freed(&mut self, runs: &[Run]) {
         self.freeing += sum(runs);
         self.blocks += sum(runs);
+        self.any |= !runs.is_empty();
+    }
+
+    /// Whether any block was freed since the store was opened.
+    pub fn any(&self) -> bool {
+        self.any
     }
 
     /// Called when the freeing of these blocks is durable. True if there are any.

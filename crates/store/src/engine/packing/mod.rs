@@ -38,7 +38,7 @@ use crate::journal::Operation;
 use crate::pack::{BLOCKS_MAX, Packer};
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
-use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use crate::{Error, ErrorKind, IoContext, Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
 pub(super) use leaves::PlannedLeaves;
 use plan::{Plan, Planned};
@@ -65,6 +65,8 @@ pub struct PackStep {
     pub packed: u64,
     /// Data blocks in which their content is stored now.
     pub stored: u64,
+    /// Logical blocks that were left, because a page of the map or of the table that describes them is lost.
+    pub lost: u64,
 }
 
 /// What came of a plan.
@@ -113,6 +115,26 @@ impl Engine {
                 "a thick disk is not compressed: its space is reserved so that its writes never need new space",
             ));
         }
+        match self.pack_next(object, range.clone(), packer, &mut examined) {
+            // A lost page describes these blocks, or belongs to another tree that may share their leaf. Others can be
+            // packed.
+            Err(error) if is_lost(&error) && self.running.goes_on() => {
+                let next = (range.start - range.start % WINDOW_WIDE + WINDOW_WIDE).min(range.end);
+                tracing::debug!(%error, block = range.start, "blocks are not compressed");
+                Ok(PackStep { next, lost: next - range.start, ..PackStep::default() })
+            }
+            step => step,
+        }
+    }
+
+    /// Makes the step of [`Engine::pack_step`].
+    fn pack_next(
+        &self,
+        object: u64,
+        range: Range<u64>,
+        packer: &mut Packer,
+        examined: &mut Examined,
+    ) -> Result<PackStep> {
         let Some(first) = self.meta.look(|meta| meta.first_mapped(object, range.clone()))? else {
             return Ok(PackStep { next: range.end, ..PackStep::default() });
         };
@@ -120,7 +142,7 @@ impl Engine {
         let mut step = PackStep { next: around(WINDOW).end, ..PackStep::default() };
         for old in self.meta.look(|meta| meta.packs_to_examine(object, around(WINDOW)))? {
             let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old))? else { continue };
-            match self.try_plan(object, &plan, packer, &mut examined, &mut step)? {
+            match self.try_plan(object, &plan, packer, examined, &mut step)? {
                 Tried::Left => {}
                 Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
             }
@@ -131,7 +153,7 @@ impl Engine {
                 Planned::NoRoom => continue,
                 Planned::Pack(plan) => plan,
             };
-            if self.try_plan(object, &plan, packer, &mut examined, &mut step)? == Tried::Again {
+            if self.try_plan(object, &plan, packer, examined, &mut step)? == Tried::Again {
                 step.next = first;
             }
             break;

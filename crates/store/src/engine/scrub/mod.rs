@@ -10,7 +10,9 @@
 //!    if the metadata in memory needs it. A block that fails is examined as in [`super::verify`].
 //! 2. The bytes come from the medium: files are opened a second time so that reads bypass the page cache, where the
 //!    file system allows that.
-//! 3. A copy replaces a damaged block only if it has the checksum of the table. No other write of the block begins
+//! 3. A block that a crash has left suspect gets the checksum of the content that the scrub finds, so that later damage
+//!    of the block is detected.
+//! 4. A copy replaces a damaged block only if it has the checksum of the table. No other write of the block begins
 //!    meanwhile, because the block counts as in flight.
 //!
 //! | file | what it holds |
@@ -378,14 +380,11 @@ impl Scrubber<'_> {
             expected => expected?,
         };
         // A block without a checksum is reserved and not written.
-        let sum = |index: usize| match wanted.get(index) {
-            Some(Expected::Checksum(sum)) if *sum != 0 => Some(*sum),
-            _ => None,
-        };
-        let mut doubts = Vec::new();
+        let is_read = |index: &usize| matches!(wanted[*index], Expected::Any | Expected::Checksum(1..));
+        let (mut doubts, mut settled) = (Vec::new(), Vec::new());
         let mut at = 0;
         while at < wanted.len() {
-            let count = (at..wanted.len()).take(BLOCKS_PER_READ).take_while(|index| sum(*index).is_some()).count();
+            let count = (at..wanted.len()).take(BLOCKS_PER_READ).take_while(is_read).count();
             if count == 0 {
                 at += 1;
                 continue;
@@ -394,8 +393,11 @@ impl Scrubber<'_> {
             let mut bytes = Buffer::recycled(count);
             let whole = self.read(run, &mut bytes).is_ok();
             for (index, content) in (at..at + count).zip(bytes.chunks_exact(BLOCK_SIZE)) {
-                if !whole || sum(index) != Some(checksum(content)) {
-                    doubts.push(all.start + index as u64);
+                let block = all.start + index as u64;
+                match wanted[index] {
+                    Expected::Checksum(sum) if whole && sum == checksum(content) => {}
+                    Expected::Any if whole => settled.push((block, checksum(content))),
+                    _ => doubts.push(block),
                 }
             }
             step.blocks += run.blocks;
@@ -403,6 +405,9 @@ impl Scrubber<'_> {
             at += count;
         }
         drop(guard);
+        if !settled.is_empty() {
+            engine.settle_suspects(&settled)?;
+        }
         for (block, found) in engine.confirm(&|run, into| self.read(run, into), doubts)? {
             let problem = match found {
                 // The block was freed meanwhile, and reserved again without being written.

@@ -160,6 +160,6 @@ impl Scrubber<'_> {
         });
         engine.meta.lock().in_flight.release(run);
         written?;
-        Ok(matches!(read_one(&|run, into| self.read(run, into), run.start, sum), Found::Good))
+        Ok(matches!(read_one(&|run, into| self.read(run, into), run.start, Some(sum)), Found::Good))
     }
 }

@@ -35,7 +35,7 @@ use super::{Engine, Meta};
 use crate::journal::Operation;
 use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId};
-use crate::{Result, checksum};
+use crate::{Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
 use plan::{Plan, Planned};
 use prints::{KEPT_REFERENCES_MAX, Print, Prints, SUMS};
@@ -59,6 +59,8 @@ pub struct ShareStep {
     pub read: u64,
     /// Blocks that are no longer mapped where they were, because others with the same content are mapped there.
     pub shared: u64,
+    /// Logical blocks that were left, because a page of the map or of the table that describes them is lost.
+    pub lost: u64,
     /// Whether the pass has ended.
     pub ended: bool,
 }
@@ -279,7 +281,16 @@ impl Engine {
             return Ok(ShareStep::default());
         };
         let seen = &pass.seen;
-        let Some(scanned) = self.meta.look(|meta| meta.scan(object, at, end, seen))? else {
+        let scanned = match self.meta.look(|meta| meta.scan(object, at, end, seen)) {
+            Err(error) if is_lost(&error) && self.running.goes_on() => {
+                let next = (at - at % SCAN_BLOCKS + SCAN_BLOCKS).min(end);
+                tracing::debug!(%error, object, block = at, "equal blocks are not looked for");
+                pass.at = (number, next);
+                return Ok(ShareStep { lost: next - at, ..ShareStep::default() });
+            }
+            scanned => scanned?,
+        };
+        let Some(scanned) = scanned else {
             pass.at = (number + 1, 0);
             return Ok(ShareStep::default());
         };
@@ -305,7 +316,16 @@ impl Engine {
         };
         let mut step = ShareStep::default();
         let done = loop {
-            match self.share_pair(&pair, &mut step.read)? {
+            let outcome = match self.share_pair(&pair, &mut step.read) {
+                // Other pairs can be shared.
+                Err(error) if is_lost(&error) && self.running.goes_on() => {
+                    tracing::debug!(%error, block = pair.logical, "equal blocks are not shared");
+                    step.lost = pair.blocks;
+                    Outcome::Left(pair.blocks)
+                }
+                outcome => outcome?,
+            };
+            match outcome {
                 Outcome::Shorter(blocks) => pair.blocks = blocks,
                 Outcome::Shared(blocks) => {
                     pass.progress = true;
@@ -341,6 +361,7 @@ impl Engine {
         let plan = match self.meta.look(|meta| meta.plan_share(pair, false))? {
             Planned::Share(plan) => plan,
             Planned::Same(blocks) | Planned::Left(blocks) => return Ok(Outcome::Left(blocks)),
+            Planned::Shorter(blocks) => return Ok(Outcome::Shorter(blocks)),
             Planned::NotKept => return Ok(Outcome::NotKept),
             Planned::Held => return Ok(Outcome::Held),
         };

@@ -58,6 +58,8 @@ pub(super) enum Planned {
     Same(u64),
     /// The duplicates stay.
     Left(u64),
+    /// Something keeps one of the duplicates where it is. Fewer of them can perhaps be shared.
+    Shorter(u64),
     /// The first kept block cannot replace another one.
     NotKept,
     /// A pending operation concerns the first block: it can be shared once this operation is durable.
@@ -136,7 +138,7 @@ impl Meta {
             return Ok(Planned::NotKept);
         }
         let Some(objects) = self.objects_of_duplicates(pair.object, &share, left)? else {
-            return Ok(Planned::Left(blocks));
+            return Ok(if blocks > 1 { Planned::Shorter(blocks / 2) } else { Planned::Left(1) });
         };
         let run = Run { start, blocks };
         Ok(Planned::Share(Plan { logical: pair.logical, from, run, checksums, objects }))

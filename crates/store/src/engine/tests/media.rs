@@ -2,6 +2,7 @@
 //! symbolic links; a block that changes while it is verified is not reported.
 
 use super::*;
+use crate::engine::ScrubPosition;
 use crate::engine::files::ShowingData;
 use backend::{Directory, File, IoMode};
 use std::io;
@@ -68,4 +69,47 @@ fn a_block_is_damaged_only_if_it_also_differs_while_no_write_is_under_way() {
         let found = engine.confirm(&read, vec![place.start]).unwrap();
         assert_eq!(found.len(), damaged, "overwritten before {overwritten} reads");
     }
+}
+
+/// Scrubs the whole store, and returns the damaged places.
+fn scrub(engine: &Engine) -> Vec<DamagedPlace> {
+    let (scrubber, mut at, mut found) = (engine.scrubber(), Some(ScrubPosition::START), Vec::new());
+    while let Some(position) = at {
+        let step = scrubber.step(position).unwrap();
+        found.extend(step.damage.iter().map(|damage| damage.place));
+        at = step.next;
+    }
+    found
+}
+
+/// A crash leaves blocks suspect that were announced for an overwrite, also those that the overwrite never reached.
+#[test]
+fn a_scrub_settles_suspect_blocks_so_that_later_damage_is_found() {
+    let (disk, engine) = with_a_block(256);
+    write(&engine, 1, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    let places = [0, 1].map(|block| packed::place(&engine, 1, block).0.start);
+    {
+        let mut guard = engine.meta.lock();
+        let meta = &mut *guard;
+        for start in places {
+            meta.data.annotate(&mut meta.pages, Run { start, blocks: 1 }, |_, entry| entry.suspect = true).unwrap();
+        }
+    }
+    let put = |engine: &Engine, start: u64, value: u8| {
+        let (file, offset) = engine.files.locate(Run { start, blocks: 1 }).unwrap();
+        file.write_at(&[&slice(value, 1)], offset, true).unwrap();
+    };
+    // The overwrite of the second block was carried out in part.
+    put(&engine, places[1], 7);
+    assert_eq!(scrub(&engine), []);
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!([0, 1].map(|block| value(&engine, block).unwrap()), [1, 7]);
+    places.iter().for_each(|start| put(&engine, *start, 9));
+    assert_eq!(scrub(&engine), places.map(DamagedPlace::Block));
+    (0..2).for_each(|block| assert_eq!(value(&engine, block).unwrap_err().kind(), ErrorKind::Corrupt));
 }

@@ -4,6 +4,7 @@
 mod counted;
 mod divided;
 mod histories;
+mod obstacles;
 mod opened;
 mod repaired;
 mod replayed;
