@@ -168,8 +168,13 @@ const LABELS_MAX: usize = 32;
 
 /// Checks a label: key and value have the form of names of disks.
 fn check_label(key: &str, value: &str) -> Result<()> {
+    check_label_key(key)?;
+    names::check("label", value)
+}
+
+/// Checks the key of a label.
+pub(crate) fn check_label_key(key: &str) -> Result<()> {
     names::check("label", key)?;
-    names::check("label", value)?;
     match key.contains('=') {
         true => {
             Err(Error::new(ErrorKind::Invalid, format!("the key '{}' of a label contains '='", key.escape_debug())))

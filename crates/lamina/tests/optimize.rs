@@ -56,7 +56,7 @@ fn equal_data_of_disks_in_use_is_stored_once() {
     is_kept(&mut clients);
     drop(clients);
     store.run("disk optimize a --compression off").fails(2, "nothing to do");
-    store.run("disk optimize a --dedup vm").fails(2, "off, disk, datastore");
+    store.run("disk optimize a --dedup vm").fails(2, "off, disk, label:KEY, datastore");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }

@@ -8,7 +8,9 @@ use super::{Native, bytes};
 use crate::compression::Compression;
 use crate::deduplication::Deduplication;
 use crate::info::Reclaimed;
+use crate::names;
 use error::{Error, ErrorKind, Result};
+use std::collections::BTreeSet;
 use std::ops::{ControlFlow, Range};
 use store::catalog::{Object, ObjectState, Provisioning};
 use store::engine::{PRINTS_MAX, SharePass};
@@ -57,6 +59,10 @@ impl Native {
             let text = format!("{name}: neither compression nor deduplication is requested, so there is nothing to do");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
+        let of_label = match &deduplication {
+            Deduplication::Label(key) => Some(self.with_same_label(&disk, key)?),
+            _ => None,
+        };
         if deduplication != Deduplication::Off && disk.provisioning != Provisioning::Thin {
             let text =
                 format!("{name}: equal blocks of a thick disk stay, because its writes must never need new space");
@@ -66,12 +72,17 @@ impl Native {
         self.engine.flush()?;
         self.engine.checkpoint()?;
         let own = self.own_objects(disk.id);
+        let is_thin = |object: &Object| object.provisioning == Provisioning::Thin && !object.incomplete;
         let domain = match deduplication {
             Deduplication::Off => Objects::new(),
             Deduplication::Disk => own.clone(),
-            Deduplication::Datastore => {
-                self.objects(disk.id, &|object| object.provisioning == Provisioning::Thin && !object.incomplete)
+            Deduplication::Label(_) => {
+                let disks = of_label.unwrap_or_default();
+                let is_in =
+                    |object: &Object| disks.contains(&if object.is_snapshot() { object.disk } else { object.id });
+                self.objects(disk.id, &|object| is_thin(object) && is_in(object))
             }
+            Deduplication::Datastore => self.objects(disk.id, &is_thin),
         };
         let compressed = if codec.is_some() { sum(&own) } else { 0 };
         let mut steps = Steps { throttle: Throttle::new(progress), total: sum(&domain).saturating_add(compressed) };
@@ -88,6 +99,22 @@ impl Native {
         // The old blocks become free when the changes are durable.
         self.engine.checkpoint()?;
         Ok(reclaimed)
+    }
+
+    /// The disks that have the same value of a label's key as `disk`.
+    fn with_same_label(&self, disk: &Object, key: &str) -> Result<BTreeSet<u64>> {
+        let value_of = |disk: &Object| self.settings.of(&names::uuid_text(&disk.uuid)).labels.get(key).cloned();
+        let Some(value) = value_of(disk) else {
+            let text = format!(
+                "{0}: the disk has no label '{1}', so no other disk belongs to it; 'lamina disk edit {0} --label \
+                 {1}=VALUE' sets one",
+                disk.name,
+                key.escape_debug()
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        };
+        let disks: Vec<Object> = self.engine.with_catalog(|catalog| catalog.disks().cloned().collect());
+        Ok(disks.iter().filter(|disk| value_of(disk).as_ref() == Some(&value)).map(|disk| disk.id).collect())
     }
 
     /// The disk and its snapshots, each with its number of blocks.

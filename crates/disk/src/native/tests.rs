@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+use crate::SettingsChange;
 use crate::device::Segment;
 use crate::testbed::options;
 use crate::{
@@ -13,6 +14,7 @@ use crate::{
 };
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
@@ -252,6 +254,21 @@ fn equal_blocks_of_a_disk_or_of_all_disks_are_stored_once() {
         reclaimed.shared / BLOCK_SIZE as u64
     };
     assert_eq!((shared(Deduplication::Disk), shared(Deduplication::Disk)), (8, 0));
+    // Equal blocks of disks with other values of the label, or without it, stay.
+    let tenant = || Deduplication::Label("tenant".into());
+    assert_eq!(optimize("c", Compression::Off, tenant()).unwrap_err().kind(), ErrorKind::Invalid);
+    let label = |name: &str, value: &str| {
+        let labels = BTreeMap::from([("tenant".to_owned(), value.to_owned())]);
+        datastore.edit_disk(name, &SettingsChange { labels, ..SettingsChange::default() }).unwrap();
+    };
+    label("c", "x");
+    assert_eq!(shared(tenant()), 0);
+    label("b", "y");
+    assert_eq!(shared(tenant()), 0);
+    datastore.create_disk("d", &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress).unwrap();
+    label("d", "x");
+    device("d").write(0, SharedSlice::copy_of(&part[..2 * BLOCK_SIZE]), false).unwrap();
+    assert_eq!((shared(tenant()), shared(tenant())), (2, 0));
     assert_eq!((shared(Deduplication::Datastore), shared(Deduplication::Datastore)), (4, 0));
     assert_eq!(optimize("c", Compression::Off, Deduplication::Off).unwrap_err().kind(), ErrorKind::Invalid);
     assert_eq!(optimize("t", Compression::Off, Deduplication::Disk).unwrap_err().kind(), ErrorKind::Unsupported);

@@ -423,9 +423,10 @@ pub enum DiskCommand {
         /// lz4, zstd with a level from 1 to 19, such as zstd:9, or off.
         #[arg(long, value_name = "METHOD", default_value = "lz4")]
         compression: Compression,
-        /// Store equal blocks once, before the compression: those of the disk and its snapshots (disk), or those of all
-        /// thin native disks and snapshots (datastore).
-        #[arg(long, value_name = "off|disk|datastore", default_value = "off")]
+        /// Store equal blocks once, before the compression: those of the disk and its snapshots (disk), of all thin
+        /// native disks with the same value of a label, such as label:tenant, and their snapshots, or of all thin
+        /// native disks and snapshots (datastore).
+        #[arg(long, value_name = "off|disk|label:KEY|datastore", default_value = "off")]
         dedup: Deduplication,
         /// Limit of bytes read and written per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
@@ -509,9 +510,12 @@ impl DiskCommand {
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
             Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
-            Self::Optimize { name, compression, dedup, rate } => {
-                DiskRequest::Optimize { name: name.clone(), compression: *compression, dedup: *dedup, rate: *rate }
-            }
+            Self::Optimize { name, compression, dedup, rate } => DiskRequest::Optimize {
+                name: name.clone(),
+                compression: *compression,
+                dedup: dedup.clone(),
+                rate: *rate,
+            },
             Self::Migrate(migrate) => DiskRequest::Migrate {
                 name: migrate.name.clone(),
                 target: MigrateOptions {
