@@ -93,13 +93,33 @@ impl UnderWay {
     /// Records the result of an abandoned group. Image snapshots that still exist stay in the record, and the next
     /// opening of the datastore deletes them; if there are none, the record is removed. `native_gone` says that no
     /// later opening will find a native snapshot of the group.
+    ///
+    /// # Errors
+    /// The record could not be written, or a disk could not write that it does not have the snapshot any more.
     pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
-        self.group.images.retain(|image| found(foreign, image).is_taken());
         if native_gone {
             self.group.native.clear();
         }
         self.group.taking_back = true;
-        save(&*self.directory, &self.group)
+        self.save_what_exists(foreign)
+    }
+
+    /// Writes the record of the abandoned group with those snapshots that the next opening may find.
+    fn save_what_exists(&mut self, foreign: &Foreign) -> Result<()> {
+        let mut written = Ok(());
+        self.group.images.retain(|image| match found(foreign, image) {
+            Found::Taken(_) => true,
+            Found::NotTaken(entry) => match entry.disk.write_unrecorded() {
+                Ok(()) => false,
+                Err(error) => {
+                    written = Err(error);
+                    true
+                }
+            },
+            Found::Gone | Found::Unknown => false,
+        });
+        save(&*self.directory, &self.group)?;
+        written
     }
 
     /// Removes the record, because either all snapshots of the group exist or none.
@@ -108,9 +128,9 @@ impl UnderWay {
     }
 
     /// Repeats the last step of [`UnderWay::end`] or [`UnderWay::take_back`], after this step failed.
-    pub fn try_again(&mut self) -> Result<()> {
+    pub fn try_again(&mut self, foreign: &Foreign) -> Result<()> {
         match self.group.taking_back {
-            true => save(&*self.directory, &self.group),
+            true => self.save_what_exists(foreign),
             false => self.end(),
         }
     }
@@ -130,17 +150,11 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
 enum Found {
     Taken(Arc<ForeignDisk>),
     /// The disk does not have the snapshot.
-    NotTaken,
+    NotTaken(Arc<ForeignDisk>),
     /// The folder belongs to another disk.
     Gone,
     /// The disk cannot be opened now, so it is not known whether the snapshot exists.
     Unknown,
-}
-
-impl Found {
-    fn is_taken(&self) -> bool {
-        matches!(self, Self::Taken(_))
-    }
 }
 
 fn found(foreign: &Foreign, image: &ImageSnapshot) -> Found {
@@ -148,7 +162,7 @@ fn found(foreign: &Foreign, image: &ImageSnapshot) -> Found {
     match foreign.entries().into_iter().find(|entry| entry.folder == image.folder) {
         Some(entry) if entry.disk.uuid() != image.disk => Found::Gone,
         Some(entry) if entry.disk.record().snapshots.iter().any(is_it) => Found::Taken(entry),
-        Some(_) => Found::NotTaken,
+        Some(entry) => Found::NotTaken(entry),
         None => Found::Unknown,
     }
 }
@@ -259,7 +273,7 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
 /// snapshots, all of them must exist.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     let has = |uuid: &String| find_native(uuid, native).is_some();
-    let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken);
+    let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken(_));
     !group.taking_back && group.native.iter().all(has) && !group.images.iter().any(lacks)
 }
 
@@ -282,7 +296,7 @@ fn take_back_native(uuid: &str, native: &Native) -> bool {
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
     let entry = match found(foreign, image) {
         Found::Taken(entry) => entry,
-        Found::NotTaken | Found::Gone => return true,
+        Found::NotTaken(_) | Found::Gone => return true,
         Found::Unknown => {
             let folder = &image.folder;
             tracing::warn!(folder, "a snapshot of an interrupted group is kept until its disk can be opened");

@@ -54,6 +54,8 @@ impl Disk {
             let _operation = self.begin("a linked clone")?;
             let record = self.record();
             let snapshot = record.snapshot(snapshot)?.clone();
+            let flushed = self.are_flushed(self.open_head().as_deref(), &record.line(snapshot.node)?);
+            flushed.map_err(|error| error.context(format!("snapshot '{}'", snapshot.name)))?;
             let adapter = Adapter::named(&record.adapter).unwrap_or_default();
             let mut fresh = fresh_record(name, &record.kind, record.delta, adapter, options);
             let here = self.reference();

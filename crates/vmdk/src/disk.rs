@@ -459,6 +459,7 @@ impl Disk {
             let text = format!("snapshot '{name}' of '{}' is being merged; try again when that is done", record.name);
             return Err(Error::new(ErrorKind::Busy, text));
         }
+        self.are_flushed(head.as_deref(), &nodes).map_err(|error| error.context(format!("snapshot '{name}'")))?;
         self.show_stale(head.as_deref(), &nodes)?;
         let line = self.open_line(&record, node, false, &[])?;
         let chain = line.chain;
@@ -466,6 +467,17 @@ impl Disk {
         state.issued.retain(|issued| issued.chain.strong_count() > 0);
         state.issued.push(Issued { chain: Arc::downgrade(&chain), nodes });
         Ok(chain)
+    }
+
+    /// Makes sure that the files of a snapshot have its content. They may lack a part of it if the flush of the snapshot
+    /// has failed: the image is then still open for writing, below the top of the head's chain.
+    ///
+    /// # Errors
+    /// The flush fails again, or the chain has stopped: the files have older content.
+    pub(crate) fn are_flushed(&self, head: Option<&Line>, nodes: &[u32]) -> Result<()> {
+        let Some(line) = head else { return Ok(()) };
+        let is_unflushed = |node: &u32| line.level(*node).is_some_and(|level| level.is_writing());
+        if nodes.iter().any(is_unflushed) { line.chain.flush() } else { Ok(()) }
     }
 
     /// Claims images for an operation that writes them, so that no chain of a snapshot with one of them is opened
@@ -563,9 +575,11 @@ impl Disk {
                 return Err(Error::new(ErrorKind::Busy, text));
             }
             match self.carry_out(&mut record) {
-                // A lack of space does not matter: the files of the pending operation are removed with the disk. But
+                // Such a failure does not matter: the files of the pending operation are removed with the disk. But
                 // adopted images are kept, so their descriptors have to be corrected first.
-                Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::Corrupt)
+                        && !record.has_adopted() => {}
                 other => other?,
             }
             record.pending.get_or_insert_with(|| Pending::new("delete")).fate = Some(Fate::Deleting);

@@ -75,6 +75,13 @@ impl Disk {
         })
     }
 
+    /// Makes the current record the durable one, if it could not be written when a snapshot was undone. Until then, the
+    /// next opening would find the snapshot.
+    pub fn write_unrecorded(&self) -> Result<()> {
+        let unrecorded = self.state.lock().unrecorded;
+        if unrecorded { self.noting(|| self.begin("ending a snapshot").map(drop)) } else { Ok(()) }
+    }
+
     /// Removes temporary files left by replacements of this disk's descriptors.
     fn sweep(&self, record: &Record) -> Result<()> {
         let own: Vec<_> = record.nodes.iter().filter(|node| node.is_own()).collect();

@@ -324,6 +324,7 @@ impl Chain {
         let mut at = if from >= capacity { capacity } else { from / job.target.grain * job.target.grain };
         while at < capacity {
             job.check(progress)?;
+            self.check_running()?;
             progress.update(at, capacity);
             let Copied { next, bytes } = self.copy_up_to_damage(job, at)?;
             at = next;
@@ -334,7 +335,7 @@ impl Chain {
                 self.flush_target(job)?;
                 progress.durable(at);
             }
-            throttle.wait_unless(bytes, || job.is_to_end(progress));
+            throttle.wait_unless(bytes, || job.is_to_end(progress) || self.check_running().is_err());
         }
         progress.update(capacity, capacity);
         if job.side == Side::Down {
@@ -439,10 +440,11 @@ impl Chain {
                 let mut start = piece.start;
                 while start < piece.end {
                     job.check(progress)?;
+                    self.check_running()?;
                     let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
-                    throttle.wait_unless(bytes, || job.is_to_end(progress));
+                    throttle.wait_unless(bytes, || job.is_to_end(progress) || self.check_running().is_err());
                 }
             }
             if last {

@@ -231,6 +231,32 @@ fn a_failing_target_during_mirroring_fails_the_merge_and_no_write() {
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
 }
 
+/// Otherwise it would write its target to the end, and the disk could not be opened again meanwhile.
+#[test]
+fn a_merge_ends_when_a_flush_of_the_top_fails() {
+    const SIZE: usize = 32 << 20;
+    let (chain, layers, _) = filled(1, SIZE as u64, 4096, 9);
+    chain.push(Mock::new(Manner::new(SIZE as u64, 4096))).unwrap();
+    chain.write(0, &vec![3; SIZE]).unwrap();
+    let top = Mock::new(Manner::new(SIZE as u64, 4096));
+    chain.push(top.clone()).unwrap();
+    struct Failing<'a>(&'a Chain, &'a Mock);
+    impl Progress for Failing<'_> {
+        fn update(&self, done: u64, _total: u64) {
+            if done == 0 {
+                self.0.write(0, &[4; 512]).unwrap();
+                self.1.faults.flush.store(true, Ordering::SeqCst);
+                assert_eq!(self.0.flush().unwrap_err().kind(), ErrorKind::Io);
+            }
+        }
+    }
+    let (keys, before) = (chain.keys(), layers[0].written.load(Ordering::SeqCst));
+    let ended = chain.merge_down(keys[1], keys[2], 0, &Failing(&chain, &top), &mut || panic!("no commit"));
+    assert_eq!(ended.err().unwrap().kind(), ErrorKind::Stopped);
+    let copied = layers[0].written.load(Ordering::SeqCst) - before;
+    assert!(copied <= 4 << 20, "{copied} bytes were copied after the failure");
+}
+
 /// A write that is under way while a flush begins and ends is not covered by that flush. The next flush must cover it.
 #[test]
 fn a_flush_during_a_write_does_not_cover_the_write() {

@@ -378,7 +378,7 @@ impl Datastore {
     fn end_groups_but(&self, may_wait: fn(&UnderWay) -> bool) -> Result<()> {
         let mut unended = self.unended.lock();
         let mut outcome = Ok(());
-        unended.retain_mut(|group| match group.try_again() {
+        unended.retain_mut(|group| match group.try_again(&self.foreign) {
             Ok(()) => false,
             Err(_) if may_wait(group) => true,
             Err(error) => {

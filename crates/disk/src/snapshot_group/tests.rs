@@ -499,3 +499,35 @@ fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     assert_eq!((snapshots(&datastore), records(&path)), (vec!["a@group".to_owned()], 0));
     datastore.close().unwrap();
 }
+
+/// Of a group that fails, one disk cannot write that it does not have the snapshot any more.
+#[test]
+fn the_record_of_a_failed_group_stays_until_no_disk_has_a_snapshot_of_it() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
+    let mut group = UnderWay::new(datastore.directory(), &[], images).unwrap();
+    group.begin().unwrap();
+    let of = ["a", "b"].map(|name| (datastore.foreign.find(name).unwrap(), "group".to_owned()));
+    let blocked = path.join("images/a/lamina.disk.lamina-new");
+    let failed = datastore.foreign.create_snapshots(&of, Some(&[1, 1]), &SnapshotOptions::default(), &mut || {
+        std::fs::create_dir(&blocked).unwrap();
+        Err(Error::new(ErrorKind::Io, "the medium fails"))
+    });
+    assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
+    group.take_back(&datastore.foreign, true).unwrap_err();
+    assert_eq!((snapshots(&datastore), records(&path)), (vec![], 1));
+    // The state of the medium after a power cut at this moment.
+    let copy = folder.path().join("copy");
+    let copied = std::process::Command::new("cp").arg("-a").args([&path, &copy]).status().unwrap();
+    assert!(copied.success());
+    std::fs::remove_dir(copy.join("images/a/lamina.disk.lamina-new")).unwrap();
+    let after = open(&copy);
+    assert_eq!((snapshots(&after), records(&copy)), (vec![], 0), "all snapshots of the group exist or none");
+    after.close().unwrap();
+    datastore.unended.lock().push(group);
+    std::fs::remove_dir(&blocked).unwrap();
+    take(&datastore, &["a", "b"], "group");
+    assert_eq!((snapshots(&datastore), records(&path)), (vec!["a@group".to_owned(), "b@group".to_owned()], 0));
+    datastore.close().unwrap();
+}

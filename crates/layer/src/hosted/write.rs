@@ -360,7 +360,9 @@ impl Hosted {
         let count = range.end.div_ceil(self.grain_bytes()) - first;
         let mut number = first;
         for (_, _, entries) in self.by_table(first, count) {
-            self.zero_part(writer, number, entries as u64, keep).map_err(|error| self.stop_after(writer, error))?;
+            // A table that cannot be read has no effect on writes elsewhere.
+            let planned = self.plan(number, entries as u64)?;
+            self.zero_part(writer, planned, keep).map_err(|error| self.stop_after(writer, error))?;
             number += entries as u64;
             self.commit_if_many(writer)?;
         }
@@ -368,7 +370,7 @@ impl Hosted {
     }
 
     /// Zeroes grains of one table.
-    fn zero_part(&self, writer: &Writer, first: u64, count: u64, keep: bool) -> Result<()> {
+    fn zero_part(&self, writer: &Writer, planned: Vec<WritePiece>, keep: bool) -> Result<()> {
         // A grain without a location is zeroed by the zero entry, or by an absent entry if the image has no parent. If
         // neither is possible, a hole is allocated for the grain.
         let nowhere = match (writer.parent, self.header.has(FLAG_ZERO_GRAINS)) {
@@ -377,7 +379,7 @@ impl Hosted {
             (true, false) => None,
         };
         let mut holes: Vec<WritePiece> = Vec::new();
-        for piece in self.plan(first, count)? {
+        for piece in planned {
             match (piece.place, nowhere) {
                 (Some(place), _) if keep || nowhere.is_none() => {
                     let length = piece.count * self.grain_bytes();

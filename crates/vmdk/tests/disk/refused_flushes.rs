@@ -122,7 +122,12 @@ fn a_snapshot_whose_flush_lacks_space_is_complete() {
     chain.write(0, &[1; 8192]).unwrap();
     refuses.store(true, Ordering::SeqCst);
     assert_eq!(disk.snapshot(&NewSnapshot::named("two")).unwrap_err().kind(), ErrorKind::NoSpace);
+    // The tables in the file are older than the snapshot.
+    assert_eq!(disk.snapshot_chain("two").err().unwrap().kind(), ErrorKind::NoSpace);
+    let clone = Folder::plain(SimulatedDisk::new(2, SimulatedOptions::default()).directory());
+    assert_eq!(disk.linked_clone("two", clone, "clone", &options(2)).err().unwrap().kind(), ErrorKind::NoSpace);
     refuses.store(false, Ordering::SeqCst);
+    assert!(read(&disk.snapshot_chain("two").unwrap())[..8192] == [1; 8192]);
     assert_eq!((disk.snapshots().len(), disk.stopped()), (2, None));
     // The new head is still locked.
     let head = Place { folder: folder.clone(), name: "vm-000002.vmdk".to_owned() };

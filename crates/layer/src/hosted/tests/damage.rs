@@ -60,6 +60,28 @@ fn the_redundant_directory_is_used_with_a_warning() {
     assert!(check.is_sound() && layer.warnings().is_empty(), "{check:?}");
 }
 
+/// Neither copy of the first table can be read.
+#[test]
+fn a_discard_that_cannot_read_a_table_stops_no_writes_elsewhere() {
+    let (bytes, model) = image(false);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    let tables = [header.directory_offset, header.redundant_offset].map(|at| word((at * SECTOR) as usize));
+    let disk = SimulatedDisk::new(2, SimulatedOptions::default());
+    let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
+    file.write_at(&[&bytes], 0, true).unwrap();
+    let layer = open(&file, true, true).unwrap();
+    for table in tables.map(|table| u64::from(table) * SECTOR) {
+        disk.fail_reads("disk.vmdk", table..table + 1).unwrap();
+    }
+    assert_eq!(layer.zero(0..GRAIN, false).unwrap_err().kind(), ErrorKind::Io);
+    let last = (model.len() as u64 - 1) / GRAIN * GRAIN;
+    let content = vec![9; model.len() - last as usize];
+    layer.write(last, &[&content]).unwrap();
+    layer.flush().unwrap();
+    assert!(read(&layer, last..model.len() as u64, None).unwrap() == content);
+}
+
 #[test]
 fn an_extent_with_sectors_used_twice_is_not_written() {
     let (bytes, _) = image(false);
