@@ -469,8 +469,8 @@ impl Disk {
         Ok(chain)
     }
 
-    /// Makes sure that the files of a snapshot have its content. They may lack a part of it if the flush of the snapshot
-    /// has failed: the image is then still open for writing, below the top of the head's chain.
+    /// Makes sure that the files of a snapshot have its content. They may lack a part of it if the flush of the
+    /// snapshot has failed: the image is then still open for writing, below the top of the head's chain.
     ///
     /// # Errors
     /// The flush fails again, or the chain has stopped: the files have older content.
