@@ -66,22 +66,21 @@ fn occupied(store: &Store) -> u64 {
     std::fs::metadata(store.path().join("data.0000")).map_or(0, |file| file.blocks() * 512)
 }
 
-/// A raw image in which every second block repeats the first one.
-fn image_of_duplicates(store: &Store) -> std::path::PathBuf {
+/// Imports the disk `a`, in which every second block has the same content.
+fn import_duplicates(store: &Store) {
     let (mut random, image) = (Random::new(8), store.path().with_extension("raw"));
     let repeated = random.bytes(4096);
     let bytes: Vec<u8> = (0..8192).flat_map(|_| [random.bytes(4096), repeated.clone()].concat()).collect();
     std::fs::write(&image, bytes).unwrap();
-    image
+    store.run(&format!("disk import {} a --from raw", image.display())).ok();
+    std::fs::remove_file(&image).unwrap();
 }
 
 /// Commands on a datastore that is not served have no threads that go on afterwards.
 #[test]
 fn a_command_without_a_server_returns_what_it_frees_before_it_ends() {
     let store = Store::new();
-    let image = image_of_duplicates(&store);
-    store.run(&format!("disk import {} a --from raw", image.display())).ok();
-    std::fs::remove_file(&image).unwrap();
+    import_duplicates(&store);
     let before = occupied(&store);
     assert!(before >= 64 << 20, "{before}");
     store.run("disk optimize a --dedup disk --compression off").ok();
@@ -96,9 +95,7 @@ fn a_command_without_a_server_returns_what_it_frees_before_it_ends() {
 #[test]
 fn freed_single_blocks_are_returned_while_a_client_writes_all_the_time() {
     let store = Store::new();
-    let image = image_of_duplicates(&store);
-    store.run(&format!("disk import {} a --from raw", image.display())).ok();
-    std::fs::remove_file(&image).unwrap();
+    import_duplicates(&store);
     store.run("disk create busy 16M").ok();
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), "busy").unwrap();

@@ -323,8 +323,7 @@ impl Chain {
         // From the end on nothing is left, also not of a last grain that the capacity cuts.
         let mut at = if from >= capacity { capacity } else { from / job.target.grain * job.target.grain };
         while at < capacity {
-            job.check(progress)?;
-            self.check_running()?;
+            self.check_merge(job, progress)?;
             progress.update(at, capacity);
             let Copied { next, bytes } = self.copy_up_to_damage(job, at)?;
             at = next;
@@ -335,7 +334,7 @@ impl Chain {
                 self.flush_target(job)?;
                 progress.durable(at);
             }
-            throttle.wait_unless(bytes, || job.is_to_end(progress) || self.check_running().is_err());
+            throttle.wait_unless(bytes, || self.is_merge_to_end(job, progress));
         }
         progress.update(capacity, capacity);
         if job.side == Side::Down {
@@ -361,6 +360,17 @@ impl Chain {
         let gone = old.stack.iter().filter(|level| job.sources.contains(&level.key()));
         merged.removed = gone.map(|level| Arc::clone(&level.layer)).collect();
         Ok(merged)
+    }
+
+    /// Fails if a merge has to end: because of the merge itself, or because the chain has stopped.
+    fn check_merge(&self, job: &Job, progress: &dyn Progress) -> Result<()> {
+        job.check(progress)?;
+        self.check_running()
+    }
+
+    /// Whether [`Chain::check_merge`] would fail.
+    fn is_merge_to_end(&self, job: &Job, progress: &dyn Progress) -> bool {
+        job.is_to_end(progress) || self.check_running().is_err()
     }
 
     /// Copies the next range. If a part of it is damaged, copies what is before that part, so that a merge that fails
@@ -439,12 +449,11 @@ impl Chain {
                 at = piece.end;
                 let mut start = piece.start;
                 while start < piece.end {
-                    job.check(progress)?;
-                    self.check_running()?;
+                    self.check_merge(job, progress)?;
                     let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
-                    throttle.wait_unless(bytes, || job.is_to_end(progress) || self.check_running().is_err());
+                    throttle.wait_unless(bytes, || self.is_merge_to_end(job, progress));
                 }
             }
             if last {

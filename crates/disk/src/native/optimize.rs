@@ -60,8 +60,8 @@ impl Native {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let of_label = match &deduplication {
-            Deduplication::Label(key) => Some(self.with_same_label(&disk, key)?),
-            _ => None,
+            Deduplication::Label(key) => self.with_same_label(&disk, key)?,
+            _ => BTreeSet::new(),
         };
         if deduplication != Deduplication::Off && disk.provisioning != Provisioning::Thin {
             let text =
@@ -77,9 +77,8 @@ impl Native {
             Deduplication::Off => Objects::new(),
             Deduplication::Disk => own.clone(),
             Deduplication::Label(_) => {
-                let disks = of_label.unwrap_or_default();
                 let is_in =
-                    |object: &Object| disks.contains(&if object.is_snapshot() { object.disk } else { object.id });
+                    |object: &Object| of_label.contains(&if object.is_snapshot() { object.disk } else { object.id });
                 self.objects(disk.id, &|object| is_thin(object) && is_in(object))
             }
             Deduplication::Datastore => self.objects(disk.id, &is_thin),
