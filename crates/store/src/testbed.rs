@@ -30,6 +30,6 @@ pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], captured: &[(PageKey
 
 /// Writes the dirty pages and starts with an empty cache, as a restart after a checkpoint does.
 pub fn reopened(files: &[Arc<dyn File>; PageFile::COUNT], pages: &mut Pages, limit: usize) {
-    write_home(files, &pages.capture().all());
+    write_home(files, &pages.capture_now().all());
     *pages = Pages::new(files.clone(), limit);
 }

@@ -12,7 +12,8 @@
 //!   may have tables without a slot that are no damage; these are only reported. If two slots name one table, neither
 //!   is proven.
 //!
-//! Absent entries and zero entries are recorded nowhere else, so they cannot be proven.
+//! Absent entries and zero entries are recorded nowhere else, so they cannot be proven. A zero entry with a number in
+//! it, which no program writes, is wrong if bitmap and backmap give a grain to it.
 
 use super::SeSparse;
 use super::cache::{Kind, PageKey};
@@ -253,7 +254,7 @@ impl SeSparse {
             });
             return Ok(());
         }
-        if verdict == Verdict::Odd {
+        if verdict == Verdict::Odd && !claimed.iter().any(|grain| hides(raw, Grain(*grain))) {
             // No other record contradicts that this entry means zeros.
             return Ok(());
         }
@@ -268,6 +269,7 @@ impl SeSparse {
                 Verdict::Unowned(_) => {
                     "names a grain that the backmap gives to another entry, while it gives this entry a different grain"
                 }
+                Verdict::Odd => "means zeros, while bitmap and backmap give a grain to it",
                 _ => "is invalid",
             };
             format!("{place}: its entry {raw:#018x} {why}, and nothing proves what is right")
@@ -355,6 +357,13 @@ fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
     same_place || unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
+}
+
+/// Whether a zero entry with a number is a damaged entry of a grain that bitmap and backmap give to it. ESXi writes the
+/// number of a former grain only into the entry of a discarded grain, and an interrupted write may then have allocated
+/// another grain for it. So such an entry is damaged only if a single byte differs.
+fn hides(raw: u64, grain: Grain) -> bool {
+    Entry::decode(raw) == Some(Entry::Zero) || unlike(raw, Entry::Data(grain).encode()) == 1
 }
 
 /// Number of bytes in which two words differ.

@@ -1,11 +1,11 @@
 //! Checkpoints: write the metadata pages of one moment to the medium, so that the journal before that moment can be
 //! released.
 //!
-//! 1. Under all locks, for the time of copying a list: captures the dirty pages, and the end of the journal as the
-//!    future tail. No in-place overwrite is under way then. The pages may contain changes that are still pending.
-//! 2. While requests continue: writes journalled payload to its blocks, flushes the data files, and appends the pending
-//!    changes that the pages contain. Replay will begin with the first change after these. (Urgent batches, which
-//!    overtake pending changes, are replayed from the tail on.)
+//! 1. Under all locks, for a short time: captures the dirty pages, and the end of the journal as the future tail. No
+//!    in-place overwrite is under way then. The pages may contain changes that are still pending.
+//! 2. While requests continue: collects the captured pages ([`Capturing`]), writes journalled payload to its blocks,
+//!    flushes the data files, and appends the pending changes that the pages contain. Replay will begin with the first
+//!    change after these. (Urgent batches, which overtake pending changes, are replayed from the tail on.)
 //! 3. Writes and flushes those captured pages that the previous checkpoint does not refer to (nodes at places that were
 //!    free then). Recovery does not read them unless this checkpoint is committed.
 //! 4. Writes the other captured pages to the images file and flushes it.
@@ -20,8 +20,9 @@
 use super::log::{CheckpointRecord, Superblock};
 use super::metadata::Pending;
 use super::{Engine, Meta};
-use crate::pages::{Captured, PageFile, PageKey, write_home};
+use crate::pages::{Captured, Capturing, PageFile, PageKey, write_home};
 use crate::space::{Run, TABLE_ENTRIES};
+use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{Block, SharedSlice};
@@ -81,7 +82,11 @@ impl Engine {
 
     fn commit_captured(&self, captured: Capture, purpose: Purpose) -> Result<()> {
         let Capture { mut next, pages, mut payload, batches, carried_out } = captured;
-        let Captured { known: images, unknown } = pages;
+        let Captured { known: images, unknown } = pages.collect(|collect_part| {
+            let mut meta = self.meta.lock();
+            collect_part(&mut meta.pages);
+            MutexGuard::unlock_fair(meta);
+        });
 
         let mut waits = false;
         while !payload.is_empty() {
@@ -215,7 +220,7 @@ fn pages_of(runs: impl Iterator<Item = Run>) -> u64 {
 /// The state that step 1 of a checkpoint captures.
 struct Capture {
     next: Superblock,
-    pages: Captured,
+    pages: Capturing,
     /// Journalled payload from before the tail that is not written to its blocks.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,

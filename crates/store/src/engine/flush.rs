@@ -39,6 +39,8 @@ const PENDING_BYTES: u64 = 16 << 20;
 /// Pending changes that use more bytes of memory than this are committed too. The change of a single block uses five
 /// times the size of its record. The limit is lower in tests, so that they reach it.
 const PENDING_MEMORY: usize = if cfg!(test) { 1 << 20 } else { 32 << 20 };
+/// The most appended changes that are retired at a time.
+const RETIRED_AT_A_TIME: usize = if cfg!(any(test, feature = "schedules")) { 3 } else { 512 };
 /// A flush counts as outrun by writers after this many rounds, in addition to those for two full buffers.
 const ROUNDS_BESIDE: u64 = 16;
 
@@ -477,18 +479,27 @@ impl Engine {
     }
 
     /// Releases what the appended changes held. Held blocks may then be overwritten in place; freed blocks wait only
-    /// for the end of reads.
+    /// for the end of reads. Requests wait only for a part of the changes at a time.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
-        let mut meta = self.meta.lock();
-        // If the blocks cannot be released, some of them would stay held or freed until the datastore is opened again,
-        // so the store stops.
-        if meta.committed(taken).map_err(|error| self.stop(error))? {
-            self.request(|work| work.reclaim = true);
+        let mut rest = taken.into_iter();
+        loop {
+            let part: Vec<Pending> = rest.by_ref().take(RETIRED_AT_A_TIME).collect();
+            let is_last = rest.as_slice().is_empty();
+            let mut meta = self.meta.lock();
+            // If the blocks cannot be released, some of them would stay held or freed until the datastore is opened
+            // again, so the store stops.
+            if meta.committed(part).map_err(|error| self.stop(error))? {
+                self.request(|work| work.reclaim = true);
+            }
+            meta.release_freed();
+            if is_last {
+                meta.pending.appended();
+                self.update_headroom(&meta);
+                self.count_changes(&meta);
+                return Ok(());
+            }
+            MutexGuard::unlock_fair(meta);
         }
-        meta.release_freed();
-        self.update_headroom(&meta);
-        self.count_changes(&meta);
-        Ok(())
     }
 
     /// Appends a batch; a failure stops the datastore.

@@ -5,7 +5,7 @@
 //! eviction, enter the long queue. A page that reaches the end of the long queue enters it again once for each use, up
 //! to [`USES_MAX`]. A request often reads a page several times in a row, which counts as one use.
 
-use super::{PageKey, Pages};
+use super::{CLEAN, PageKey, Pages};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -112,7 +112,7 @@ impl Pages {
             let Some(key) = next else { return };
             match self.slots.get_mut(&key) {
                 None => {}
-                Some(slot) if slot.dirty => queues.others.push_back(key),
+                Some(slot) if slot.dirty != CLEAN => queues.others.push_back(key),
                 // A checkpoint that has captured the page still needs it: the file has an older page.
                 Some(slot) if Arc::strong_count(&slot.page) > 1 && is_new => queues.new.push_back(key),
                 Some(slot) if Arc::strong_count(&slot.page) > 1 => queues.others.push_back(key),

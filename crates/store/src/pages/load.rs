@@ -1,6 +1,6 @@
 //! Loads pages into memory, with or without holding the lock of the cache. The [cache](super) states the invariants.
 
-use super::{PageFile, PageKey, Pages, Slot, verify};
+use super::{CLEAN, PageFile, PageKey, Pages, Slot, verify};
 use crate::sync::{Condvar, Mutex};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
@@ -170,7 +170,7 @@ impl Pages {
         self.make_room();
         self.statistics.misses += 1;
         let uses = self.queues.enter(key);
-        self.slots.insert(key, Slot { page, uses, dirty: false, unknown: false });
+        self.slots.insert(key, Slot { page, uses, dirty: CLEAN, unknown: false });
     }
 
     /// Registers the caller as the reader of a page and returns true, or returns false with the read that another

@@ -23,8 +23,8 @@
 //! ([`Pages::end_load`]).
 //!
 //! Loading in this way inserts no outdated page. While a registration is valid, the page was at no time in `slots`.
-//! Only pages in `slots` are changed and captured, and a captured page stays in `slots` until its checkpoint has
-//! written it, or until it is forgotten, which cancels the registration. So the place of the page is not written
+//! Only pages in `slots` are changed and captured, and a captured page stays in `slots` until it is collected and its
+//! checkpoint has written it, or until it is forgotten, which cancels the registration. So the place of the page is not written
 //! between the registration and its end, and the page that was read is complete and current. (A captured page that was
 //! forgotten belongs to a free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
 //!
@@ -32,6 +32,7 @@
 //! checkpoint, this reference keeps the page in memory. So even with a very small cache, each attempt of a lookup finds
 //! more of its pages than the attempt before.
 
+mod capture;
 mod eviction;
 mod home;
 mod kept;
@@ -39,6 +40,7 @@ mod layout;
 mod load;
 mod mend;
 
+pub use capture::{Captured, Capturing};
 pub use home::write_home;
 pub use kept::{Keeping, Kept, KeptPages};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
@@ -54,28 +56,14 @@ use std::sync::Arc;
 struct Slot {
     page: Arc<Block>,
     uses: Uses,
-    dirty: bool,
+    /// The number of the checkpoint that will write the page, or [`CLEAN`].
+    dirty: u64,
     /// Whether the last checkpoint does not refer to the place of the page.
     unknown: bool,
 }
 
-/// The dirty pages at the moment of a checkpoint, in file order.
-#[derive(Default)]
-pub struct Captured {
-    /// Pages to which the last checkpoint refers: they need images before they are written in place.
-    pub known: Vec<(PageKey, Arc<Block>)>,
-    /// Pages to which the last checkpoint does not refer: they are written in place before the checkpoint is committed.
-    pub unknown: Vec<(PageKey, Arc<Block>)>,
-}
-
-impl Captured {
-    /// All captured pages in file order, for tests without crashes.
-    pub fn all(&self) -> Vec<(PageKey, Arc<Block>)> {
-        let mut all = [self.known.as_slice(), self.unknown.as_slice()].concat();
-        all.sort_unstable_by_key(|(key, _)| *key);
-        all
-    }
-}
+/// The state of a page that no checkpoint has to write.
+const CLEAN: u64 = 0;
 
 /// The most freed nodes that are remembered between two checkpoints. If more are freed, every new node counts as one to
 /// which the last checkpoint refers.
@@ -102,6 +90,11 @@ pub struct Pages {
     dirty: FxHashSet<PageKey>,
     /// The number of dirty pages to which the last checkpoint does not refer.
     dirty_unknown: usize,
+    /// The number of the next checkpoint, which writes the pages in `dirty`. Pages with a lower number are captured and
+    /// not collected yet.
+    next: u64,
+    /// Pages that were captured, and collected because they were about to be changed or removed.
+    early: Captured,
     /// Nodes freed since the last capture to which the last checkpoint refers: a page created at their place needs an
     /// image.
     retired: FxHashSet<PageKey>,
@@ -134,6 +127,8 @@ impl Pages {
             queues: Queues::new(limit),
             dirty: FxHashSet::default(),
             dirty_unknown: 0,
+            next: CLEAN + 1,
+            early: Captured::default(),
             retired: FxHashSet::default(),
             limit,
             statistics: PageStatistics::default(),
@@ -211,8 +206,9 @@ impl Pages {
         }
         let slot = self.slots.get_mut(&key).expect("loaded above");
         self.queues.note(&mut slot.uses);
-        if !slot.dirty {
-            slot.dirty = true;
+        if slot.dirty != self.next {
+            self.early.collect(key, slot);
+            slot.dirty = self.next;
             self.dirty.insert(key);
         }
         Ok(Arc::make_mut(&mut slot.page))
@@ -220,11 +216,12 @@ impl Pages {
 
     /// A new page for a free node. It has no entries, whatever its file holds.
     pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
+        self.collect_early(key);
         self.make_room();
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
         let uses = self.queues.enter(key);
         self.loading.remove(&key);
-        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: true, unknown });
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.next, unknown });
         self.dirty.insert(key);
         self.dirty_unknown += usize::from(unknown);
         self.get_mut(key)
@@ -232,12 +229,13 @@ impl Pages {
 
     /// A page without entries, in place of a damaged page to which the last checkpoint refers.
     pub fn replace(&mut self, key: PageKey) -> &mut Block {
+        self.collect_early(key);
         self.make_room();
         self.replaced += 1;
         self.loading.remove(&key);
         let uses = self.queues.enter(key);
         self.dirty.insert(key);
-        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: true, unknown: false });
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.next, unknown: false });
         Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
     }
 
@@ -249,12 +247,8 @@ impl Pages {
     /// Has the next checkpoint write a page from memory, because the page in the file is damaged. False if the page is
     /// not in memory.
     pub fn write_again(&mut self, key: PageKey) -> bool {
-        let Some(slot) = self.slots.get_mut(&key) else { return false };
-        if !slot.dirty {
-            slot.dirty = true;
-            self.dirty.insert(key);
-        }
-        true
+        self.mark_dirty(key);
+        self.slots.contains_key(&key)
     }
 
     /// Inserts the restored content of a damaged page that is not in memory. The next checkpoint writes it.
@@ -289,6 +283,7 @@ impl Pages {
 
     /// Removes the page of a freed node from memory: it need not be written.
     pub fn forget(&mut self, key: PageKey) {
+        self.collect_early(key);
         self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
         if self.dirty.remove(&key) && unknown {
@@ -315,28 +310,9 @@ impl Pages {
         }
     }
 
-    /// Captures all dirty pages and marks them clean, because later changes belong to the next checkpoint. The caller
-    /// writes the captured pages ([`sealed`]) durably before it releases the part of the journal that contains their
-    /// changes. The previous checkpoint must have ended. All requests wait during this call, so checksums are computed
-    /// later.
-    pub fn capture(&mut self) -> Captured {
-        let mut keys: Vec<PageKey> = self.dirty.drain().collect();
-        keys.sort_unstable();
-        self.dirty_unknown = 0;
-        self.retired.clear();
-        let mut captured = Captured::default();
-        for key in keys {
-            let slot = self.slots.get_mut(&key).expect("a dirty page is in memory");
-            slot.dirty = false;
-            let list = if std::mem::take(&mut slot.unknown) { &mut captured.unknown } else { &mut captured.known };
-            list.push((key, Arc::clone(&slot.page)));
-        }
-        captured
-    }
-
     /// Removes every clean page from memory, so that a check reads the medium.
     pub fn drop_clean(&mut self) {
-        self.slots.retain(|_, slot| slot.dirty);
+        self.slots.retain(|_, slot| slot.dirty != CLEAN);
         self.queues.restart(self.slots.keys().copied());
     }
 }

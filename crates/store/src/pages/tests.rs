@@ -47,7 +47,7 @@ fn pages_keep_their_last_content_through_eviction_and_checkpoints() {
                 }
                 _ => {
                     if pages.dirty() > LIMIT / 2 || random.percent(3) {
-                        let captured = pages.capture().all();
+                        let captured = pages.capture_now().all();
                         assert_eq!(pages.dirty(), 0);
                         assert!(captured.is_sorted_by_key(|(key, _)| *key));
                         // Later changes belong to the next checkpoint.
@@ -69,7 +69,7 @@ fn pages_keep_their_last_content_through_eviction_and_checkpoints() {
         }
         assert!(most <= LIMIT + 2, "{most} clean pages in a cache of {LIMIT}");
         assert!(pages.statistics().evictions > 100 && pages.statistics().hits > 100);
-        write_home(&files, &pages.capture().all());
+        write_home(&files, &pages.capture_now().all());
         for (key, value) in model {
             assert_eq!(word(&pages.read_home(key).unwrap()), value, "{key} in its file");
         }
@@ -88,7 +88,7 @@ fn a_forgotten_page_is_never_written() {
         assert_eq!((pages.cached(), pages.dirty()), (0, 0));
         assert!(pages.queues.len() < 4 * LIMIT + 2048, "keys of forgotten pages accumulate: round {round}");
     }
-    assert!(pages.capture().all().is_empty());
+    assert!(pages.capture_now().all().is_empty());
     // In the map, a page of zeros is an error.
     assert_eq!(pages.get(key(7)).err().unwrap().kind(), ErrorKind::Corrupt);
 }
@@ -102,7 +102,7 @@ fn every_flipped_bit_of_a_page_is_detected() {
         let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
         let key = PageKey::new(file, 3);
         set_word(pages.get_mut(key).unwrap(), 42);
-        write_home(&files, &pages.capture().all());
+        write_home(&files, &pages.capture_now().all());
         for at in (0..64).chain([2000, 4095]) {
             disk.flip_bit(file.name(), key.offset() + at, (at % 8) as u8).unwrap();
             assert_eq!(pages.read_home(key).err().unwrap().kind(), ErrorKind::Corrupt, "byte {at}");
@@ -152,7 +152,7 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
     for number in 0..20 {
         set_word(pages.create(key(number)).unwrap(), number + 1);
     }
-    let captured = pages.capture().all();
+    let captured = pages.capture_now().all();
     // Loads so many other pages that all pages without a reference are evicted.
     for number in 100..100 + 5 * LIMIT as u64 {
         pages.get(key(number)).unwrap();
@@ -186,7 +186,7 @@ fn a_checkpoint_does_not_refer_to_nodes_at_places_that_were_free_then() {
     // The node is created and freed between two checkpoints, which leaves no trace.
     pages.forget(node(3));
     pages.create(node(3)).unwrap();
-    let first = pages.capture();
+    let first = pages.capture_now();
     assert_eq!(keys(&first.unknown), (0..4).map(node).collect::<Vec<_>>());
     assert_eq!(keys(&first.known), [table]);
     write_home(&files, &first.all());
@@ -197,7 +197,7 @@ fn a_checkpoint_does_not_refer_to_nodes_at_places_that_were_free_then() {
     pages.create(node(1)).unwrap();
     pages.forget(node(2));
     pages.create(node(7)).unwrap();
-    let second = pages.capture();
+    let second = pages.capture_now();
     assert_eq!(keys(&second.known), [node(0), node(1)]);
     assert_eq!(keys(&second.unknown), [node(7)]);
     write_home(&files, &second.all());
@@ -206,7 +206,7 @@ fn a_checkpoint_does_not_refer_to_nodes_at_places_that_were_free_then() {
     pages.create(node(2)).unwrap();
     assert_eq!(pages.dirty_known(), 0);
     pages.forget(node(2));
-    assert!(pages.capture().all().is_empty());
+    assert!(pages.capture_now().all().is_empty());
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
     let key = PageKey::new(PageFile::Catalog, 7);
     set_word(pages.get_mut(key).unwrap(), 1);
-    write_home(&files, &pages.capture().all());
+    write_home(&files, &pages.capture_now().all());
     let read = |key: PageKey| read_home(&*files[key.file() as usize], key, 1).remove(0);
     let outdated = |pages: &mut Pages, between: &dyn Fn(&mut Pages)| {
         pages.drop_clean();
@@ -227,10 +227,10 @@ fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     };
     outdated(&mut pages, &|pages| set_word(pages.get_mut(key).unwrap(), 2));
     assert_eq!(word(pages.get(key).unwrap()), 2);
-    write_home(&files, &pages.capture().all());
+    write_home(&files, &pages.capture_now().all());
     outdated(&mut pages, &|pages| set_word(pages.create(key).unwrap(), 3));
     assert_eq!(word(pages.get(key).unwrap()), 3);
-    write_home(&files, &pages.capture().all());
+    write_home(&files, &pages.capture_now().all());
     outdated(&mut pages, &|pages| pages.forget(key));
     assert_eq!(pages.cached(), 0);
     // No other load or change of the page happens in between.
@@ -256,7 +256,7 @@ fn summaries() -> Vec<PageKey> {
 /// Changes all pages of [`summaries`], and writes them as a checkpoint does.
 fn write_all(pages: &mut Pages, files: &[Arc<dyn File>; PageFile::COUNT], kept: &Kept, value: u64) {
     summaries().iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
-    let captured = pages.capture().all();
+    let captured = pages.capture_now().all();
     kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
     write_home(files, &captured);
 }
@@ -317,4 +317,60 @@ fn readers_that_began_after_different_checkpoints_have_their_own_copies() {
     is(&second, 2000);
     is(&third, 3000);
     assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
+}
+
+/// While a checkpoint collects its pages in parts, requests change, free and create pages.
+#[test]
+fn a_checkpoint_collects_each_page_as_it_was_when_it_was_captured() {
+    for seed in 0..200 {
+        let mut random = Random(seed);
+        let files = page_files();
+        let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+        let mut model: BTreeMap<PageKey, u64> = BTreeMap::new();
+        let change = |pages: &mut Pages, model: &mut BTreeMap<PageKey, u64>, random: &mut Random| {
+            let key = PageKey::new(PageFile::MapSummary, random.below(40));
+            if !model.contains_key(&key) {
+                pages.create(key).unwrap();
+            } else if random.percent(20) {
+                pages.forget(key);
+                model.remove(&key);
+                return;
+            } else if random.percent(10) && !pages.is_new(key) {
+                pages.replace(key);
+            } else if random.percent(10) {
+                pages.write_again(key);
+            }
+            let value = random.next();
+            set_word(pages.get_mut(key).unwrap(), value);
+            model.insert(key, value);
+        };
+        for _ in 0..20 {
+            (0..random.below(60)).for_each(|_| change(&mut pages, &mut model, &mut random));
+            let before = model.clone();
+            let changed: Vec<PageKey> = pages.dirty.iter().copied().collect();
+            let new: Vec<PageKey> = changed.iter().copied().filter(|key| pages.is_new(*key)).collect();
+            let captured = pages.capture().collect(|collect_part| {
+                (0..random.below(4)).for_each(|_| change(&mut pages, &mut model, &mut random));
+                // Reads of other pages evict what may be evicted.
+                (0..random.below(40)).for_each(|number| {
+                    pages.get(PageKey::new(PageFile::Catalog, number + random.below(400))).unwrap();
+                });
+                collect_part(&mut pages);
+            });
+            assert!(
+                captured.known.is_sorted_by_key(|(key, _)| *key) && captured.unknown.is_sorted_by_key(|(key, _)| *key)
+            );
+            let got: BTreeMap<PageKey, u64> = captured.all().iter().map(|(key, page)| (*key, word(page))).collect();
+            let expected = changed.iter().map(|key| (*key, before[key])).collect();
+            assert_eq!(got, expected, "seed {seed}");
+            let got: Vec<PageKey> = captured.unknown.iter().map(|(key, _)| *key).collect();
+            assert_eq!(got.len(), new.len());
+            assert!(new.iter().all(|key| got.contains(key)));
+            write_home(&files, &captured.all());
+            drop(captured);
+            for (key, value) in &model {
+                assert_eq!(word(pages.get(*key).unwrap()), *value, "{key}");
+            }
+        }
+    }
 }

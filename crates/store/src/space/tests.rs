@@ -581,7 +581,7 @@ fn fragmented() -> World {
 #[test]
 fn a_survey_finds_the_entries_of_the_long_run_that_is_allocated_next() {
     let mut world = fragmented();
-    drop(world.pages.capture());
+    drop(world.pages.capture_now());
     world.pages.drop_clean();
     drop(world.pages.take_absent());
     world.space.survey_allocation(&mut world.pages, 64);

@@ -147,6 +147,29 @@ fn entries_of_type_one_read_as_zeros() {
     assert_eq!(stamps(&layer, GRAIN, GRAIN).unwrap(), [8; 8]);
 }
 
+/// No program writes a zero entry with a number, and ESXi writes one into the entry of a discarded grain only.
+#[test]
+fn a_zero_entry_with_a_number_is_damaged_if_a_grain_belongs_to_it() {
+    let after_repair = |raw: u64| {
+        let disk = simulated(1);
+        let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+        layer.write(0, &[&stamped(3, 5)]).unwrap();
+        layer.close().unwrap();
+        let file = disk.directory().open(NAME, IoMode::Buffered).unwrap();
+        file.write_at(&[&raw.to_le_bytes()], 6144 * 512, false).unwrap();
+        let layer = open(&*disk.directory(), IoMode::Buffered, Options { repair: true, ..writing() }).unwrap();
+        let report = layer.check(true, &NoProgress).unwrap();
+        assert_eq!(stamps(&layer, GRAIN, 2 * GRAIN).unwrap(), [5; 16]);
+        (report.unproven, report.unnamed, stamps(&layer, 0, GRAIN).ok())
+    };
+    // One byte of the entry of grain 0, which is 3 << 60, is wrong.
+    assert_eq!(after_repair(0x29 << 56), (1, 1, None));
+    assert_eq!(after_repair(0x15 << 56), (1, 1, None));
+    // The guest discarded grain 77 of the file. Then an interrupted write allocated grain 0 of the file.
+    let (unproven, _, content) = after_repair(1 << 60 | 77 << 48 | 1);
+    assert_eq!((unproven, content), (0, Some(vec![0; 8])));
+}
+
 #[test]
 fn the_last_grain_may_be_partial() {
     for mode in [IoMode::Buffered, IoMode::Direct] {

@@ -150,10 +150,9 @@ impl Meta {
         Ok(())
     }
 
-    /// Called when pending changes are in the journal. Blocks that the changes held may be overwritten in place; blocks
-    /// that they freed wait for the end of reads. True if the changes freed any.
+    /// Called for pending changes that are in the journal, in their order. Blocks that the changes held may be
+    /// overwritten in place; blocks that they freed wait for the end of reads. True if the changes freed any.
     pub fn committed(&mut self, changes: Vec<Pending>) -> Result<bool> {
-        self.pending.appended();
         let mut freed = Vec::new();
         for change in changes {
             for run in change.held() {

@@ -120,7 +120,7 @@ impl Queue {
         taken
     }
 
-    /// Called when the changes that were taken are in the journal.
+    /// Called when the changes that were taken are in the journal, and retired.
     pub fn appended(&mut self) {
         self.appending = 0;
     }
@@ -140,7 +140,7 @@ impl Queue {
         self.memory
     }
 
-    /// Whether changes that were taken from the queue are being appended.
+    /// Whether changes that were taken from the queue are being appended or retired.
     pub fn is_appending(&self) -> bool {
         self.appending > 0
     }

@@ -174,7 +174,7 @@ fn a_survey_under_the_metadata_lock_records_no_page_for_later_lookups() {
     let (_disk, engine) = with_a_block(64);
     let mut meta = engine.meta.lock();
     // As if no page were dirty.
-    drop(meta.pages.capture());
+    drop(meta.pages.capture_now());
     meta.pages.drop_clean();
     let survey = |meta: &mut Meta| {
         meta.survey_run(Run { start: 0, blocks: 1 });

@@ -409,7 +409,7 @@ fn a_flush_that_fails_does_not_keep_maintenance_from_dropping_deleted_disks() {
 /// Removes all pages from memory, as if none were dirty, and makes a page of the data table unreadable.
 pub(super) fn lose_entries(disk: &SimulatedDisk, engine: &Engine, page: u64) -> impl Fn() + use<> {
     let mut meta = engine.meta.lock();
-    drop(meta.pages.capture());
+    drop(meta.pages.capture_now());
     meta.pages.drop_clean();
     lose_page(disk, "data.table", page)
 }
