@@ -84,7 +84,7 @@ fn page_cache() -> Pages {
 }
 
 fn captured(pages: &mut Pages, key: PageKey) -> Vec<u8> {
-    let captured = pages.capture().all();
+    let captured = pages.capture_now().all();
     sealed(&captured.iter().find(|(other, _)| *other == key).unwrap().1).0.to_vec()
 }
 
@@ -190,7 +190,7 @@ fn table_and_summary() {
     };
     space.annotate(&mut pages, Run { start: 0, blocks: 2 }, note).unwrap();
     space.store_summaries(&mut pages).unwrap();
-    let captured: BTreeMap<PageKey, Arc<Block>> = pages.capture().all().into_iter().collect();
+    let captured: BTreeMap<PageKey, Arc<Block>> = pages.capture_now().all().into_iter().collect();
     is_as_shown("table page", &sealed(&captured[&PageKey::new(PageFile::DataTable, 0)]).0);
     is_as_shown("summary page", &sealed(&captured[&PageKey::new(PageFile::DataSummary, 0)]).0);
 }

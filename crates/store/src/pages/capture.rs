@@ -32,7 +32,6 @@ impl Captured {
     }
 
     /// All captured pages in file order, for tests without crashes.
-    #[cfg(test)]
     pub fn all(&self) -> Vec<(PageKey, Arc<Block>)> {
         let mut all = [self.known.as_slice(), self.unknown.as_slice()].concat();
         all.sort_unstable_by_key(|(key, _)| *key);
@@ -75,8 +74,7 @@ impl Pages {
         Capturing(std::mem::take(&mut self.dirty))
     }
 
-    /// Captures and collects all dirty pages.
-    #[cfg(test)]
+    /// Captures and collects all dirty pages, for tests without other threads.
     pub fn capture_now(&mut self) -> Captured {
         self.capture().collect(|work| work(self))
     }
