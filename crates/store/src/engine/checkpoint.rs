@@ -21,7 +21,6 @@ use super::log::{CheckpointRecord, Superblock};
 use super::metadata::Pending;
 use super::{Engine, Meta};
 use crate::pages::{Captured, Capturing, PageFile, PageKey, write_home};
-use crate::space::{Run, TABLE_ENTRIES};
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -76,7 +75,7 @@ impl Engine {
         self.check_running()?;
         self.check_owner()?;
         let captured = self.capture(purpose)?;
-        // The captured pages count as clean, so a second attempt would leave them out: a failure stops the store.
+        // The captured pages belong to this checkpoint, so a second attempt would leave them out: a failure stops the store.
         self.commit_captured(captured, purpose).map_err(|error| self.stop(error))
     }
 
@@ -197,24 +196,11 @@ impl Engine {
     }
 }
 
-/// Number of pages of the data table that become dirty again when the pending changes are appended, because the flags
-/// of held blocks are then cleared.
-fn held_pages(meta: &super::Meta) -> u64 {
-    pages_of(meta.pending.iter().flat_map(Pending::held))
-}
-
-/// Number of pages of the data table that have entries of these runs. Scattered runs of one page count it once: if
-/// random writes follow a snapshot, thousands of them are pending.
-fn pages_of(runs: impl Iterator<Item = Run>) -> u64 {
-    let pages = |run: Run| (run.start / TABLE_ENTRIES, (run.start + run.blocks).div_ceil(TABLE_ENTRIES));
-    let mut ranges: Vec<(u64, u64)> = runs.map(pages).collect();
-    ranges.sort_unstable();
-    let (mut count, mut counted_to) = (0, 0);
-    for (from, to) in ranges {
-        count += to.saturating_sub(from.max(counted_to));
-        counted_to = counted_to.max(to);
-    }
-    count
+/// The most pages of the data table that become dirty again when the pending changes are appended, because the flags of
+/// held blocks are then cleared. All of them are dirty now: the changes that were pending at the last checkpoint are
+/// appended, and later changes have set the flags.
+fn held_pages(meta: &Meta) -> u64 {
+    meta.pending.table_pages().min(meta.pages.dirty_in(PageFile::DataTable))
 }
 
 /// The state that step 1 of a checkpoint captures.
@@ -230,20 +216,4 @@ struct Capture {
 
 fn same(a: &SharedSlice, b: &SharedSlice) -> bool {
     std::ptr::eq(a.as_ptr(), b.as_ptr())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A page that counts once for each run would exhaust the budget of pages: clients would wait for the checkpoint.
-    #[test]
-    fn a_page_of_the_table_counts_once_however_many_runs_it_has() {
-        let scattered = (0..3000).map(|at| Run { start: at * 7919 % (4 * TABLE_ENTRIES), blocks: 1 });
-        assert_eq!(pages_of(scattered), 4);
-        let run = |start, blocks| Run { start, blocks };
-        let mixed = [run(5 * TABLE_ENTRIES - 1, 2), run(TABLE_ENTRIES, 3 * TABLE_ENTRIES), run(3 * TABLE_ENTRIES, 1)];
-        assert_eq!(pages_of(mixed.into_iter()), 5);
-        assert_eq!(pages_of([run(0, 1 << 40), run(7, 1)].into_iter()), (1u64 << 40).div_ceil(TABLE_ENTRIES));
-    }
 }

@@ -39,8 +39,8 @@ const PENDING_BYTES: u64 = 16 << 20;
 /// Pending changes that use more bytes of memory than this are committed too. The change of a single block uses five
 /// times the size of its record. The limit is lower in tests, so that they reach it.
 const PENDING_MEMORY: usize = if cfg!(test) { 1 << 20 } else { 32 << 20 };
-/// The most appended changes that are retired at a time.
-const RETIRED_AT_A_TIME: usize = if cfg!(any(test, feature = "schedules")) { 3 } else { 512 };
+/// The most table entries of the appended changes that are retired at a time, unless a single change concerns more.
+const RETIRED_ENTRIES: u64 = if cfg!(any(test, feature = "schedules")) { 3 } else { 1 << 10 };
 /// A flush counts as outrun by writers after this many rounds, in addition to those for two full buffers.
 const ROUNDS_BESIDE: u64 = 16;
 
@@ -475,6 +475,9 @@ impl Engine {
                 commit.discount_last();
             }
             self.retire_committed(taken.changes)?;
+            // Snapshots and announcements overtake the remaining changes.
+            MutexGuard::bump(commit);
+            self.check_running()?;
         }
     }
 
@@ -483,7 +486,13 @@ impl Engine {
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut rest = taken.into_iter();
         loop {
-            let part: Vec<Pending> = rest.by_ref().take(RETIRED_AT_A_TIME).collect();
+            let (mut part, mut entries) = (Vec::new(), 0);
+            while entries < RETIRED_ENTRIES
+                && let Some(change) = rest.next()
+            {
+                entries += change.entries();
+                part.push(change);
+            }
             let is_last = rest.as_slice().is_empty();
             let mut meta = self.meta.lock();
             // If the blocks cannot be released, some of them would stay held or freed until the datastore is opened

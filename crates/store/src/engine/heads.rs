@@ -49,7 +49,10 @@ impl Engine {
         loop {
             self.make_journal_room()?;
             self.reserve_records_ahead(2 * wanted.len() as u64)?;
-            let grant = self.admit(cost)?;
+            let grant = match self.log.admission.try_admit_small(cost) {
+                Some(grant) => grant,
+                None => self.admit(cost)?,
+            };
             let cut = self.cut(wanted, room.blocks)?;
             drop(grant);
             let lacks = match cut {

@@ -180,6 +180,11 @@ impl Pages {
         self.dirty.len()
     }
 
+    /// Number of pages of a file that the next checkpoint has to write.
+    pub fn dirty_in(&self, file: PageFile) -> u64 {
+        self.dirty.iter().filter(|key| key.file() == file).count() as u64
+    }
+
     /// The number of dirty pages that need an image.
     pub fn dirty_known(&self) -> usize {
         self.dirty.len() - self.dirty_unknown

@@ -16,7 +16,7 @@
 //! `KEPT_MAX` has to be returned.
 
 use super::load::{Load, Pace, rate, worst};
-use super::{BLOCK, Setting, fill, say, write_blocks};
+use super::{BLOCK, Setting, fill, no_cell, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
 use crate::process;
@@ -51,6 +51,9 @@ const WINDOW: Duration = Duration::from_secs(3);
 const GAP: Duration = Duration::from_millis(50);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
+/// The two cells of the study.
+const TAKE: &str = "take";
+const DELETE: &str = "delete";
 /// Number of snapshots that are taken with the command line, to measure the time that a script needs.
 const COMMANDS: u32 = 20;
 
@@ -60,16 +63,25 @@ fn taken(number: u32) -> String {
 
 /// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
-    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "snapshots")?;
-    datastore.create(DISK, setting.plan.disk_size)?;
-    let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), DISK)?;
-    fill(&server.endpoint, setting.plan.disk_size)?;
+    let (takes, deletes) = (setting.plan.wants(TAKE), setting.plan.wants(DELETE));
+    if !takes && !deletes {
+        return Err(no_cell(&setting.plan, &[TAKE, DELETE]));
+    }
     let mut outcome = Outcome::default();
-    let taken = take(setting, &datastore, &mut outcome)?;
-    server.service.stop()?;
-    setting.scratch.remove(datastore.path())?;
-    let deleted = delete(setting, &mut outcome)?;
-    outcome.raw = json!({ "take": taken, "delete": deleted });
+    let mut raw = serde_json::Map::new();
+    if takes {
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, "snapshots")?;
+        datastore.create(DISK, setting.plan.disk_size)?;
+        let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), DISK)?;
+        fill(&server.endpoint, setting.plan.disk_size)?;
+        raw.insert(TAKE.to_owned(), take(setting, &datastore, &mut outcome)?);
+        server.service.stop()?;
+        setting.scratch.remove(datastore.path())?;
+    }
+    if deletes {
+        raw.insert(DELETE.to_owned(), delete(setting, &mut outcome)?);
+    }
+    outcome.raw = Value::Object(raw);
     Ok(outcome)
 }
 

@@ -214,10 +214,14 @@ impl Admission {
     }
 
     fn fits(&self, granted: Cost, cost: Cost) -> bool {
+        self.fits_below(self.page_limit(), granted, cost)
+    }
+
+    fn fits_below(&self, page_limit: u64, granted: Cost, cost: Cost) -> bool {
         let pages = self.pages_held() + granted.pages;
         !self.closed.load(Ordering::Acquire)
             && self.bytes_held() + granted.bytes + cost.bytes <= self.ring_limit()
-            && (cost.pages == 0 || pages == 0 || pages + cost.pages <= self.page_limit())
+            && (cost.pages == 0 || pages == 0 || pages + cost.pages <= page_limit)
     }
 
     /// Admits nothing until the result is dropped. The caller holds the lock of checkpoints until then, because threads
@@ -231,6 +235,19 @@ impl Admission {
     pub fn try_admit(&self, cost: Cost) -> Option<Grant<'_>> {
         let mut granted = self.granted.lock();
         if !self.fits(*granted, cost) {
+            return None;
+        }
+        *granted += cost;
+        Some(Grant { admission: self, cost })
+    }
+
+    /// Like [`Admission::try_admit`], for a change of few pages, such as a snapshot, that should not wait while clients
+    /// use up the budget of pages. It may use half of the reserve of pages.
+    pub fn try_admit_small(&self, cost: Cost) -> Option<Grant<'_>> {
+        let limit = self.page_limit();
+        let reserve = limit / (MARGIN_SHARE - 1);
+        let mut granted = self.granted.lock();
+        if cost.pages > reserve / 4 || !self.fits_below(limit + reserve / 2, *granted, cost) {
             return None;
         }
         *granted += cost;
@@ -330,6 +347,18 @@ mod tests {
         drop(large);
         admission.set_changes(0, 1);
         assert!(admission.try_admit(cost(100, 5000)).is_none());
+    }
+
+    #[test]
+    fn a_small_change_may_use_half_of_the_reserve_of_pages_and_no_reserve_of_bytes() {
+        let admission = admission();
+        let all = admission.try_admit(cost(0, 1500)).unwrap();
+        assert!(admission.try_admit(cost(10, 6)).is_none() && admission.try_admit_small(cost(10, 26)).is_none());
+        let small: Vec<_> = std::iter::from_fn(|| admission.try_admit_small(cost(10, 5))).collect();
+        assert_eq!(small.len(), 10);
+        drop((all, small));
+        admission.set_used(15 << 20);
+        assert!(admission.try_admit_small(cost(10, 5)).is_none());
     }
 
     #[test]

@@ -224,7 +224,7 @@ impl Meta {
 }
 
 /// The blocks that are free in the table but cannot be reused yet, because their freeing is not durable or reads may
-/// refer to them. Blocks that were freed by changes which are just being appended are not found.
+/// refer to them. Blocks that were freed by changes which are just being appended or retired are not found.
 pub(crate) fn unreleased<'a>(pending: &'a Queue, freed: &'a Freed) -> impl Iterator<Item = Run> + 'a {
     pending.iter().flat_map(|pending| pending.freed.iter()).chain(freed.waiting()).copied()
 }

@@ -1,13 +1,20 @@
 //! Pending changes: applied in memory and not in the journal yet, in the order in which they are appended.
 
 use crate::journal::Operation;
-use crate::space::Run;
+use crate::space::{Run, TABLE_ENTRIES};
 use std::collections::VecDeque;
 
-/// The most changes in one batch. A batch is held in memory twice, as changes and as bytes.
-const BATCH_CHANGES: usize = 1 << 16;
+/// The most table entries that the changes of one batch concern, unless a single change concerns more. The journal is
+/// locked until the changes are retired, and snapshots wait for it. The number limits the memory of a batch, too, which
+/// is held twice, as changes and as bytes.
+const BATCH_ENTRIES: u64 = 1 << 12;
 /// Changes for which the queue keeps memory although it has fewer.
 const SPARE_CHANGES: usize = 1 << 12;
+
+/// The number of pages of the data table that have entries of a run.
+fn table_pages(run: Run) -> u64 {
+    (run.start + run.blocks).div_ceil(TABLE_ENTRIES) - run.start / TABLE_ENTRIES
+}
 
 /// A change that is applied in memory and not in the journal yet.
 pub struct Pending {
@@ -30,6 +37,16 @@ impl Pending {
         self.unshared.iter().copied().chain(self.operation.names())
     }
 
+    /// The number of table entries that retiring the change concerns, at least 1.
+    pub fn entries(&self) -> u64 {
+        self.freed.len() as u64 + self.held().map(|run| run.blocks).sum::<u64>().max(1)
+    }
+
+    /// The most pages of the table that have these entries.
+    fn table_pages(&self) -> u64 {
+        self.held().map(table_pages).sum()
+    }
+
     /// The memory that the change takes, in bytes.
     fn memory(&self) -> usize {
         let runs = self.freed.len() + self.unshared.len();
@@ -44,10 +61,13 @@ pub struct Queue {
     bytes: usize,
     /// The memory that the changes take, in bytes.
     memory: usize,
-    /// Bytes of the changes that were taken from the queue and are being appended.
+    /// Bytes of the changes that were taken from the queue and are being appended or retired.
     appending: usize,
     /// Number of [`Operation::Checksums`] among the changes.
     checksums: usize,
+    /// The most pages of the data table that have held entries of the changes. A page with entries of several changes
+    /// counts for each.
+    table_pages: u64,
     /// Number of changes at the front that the checkpoint under way has captured.
     captured: Option<usize>,
 }
@@ -68,6 +88,7 @@ impl Queue {
         let (freed, unshared) = (freed.into_boxed_slice(), unshared.into_boxed_slice());
         let change = Pending { operation, gate, number, freed, unshared, joined: false };
         self.memory += change.memory();
+        self.table_pages += change.table_pages();
         self.changes.push_back(change);
     }
 
@@ -83,6 +104,7 @@ impl Queue {
         let size = next.operation.size();
         self.bytes -= size;
         self.memory -= next.memory();
+        self.table_pages -= next.table_pages();
         self.appending += size;
         self.checksums -= usize::from(matches!(next.operation, Operation::Checksums { .. }));
         self.captured = self.captured.map(|left| left.saturating_sub(1));
@@ -97,13 +119,14 @@ impl Queue {
             self.captured = None;
             taken.ordered = true;
         }
-        let (mut joined, mut room) = (false, true);
+        let (mut joined, mut room, mut entries) = (false, true, 0);
         while let Some(next) = self.changes.front()
             && next.gate <= synced
             && (room || joined)
             && self.captured != Some(0)
         {
-            room = more(&next.operation) && taken.changes.len() + 1 < BATCH_CHANGES;
+            entries += next.entries();
+            room = more(&next.operation) && entries < BATCH_ENTRIES;
             joined = next.joined;
             taken.changes.extend(self.pop());
         }
@@ -135,6 +158,11 @@ impl Queue {
         self.bytes
     }
 
+    /// The most pages of the data table that become dirty when the changes are retired.
+    pub fn table_pages(&self) -> u64 {
+        self.table_pages
+    }
+
     /// The memory that the changes in the queue take, in bytes.
     pub fn memory(&self) -> usize {
         self.memory
@@ -145,7 +173,7 @@ impl Queue {
         self.appending > 0
     }
 
-    /// Bytes of the changes in the queue, and of those that are being appended.
+    /// Bytes of the changes in the queue, and of those that are being appended or retired.
     pub fn bytes_unappended(&self) -> usize {
         self.bytes + self.appending
     }
@@ -187,14 +215,29 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_concerns_a_limited_number_of_entries() {
+        let mut queue = Queue::default();
+        let held =
+            |count: u64| (0..count).map(|at| Run { start: 2 * at * TABLE_ENTRIES, blocks: 1 }).collect::<Vec<_>>();
+        for count in [BATCH_ENTRIES / 2, BATCH_ENTRIES / 2, 1, 3 * BATCH_ENTRIES, 1] {
+            queue.push(Operation::Unmap { disk: 1, logical: 0, blocks: 1 }, 0, 0, Vec::new(), held(count));
+        }
+        assert_eq!(queue.table_pages(), 4 * BATCH_ENTRIES + 2);
+        let batches =
+            std::iter::from_fn(|| Some(queue.take_batch(0, |_| true).changes.len()).filter(|count| *count > 0));
+        assert_eq!(batches.collect::<Vec<_>>(), [2, 2, 1]);
+        assert_eq!(queue.table_pages(), 0);
+    }
+
+    #[test]
     fn a_batch_has_a_limited_number_of_changes_and_the_queue_returns_their_memory() {
         let mut queue = Queue::default();
-        for logical in 0..3 * BATCH_CHANGES as u64 {
+        for logical in 0..3 * BATCH_ENTRIES {
             queue.push(Operation::Unmap { disk: 1, logical, blocks: 1 }, 0, logical, Vec::new(), Vec::new());
         }
-        assert!(queue.memory() >= 3 * BATCH_CHANGES * size_of::<Pending>());
+        assert!(queue.memory() >= 3 * BATCH_ENTRIES as usize * size_of::<Pending>());
         for _ in 0..3 {
-            assert_eq!(queue.take_batch(0, |_| true).changes.len(), BATCH_CHANGES);
+            assert_eq!(queue.take_batch(0, |_| true).changes.len() as u64, BATCH_ENTRIES);
         }
         assert!(queue.memory() == 0 && queue.changes.capacity() <= 4 * SPARE_CHANGES);
     }

@@ -4,6 +4,8 @@ use super::between::lose_page;
 use super::*;
 use crate::pages::{PageKey, sealed};
 use crate::space::REGION_BLOCKS;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::Block;
 
 #[test]
@@ -121,4 +123,39 @@ fn a_page_of_another_version_delays_only_the_checkpoint() {
         assert_eq!(value(&engine, 598).unwrap(), 7);
         is_whole(&engine);
     }
+}
+
+/// A region that is regained meanwhile must know all blocks that cannot be reused yet.
+#[test]
+fn changes_count_as_being_appended_until_the_last_part_of_them_is_retired() {
+    let (_disk, engine) = with_a_block(3000);
+    let (ended, seen) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            while !ended.load(Ordering::Acquire) {
+                let meta = engine.meta.lock();
+                let pending: u64 = meta.pending.iter().flat_map(|one| one.freed.iter()).map(|run| run.blocks).sum();
+                let freeing = meta.freed.freeing();
+                if meta.pending.is_appending() {
+                    seen.fetch_add(u64::from(freeing > pending), Ordering::AcqRel);
+                } else if freeing != pending {
+                    return Err((freeing, pending));
+                }
+                MutexGuard::unlock_fair(meta);
+            }
+            Ok(())
+        });
+        while seen.load(Ordering::Acquire) < 20 && !watcher.is_finished() {
+            (0..40).for_each(|logical| write(&engine, 2 * logical, 1));
+            engine.settle(&engine.head(1)).unwrap();
+            engine.commit_changes().unwrap();
+            for logical in 0..40 {
+                engine.discard_blocks(&engine.head(1), 2 * logical..2 * logical + 1).unwrap();
+            }
+            engine.settle(&engine.head(1)).unwrap();
+            engine.commit_changes().unwrap();
+        }
+        ended.store(true, Ordering::Release);
+        assert_eq!(watcher.join().unwrap(), Ok(()));
+    });
 }
