@@ -10,7 +10,7 @@ use disk::Progress;
 use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use parking_lot::Mutex;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use std::io;
 use std::sync::Arc;
@@ -20,6 +20,13 @@ use vm::definition::CloneKind;
 
 /// Time after which the progress bar is shown. Most commands end before.
 const BAR_AFTER: Duration = Duration::from_millis(300);
+
+/// Has writes beyond the limit of file sizes (`ulimit -f`) fail with an error. By default SIGXFSZ ends the process, and
+/// a server with it. A handler, other than an ignored signal, does not apply to programs that this process starts.
+pub fn survive_size_limit() -> Result<()> {
+    let reached = Arc::new(AtomicBool::new(false));
+    flag::register(SIGXFSZ, reached).map(drop).map_err(|e| Error::io("registering for signals", e))
+}
 
 /// Sets a flag on the first SIGINT or SIGTERM, and ends the process on the second one.
 pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {

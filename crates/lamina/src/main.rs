@@ -99,6 +99,7 @@ fn run(mut cli: Cli) -> Result<End, End> {
     }
     let form = Form::new(cli.json);
     start_logging(&cli)?;
+    follow::survive_size_limit()?;
     raise_file_limit();
     let mut request = cli.command.request().map_err(End::Usage)?;
     if cli.background {

@@ -46,6 +46,28 @@ fn write_medium(path: &PathBuf, offset: u64, bytes: &[u8]) {
     File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
 }
 
+/// The kernel sends SIGXFSZ to a process that writes beyond its limit of file sizes.
+#[test]
+fn a_limit_of_file_sizes_fails_requests_and_ends_no_server() {
+    let store = Store::new();
+    store.run("disk create vm1 256M").ok();
+    let mut server = store.serve("");
+    let limit = |bytes: &str| {
+        process::tool("prlimit", &["--pid", &server.pid().to_string(), &format!("--fsize={bytes}:")]);
+    };
+    limit("80000000");
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    let refused = (0..250).any(|at| {
+        let written = client.write(at << 20, &pattern::bytes(at, 1 << 20)).and_then(|()| client.flush());
+        written.is_err()
+    });
+    assert!(refused, "no request met the limit");
+    limit("unlimited");
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.run("check").ok();
+}
+
 /// Reads every block separately. Damaged blocks must give errors, and all others their content.
 fn verify(store: &Store, export: &str, damaged: &[u64]) {
     let mut client = Client::connect(&store.socket(), export).unwrap();

@@ -47,6 +47,11 @@ fn filled_btrfs() {
 }
 
 #[test]
+fn filled_mixed_btrfs() {
+    mounted::on_mixed_btrfs("filled_mixed_btrfs", filled);
+}
+
+#[test]
 fn filled_quota_of_btrfs() {
     mounted::on_btrfs_quota("filled_quota_of_btrfs", filled);
 }

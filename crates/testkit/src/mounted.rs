@@ -87,6 +87,11 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
+/// Runs a test on btrfs with nodes of 4 KiB and with metadata among the data.
+pub fn on_mixed_btrfs(test: &str, fill_up: fn(&Path)) {
+    on_loop(test, 256, "mkfs.btrfs -q --mixed", "", fill_up);
+}
+
 /// Runs a test on a btrfs with free space, in a subvolume whose quota is exhausted. A kernel for tests may lack quotas
 /// of ext4 and XFS, and those of ext4 do not apply to root.
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {

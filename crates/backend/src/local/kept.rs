@@ -36,11 +36,11 @@ use std::time::{Duration, Instant};
 const FOLDER: &str = "reserve";
 /// The number of steps.
 const STEPS: usize = 32;
-/// Extended attributes of a step. Each fills a node of btrfs (16 KiB) almost completely. A request allocates such a
-/// node for each run of pages that it touches, until the file system commits. While a request is carried out, the
-/// creation of a name needs 1.3 MiB of free space, and a rename needs 3 MiB.
-const ATTRIBUTES: usize = 16;
-const ATTRIBUTE: usize = 16_000;
+/// The extended attributes of a step: length and number. Each fills a node of btrfs almost completely. The first form
+/// is for nodes of 16 KiB or more, the others for file systems that were made with nodes of 8 KiB or 4 KiB, which refuse
+/// longer attributes with ENOSPC. A request allocates a node for each run of pages that it touches, until the file system
+/// commits. While a request is carried out, the creation of a name needs 1.3 MiB of free space, and a rename needs 3 MiB.
+const FORMS: [(usize, usize); 3] = [(16_000, 16), (8_000, 32), (3_900, 64)];
 /// The least time between two attempts to make missing steps: at a full quota, each makes the file system commit.
 const TRY_EVERY: Duration = Duration::from_millis(100);
 /// The least time between two attempts of the thread to make missing steps.
@@ -176,19 +176,33 @@ fn attribute(number: usize) -> String {
 fn is_there(folder: &OwnedFd, step: usize) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let Ok(file) = rustix::fs::openat(folder, name(step), flags, Mode::empty()) else { return false };
-    let mut value = [0; ATTRIBUTE];
-    rustix::fs::fgetxattr(file, attribute(ATTRIBUTES - 1), &mut value) == Ok(ATTRIBUTE)
+    let mut value = [0; FORMS[0].0];
+    FORMS.iter().any(|(length, count)| {
+        rustix::fs::fgetxattr(&file, attribute(count - 1), &mut value).is_ok_and(|found| found == *length)
+    })
 }
 
 #[cfg(target_os = "linux")]
 fn make(folder: &OwnedFd, step: usize) -> io::Result<()> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW;
     let file = open_in(folder.as_fd(), Owner::of(folder), name(step).as_str(), flags)?;
-    let value = [0; ATTRIBUTE];
-    for number in 0..ATTRIBUTES {
-        rustix::fs::fsetxattr(&file, attribute(number), &value, rustix::fs::XattrFlags::empty())?;
+    let value = [0; FORMS[0].0];
+    let set = |number: usize, length: usize| {
+        rustix::fs::fsetxattr(&file, attribute(number), &value[..length], rustix::fs::XattrFlags::empty())
+    };
+    let mut refusal = None;
+    for (length, count) in FORMS {
+        match set(0, length) {
+            // The nodes may be too small, or the file system may be full. A full one refuses the other forms, too.
+            Err(error) if error == rustix::io::Errno::NOSPC => refusal = Some(error),
+            Err(error) => return Err(error.into()),
+            Ok(()) => {
+                (1..count).try_for_each(|number| set(number, length))?;
+                return Ok(());
+            }
+        }
     }
-    Ok(())
+    refusal.map_or(Ok(()), |error| Err(error.into()))
 }
 
 #[cfg(not(target_os = "linux"))]

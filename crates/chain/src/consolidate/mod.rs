@@ -432,9 +432,12 @@ impl Chain {
         throttle: &Throttle<&dyn Progress>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        let mut before = u64::MAX;
+        // Writers that were faster than half of the first pass would be as fast as the second one, so it is the last.
+        let mut before = merged.copied;
+        let (capacity, mut followed) = (self.capacity(), 0);
         loop {
             let left = job.dirty.bytes();
+            let total = capacity + followed + left;
             let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
             if last {
                 // The target is flushed before mirroring begins, so that later flushes are short while every write is
@@ -453,6 +456,8 @@ impl Chain {
                     let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
+                    followed += bytes;
+                    progress.update(capacity + followed, total.max(capacity + followed));
                     throttle.wait_unless(bytes, || self.is_merge_to_end(job, progress));
                 }
             }
