@@ -37,9 +37,10 @@ const FOLDER: &str = "reserve";
 /// The number of steps.
 const STEPS: usize = 32;
 /// The extended attributes of a step: length and number. Each fills a node of btrfs almost completely. The first form
-/// is for nodes of 16 KiB or more, the others for file systems that were made with nodes of 8 KiB or 4 KiB, which refuse
-/// longer attributes with ENOSPC. A request allocates a node for each run of pages that it touches, until the file system
-/// commits. While a request is carried out, the creation of a name needs 1.3 MiB of free space, and a rename needs 3 MiB.
+/// is for nodes of 16 KiB or more, the others for file systems that were made with nodes of 8 KiB or 4 KiB, which
+/// refuse longer attributes with ENOSPC. A request allocates a node for each run of pages that it touches, until the
+/// file system commits. While a request is carried out, the creation of a name needs 1.3 MiB of free space, and a
+/// rename needs 3 MiB.
 const FORMS: [(usize, usize); 3] = [(16_000, 16), (8_000, 32), (3_900, 64)];
 /// The least time between two attempts to make missing steps: at a full quota, each makes the file system commit.
 const TRY_EVERY: Duration = Duration::from_millis(100);

@@ -75,7 +75,8 @@ impl Engine {
         self.check_running()?;
         self.check_owner()?;
         let captured = self.capture(purpose)?;
-        // The captured pages belong to this checkpoint, so a second attempt would leave them out: a failure stops the store.
+        // The captured pages belong to this checkpoint, so a second attempt would leave them out: a failure stops the
+        // store.
         self.commit_captured(captured, purpose).map_err(|error| self.stop(error))
     }
 
@@ -199,7 +200,7 @@ impl Engine {
 /// The most pages of the data table that become dirty again when the pending changes are appended, because the flags of
 /// held blocks are then cleared. All of them are dirty now: the changes that were pending at the last checkpoint are
 /// appended, and later changes have set the flags.
-fn held_pages(meta: &Meta) -> u64 {
+pub(super) fn held_pages(meta: &Meta) -> u64 {
     meta.pending.table_pages().min(meta.pages.dirty_in(PageFile::DataTable))
 }
 

@@ -356,8 +356,8 @@ impl Engine {
         }
         for number in data {
             let _ = self.meta.look(|meta| {
-                // While changes are being appended or retired, the blocks that they freed are not known here. Their freeing
-                // is not durable, or reads may refer to them. `retain_freed` would leave them allocatable.
+                // While changes are being appended or retired, the blocks that they freed are not known here. Their
+                // freeing is not durable, or reads may refer to them. `retain_freed` would leave them allocatable.
                 if !meta.pending.is_appending() {
                     meta.data.load_again(&mut meta.pages, number)?;
                     meta.retain_freed();

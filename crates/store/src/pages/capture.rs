@@ -1,7 +1,7 @@
 //! Captures the dirty pages of one moment for a checkpoint.
 //!
-//! All requests wait while a checkpoint captures, so [`Pages::capture`] looks at no page: it only begins a new number of
-//! changes. Each page has the number of its changes, so the captured pages are those with an older number.
+//! All requests wait while a checkpoint captures, so [`Pages::capture`] looks at no page: it only begins a new number
+//! of changes. Each page has the number of its changes, so the captured pages are those with an older number.
 //! Afterwards they are collected in parts ([`Pages::collect`]), and requests go on between the parts. A page that is
 //! about to be changed or removed before it is collected is collected first, as it is.
 

@@ -24,9 +24,10 @@
 //!
 //! Loading in this way inserts no outdated page. While a registration is valid, the page was at no time in `slots`.
 //! Only pages in `slots` are changed and captured, and a captured page stays in `slots` until it is collected and its
-//! checkpoint has written it, or until it is forgotten, which cancels the registration. So the place of the page is not written
-//! between the registration and its end, and the page that was read is complete and current. (A captured page that was
-//! forgotten belongs to a free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
+//! checkpoint has written it, or until it is forgotten, which cancels the registration. So the place of the page is not
+//! written between the registration and its end, and the page that was read is complete and current. (A captured page
+//! that was forgotten belongs to a free node: no lookup reaches it until it is created again, which inserts it into
+//! `slots`.)
 //!
 //! A thread that waits for a page holds a reference on it until it has looked the page up. Like the reference of a
 //! checkpoint, this reference keeps the page in memory. So even with a very small cache, each attempt of a lookup finds

@@ -2,6 +2,7 @@
 
 use super::between::lose_page;
 use super::*;
+use crate::engine::checkpoint::held_pages;
 use crate::pages::{PageKey, sealed};
 use crate::space::REGION_BLOCKS;
 use crate::sync::MutexGuard;
@@ -158,4 +159,15 @@ fn changes_count_as_being_appended_until_the_last_part_of_them_is_retired() {
         ended.store(true, Ordering::Release);
         assert_eq!(watcher.join().unwrap(), Ok(()));
     });
+}
+
+/// Otherwise scattered changes would use up the budget of pages, and clients would wait for the checkpoint.
+#[test]
+fn a_page_of_the_table_counts_once_for_all_pending_changes() {
+    let (_disk, engine) = with_a_block(3000);
+    (0..40).for_each(|logical| write(&engine, 2 * logical, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    let meta = engine.meta.lock();
+    assert!(meta.pending.table_pages() >= 10, "{} pages", meta.pending.table_pages());
+    assert_eq!(held_pages(&meta), 1);
 }
