@@ -191,19 +191,14 @@ fn make(folder: &OwnedFd, step: usize) -> io::Result<()> {
     let set = |number: usize, length: usize| {
         rustix::fs::fsetxattr(&file, attribute(number), &value[..length], rustix::fs::XattrFlags::empty())
     };
-    let mut refusal = None;
     for (length, count) in FORMS {
         match set(0, length) {
             // The nodes may be too small, or the file system may be full. A full one refuses the other forms, too.
-            Err(error) if error == rustix::io::Errno::NOSPC => refusal = Some(error),
-            Err(error) => return Err(error.into()),
-            Ok(()) => {
-                (1..count).try_for_each(|number| set(number, length))?;
-                return Ok(());
-            }
+            Err(rustix::io::Errno::NOSPC) => {}
+            first => return Ok(first.and_then(|()| (1..count).try_for_each(|number| set(number, length)))?),
         }
     }
-    refusal.map_or(Ok(()), |error| Err(error.into()))
+    Err(rustix::io::Errno::NOSPC.into())
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -39,6 +39,40 @@ impl Captured {
     }
 }
 
+/// The pages that the next checkpoint writes.
+pub(super) struct Changes {
+    pub dirty: FxHashSet<PageKey>,
+    /// The number of the next checkpoint, which writes the pages in `dirty`. Pages with a lower number are captured and
+    /// not collected yet.
+    pub next: u64,
+    /// Pages that were captured, and collected because they were about to be changed or removed.
+    early: Captured,
+}
+
+impl Default for Changes {
+    fn default() -> Self {
+        Self { dirty: FxHashSet::default(), next: CLEAN + 1, early: Captured::default() }
+    }
+}
+
+impl Changes {
+    /// Marks a page as dirty.
+    #[inline]
+    pub fn mark(&mut self, key: PageKey, slot: &mut Slot) {
+        if slot.dirty != self.next {
+            self.early.collect(key, slot);
+            slot.dirty = self.next;
+            self.dirty.insert(key);
+        }
+    }
+
+    fn collect_early(&mut self, key: PageKey, slot: &mut Slot) {
+        if slot.dirty != self.next {
+            self.early.collect(key, slot);
+        }
+    }
+}
+
 /// The captured pages, to be collected.
 #[must_use]
 pub struct Capturing(FxHashSet<PageKey>);
@@ -53,7 +87,7 @@ impl Capturing {
             with_pages(&mut |pages| pages.collect(part, &mut captured));
         }
         with_pages(&mut |pages| {
-            let early = std::mem::take(&mut pages.early);
+            let early = std::mem::take(&mut pages.changes.early);
             captured.known.extend(early.known);
             captured.unknown.extend(early.unknown);
         });
@@ -68,10 +102,10 @@ impl Pages {
     /// them ([`super::sealed`]) durably before it releases the part of the journal that contains their changes. The
     /// previous checkpoint must have ended.
     pub fn capture(&mut self) -> Capturing {
-        self.next += 1;
+        self.changes.next += 1;
         self.dirty_unknown = 0;
         self.retired.clear();
-        Capturing(std::mem::take(&mut self.dirty))
+        Capturing(std::mem::take(&mut self.changes.dirty))
     }
 
     /// Captures and collects all dirty pages, for tests without other threads.
@@ -81,25 +115,16 @@ impl Pages {
 
     fn collect(&mut self, keys: &[PageKey], captured: &mut Captured) {
         for key in keys {
-            if let Some(slot) = self.slots.get_mut(key).filter(|slot| slot.dirty != self.next) {
+            if let Some(slot) = self.slots.get_mut(key).filter(|slot| slot.dirty != self.changes.next) {
                 captured.collect(*key, slot);
             }
         }
     }
 
-    /// Marks a page as one that the next checkpoint writes.
-    pub(super) fn mark_dirty(&mut self, key: PageKey) {
-        if let Some(slot) = self.slots.get_mut(&key).filter(|slot| slot.dirty != self.next) {
-            self.early.collect(key, slot);
-            slot.dirty = self.next;
-            self.dirty.insert(key);
-        }
-    }
-
     /// Called before a page is removed: if it is captured, the checkpoint still writes it.
     pub(super) fn collect_early(&mut self, key: PageKey) {
-        if let Some(slot) = self.slots.get_mut(&key).filter(|slot| slot.dirty != self.next) {
-            self.early.collect(key, slot);
+        if let Some(slot) = self.slots.get_mut(&key) {
+            self.changes.collect_early(key, slot);
         }
     }
 }

@@ -50,6 +50,7 @@ pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
 use crate::{Error, Result};
 use backend::{BLOCK_SIZE, Block, File};
+use capture::Changes;
 use eviction::{Queues, Uses};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
@@ -88,14 +89,9 @@ pub struct Pages {
     files: [Arc<dyn File>; PageFile::COUNT],
     slots: FxHashMap<PageKey, Slot>,
     queues: Queues,
-    dirty: FxHashSet<PageKey>,
+    changes: Changes,
     /// The number of dirty pages to which the last checkpoint does not refer.
     dirty_unknown: usize,
-    /// The number of the next checkpoint, which writes the pages in `dirty`. Pages with a lower number are captured and
-    /// not collected yet.
-    next: u64,
-    /// Pages that were captured, and collected because they were about to be changed or removed.
-    early: Captured,
     /// Nodes freed since the last capture to which the last checkpoint refers: a page created at their place needs an
     /// image.
     retired: FxHashSet<PageKey>,
@@ -126,10 +122,8 @@ impl Pages {
             files,
             slots: FxHashMap::default(),
             queues: Queues::new(limit),
-            dirty: FxHashSet::default(),
+            changes: Changes::default(),
             dirty_unknown: 0,
-            next: CLEAN + 1,
-            early: Captured::default(),
             retired: FxHashSet::default(),
             limit,
             statistics: PageStatistics::default(),
@@ -178,17 +172,17 @@ impl Pages {
 
     /// Number of pages that the next checkpoint has to write.
     pub fn dirty(&self) -> usize {
-        self.dirty.len()
+        self.changes.dirty.len()
     }
 
     /// Number of pages of a file that the next checkpoint has to write.
     pub fn dirty_in(&self, file: PageFile) -> u64 {
-        self.dirty.iter().filter(|key| key.file() == file).count() as u64
+        self.changes.dirty.iter().filter(|key| key.file() == file).count() as u64
     }
 
     /// The number of dirty pages that need an image.
     pub fn dirty_known(&self) -> usize {
-        self.dirty.len() - self.dirty_unknown
+        self.changes.dirty.len() - self.dirty_unknown
     }
 
     /// The page. It is read from its file if necessary, unless the cache defers.
@@ -212,11 +206,7 @@ impl Pages {
         }
         let slot = self.slots.get_mut(&key).expect("loaded above");
         self.queues.note(&mut slot.uses);
-        if slot.dirty != self.next {
-            self.early.collect(key, slot);
-            slot.dirty = self.next;
-            self.dirty.insert(key);
-        }
+        self.changes.mark(key, slot);
         Ok(Arc::make_mut(&mut slot.page))
     }
 
@@ -227,8 +217,8 @@ impl Pages {
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
         let uses = self.queues.enter(key);
         self.loading.remove(&key);
-        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.next, unknown });
-        self.dirty.insert(key);
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.changes.next, unknown });
+        self.changes.dirty.insert(key);
         self.dirty_unknown += usize::from(unknown);
         self.get_mut(key)
     }
@@ -240,8 +230,8 @@ impl Pages {
         self.replaced += 1;
         self.loading.remove(&key);
         let uses = self.queues.enter(key);
-        self.dirty.insert(key);
-        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.next, unknown: false });
+        self.changes.dirty.insert(key);
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: self.changes.next, unknown: false });
         Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
     }
 
@@ -253,8 +243,9 @@ impl Pages {
     /// Has the next checkpoint write a page from memory, because the page in the file is damaged. False if the page is
     /// not in memory.
     pub fn write_again(&mut self, key: PageKey) -> bool {
-        self.mark_dirty(key);
-        self.slots.contains_key(&key)
+        let Some(slot) = self.slots.get_mut(&key) else { return false };
+        self.changes.mark(key, slot);
+        true
     }
 
     /// Inserts the restored content of a damaged page that is not in memory. The next checkpoint writes it.
@@ -272,7 +263,7 @@ impl Pages {
 
     /// Whether a page was never written to its file and is not dirty.
     pub fn is_unwritten(&self, key: PageKey) -> bool {
-        !self.dirty.contains(&key) && self.is_zero_in_file(key)
+        !self.changes.dirty.contains(&key) && self.is_zero_in_file(key)
     }
 
     /// Whether the file has zeros in the place of a page. False if the bytes at this place cannot be read, because
@@ -292,7 +283,7 @@ impl Pages {
         self.collect_early(key);
         self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
-        if self.dirty.remove(&key) && unknown {
+        if self.changes.dirty.remove(&key) && unknown {
             self.dirty_unknown -= 1;
         }
         if !unknown && self.retired.len() < RETIRED_MAX {

@@ -347,7 +347,7 @@ fn a_checkpoint_collects_each_page_as_it_was_when_it_was_captured() {
         for _ in 0..20 {
             (0..random.below(60)).for_each(|_| change(&mut pages, &mut model, &mut random));
             let before = model.clone();
-            let changed: Vec<PageKey> = pages.dirty.iter().copied().collect();
+            let changed: Vec<PageKey> = pages.changes.dirty.iter().copied().collect();
             let new: Vec<PageKey> = changed.iter().copied().filter(|key| pages.is_new(*key)).collect();
             let captured = pages.capture().collect(|collect_part| {
                 (0..random.below(4)).for_each(|_| change(&mut pages, &mut model, &mut random));

@@ -213,11 +213,7 @@ impl Admission {
         self.pages_changed() + self.captured.load(Ordering::Acquire)
     }
 
-    fn fits(&self, granted: Cost, cost: Cost) -> bool {
-        self.fits_below(self.page_limit(), granted, cost)
-    }
-
-    fn fits_below(&self, page_limit: u64, granted: Cost, cost: Cost) -> bool {
+    fn fits(&self, page_limit: u64, granted: Cost, cost: Cost) -> bool {
         let pages = self.pages_held() + granted.pages;
         !self.closed.load(Ordering::Acquire)
             && self.bytes_held() + granted.bytes + cost.bytes <= self.ring_limit()
@@ -233,12 +229,7 @@ impl Admission {
 
     /// A grant for work of this cost, if there is room for it now.
     pub fn try_admit(&self, cost: Cost) -> Option<Grant<'_>> {
-        let mut granted = self.granted.lock();
-        if !self.fits(*granted, cost) {
-            return None;
-        }
-        *granted += cost;
-        Some(Grant { admission: self, cost })
+        self.admit_below(self.page_limit(), cost)
     }
 
     /// Like [`Admission::try_admit`], for a change of few pages, such as a snapshot, that should not wait while clients
@@ -246,8 +237,12 @@ impl Admission {
     pub fn try_admit_small(&self, cost: Cost) -> Option<Grant<'_>> {
         let limit = self.page_limit();
         let reserve = limit / (MARGIN_SHARE - 1);
+        if cost.pages > reserve / 4 { None } else { self.admit_below(limit + reserve / 2, cost) }
+    }
+
+    fn admit_below(&self, page_limit: u64, cost: Cost) -> Option<Grant<'_>> {
         let mut granted = self.granted.lock();
-        if cost.pages > reserve / 4 || !self.fits_below(limit + reserve / 2, *granted, cost) {
+        if !self.fits(page_limit, *granted, cost) {
             return None;
         }
         *granted += cost;
@@ -257,7 +252,7 @@ impl Admission {
     /// Waits until there is room, or until a timeout.
     pub fn wait(&self, cost: Cost, time: Duration) {
         let mut granted = self.granted.lock();
-        if !self.fits(*granted, cost) {
+        if !self.fits(self.page_limit(), *granted, cost) {
             self.room.wait_for(&mut granted, time);
         }
     }

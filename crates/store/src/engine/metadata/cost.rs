@@ -41,7 +41,7 @@ impl Touched {
 }
 
 /// Number of pages of the data table that describe a run.
-fn table_pages(run: Run) -> u64 {
+pub(super) fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
 }
 

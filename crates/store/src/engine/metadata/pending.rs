@@ -1,7 +1,8 @@
 //! Pending changes: applied in memory and not in the journal yet, in the order in which they are appended.
 
+use super::cost::table_pages;
 use crate::journal::Operation;
-use crate::space::{Run, TABLE_ENTRIES};
+use crate::space::Run;
 use std::collections::VecDeque;
 
 /// The most table entries that the changes of one batch concern, unless a single change concerns more. The journal is
@@ -10,11 +11,6 @@ use std::collections::VecDeque;
 const BATCH_ENTRIES: u64 = 1 << 12;
 /// Changes for which the queue keeps memory although it has fewer.
 const SPARE_CHANGES: usize = 1 << 12;
-
-/// The number of pages of the data table that have entries of a run.
-fn table_pages(run: Run) -> u64 {
-    (run.start + run.blocks).div_ceil(TABLE_ENTRIES) - run.start / TABLE_ENTRIES
-}
 
 /// A change that is applied in memory and not in the journal yet.
 pub struct Pending {
@@ -198,6 +194,7 @@ impl Queue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::space::TABLE_ENTRIES;
 
     #[test]
     fn a_batch_ends_at_the_last_change_that_a_checkpoint_captured() {
