@@ -113,6 +113,16 @@ pub struct DirtyPiece {
 }
 
 impl DirtyPiece {
+    /// The logical block after the last one.
+    pub fn end(&self) -> u64 {
+        self.logical + self.entry.blocks
+    }
+
+    /// Whether the blocks get new data.
+    pub fn is_data(&self) -> bool {
+        matches!(self.entry.content, Content::Data(..))
+    }
+
     /// The part of the entry in a range of logical blocks.
     pub fn part(&self, range: Range<u64>) -> Self {
         let content = self.entry.content.part(range.start - self.logical..range.end - self.logical);

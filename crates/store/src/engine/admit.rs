@@ -21,15 +21,6 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// The most checkpoints that one request makes while it waits for room. Two checkpoints empty any journal.
 const CHECKPOINTS_MAX: u32 = 64;
 
-/// The newly allocated run that an operation maps.
-fn new_run(operation: &Operation) -> Option<Run> {
-    match operation {
-        Operation::Map { run, .. } | Operation::MapData { run, .. } | Operation::Pack { run, .. } => Some(*run),
-        Operation::Unwritten { run, fresh: true, .. } => Some(*run),
-        _ => None,
-    }
-}
-
 /// The journal bytes of a batch whose operations take `body` bytes.
 pub(super) fn batch_bytes(body: usize) -> u64 {
     Journal::footprint(body)
@@ -124,7 +115,7 @@ impl Engine {
 
     /// Like [`Engine::try_carry_out`], but frees the newly allocated run again if the operation is not carried out.
     pub(super) fn try_carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
-        let new = new_run(&operation);
+        let new = operation.new_run();
         let done = self.try_carry_out(meta, operation, gate);
         if !matches!(done, Ok(None)) {
             self.release_new(meta, new);
@@ -134,7 +125,7 @@ impl Engine {
 
     /// Like [`Engine::carry_out`], but frees the newly allocated run again if the map has no room for the operation.
     pub(super) fn carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
-        let new = new_run(&operation);
+        let new = operation.new_run();
         let done = self.carry_out(meta, operation, gate);
         if done.is_err() {
             self.release_new(meta, new);
@@ -161,7 +152,7 @@ impl Engine {
             map.check_next(pages, NODES_PER_OPERATION)?;
             self.ensure_nodes_of(meta, &operation)?;
         }
-        if let Some(run) = new_run(&operation) {
+        if let Some(run) = operation.new_run() {
             // After the run was allocated, the table page with its entries may have been evicted from memory and lost.
             let Meta { data, pages, .. } = &mut *meta;
             data.check_entries(pages, run)?;

@@ -41,10 +41,11 @@ pub struct LeftOut {
 pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
     let all = 0..LOGICAL_LIMIT;
     Some(match operation {
-        Operation::Map { disk, logical, run, .. }
-        | Operation::MapData { disk, logical, run, .. }
-        | Operation::Unwritten { disk, logical, run, .. }
-        | Operation::Written { disk, logical, run, .. } => (*disk, *logical..logical.saturating_add(run.blocks)),
+        Operation::Map { .. }
+        | Operation::MapData { .. }
+        | Operation::MapPack { .. }
+        | Operation::Unwritten { .. }
+        | Operation::Written { .. } => operation.mapping().map(|(disk, range, _)| (disk, range))?,
         Operation::Unmap { disk, logical, blocks } => (*disk, *logical..logical.saturating_add(*blocks)),
         Operation::Put { record } => (Object::decode(record).ok()??.id, 0..0),
         Operation::Seal { snapshot } => (*snapshot, 0..0),
@@ -192,6 +193,7 @@ impl LeftOut {
         match operation {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
+            | Operation::MapPack { run, .. }
             | Operation::Unwritten { run, fresh: true, .. } => {
                 // The blocks stay allocated, so that salvage can read their data.
                 match meta.data.adopt(&mut meta.pages, *run) {

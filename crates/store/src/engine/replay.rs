@@ -111,7 +111,11 @@ impl Engine {
             Operation::Synced { position: settled } => meta.settle(&mut state.doubts, *settled)?,
             _ => {}
         }
-        if let Operation::Map { run, .. } | Operation::Pack { run, .. } | Operation::Share { run, .. } = operation {
+        if let Operation::Map { run, .. }
+        | Operation::MapPack { run, .. }
+        | Operation::Pack { run, .. }
+        | Operation::Share { run, .. } = operation
+        {
             // Payload from before may be kept: if the operation that freed the blocks was left out, or because nothing
             // else says that an overwrite of a shared block was durable before the share.
             meta.forget_logged(*run);
@@ -122,6 +126,7 @@ impl Engine {
         match operation {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
+            | Operation::MapPack { run, .. }
             | Operation::Written { run, .. }
             | Operation::OverwriteData { run, .. }
             | Operation::Pack { run, .. }

@@ -62,6 +62,9 @@ pub enum Operation {
     /// that contains them. The content of the pack is durable. Index 0 of the pack is logical block `logical`; it has
     /// `blocks` indexes.
     Pack { logical: u64, blocks: u64, run: Run, checksums: Vec<u32>, sources: Vec<Source>, objects: Vec<u64> },
+    /// A disk maps logical blocks to a part of a newly allocated pack: `blocks` of them, from index `first` on. The
+    /// content of the pack is durable.
+    MapPack { disk: u64, logical: u64, blocks: u64, first: u8, run: Run, checksums: Vec<u32> },
     /// The trees of `objects` map logical blocks to the run, where they mapped them to the blocks from `from` on. Both
     /// have the same content, and that of the run is durable.
     Share { logical: u64, run: Run, from: u64, objects: Vec<u64> },
@@ -73,6 +76,7 @@ impl Operation {
         match self {
             Self::MapData { run, .. } | Self::OverwriteData { run, .. } => run.blocks as usize * BLOCK_SIZE + 32,
             Self::Map { run, .. }
+            | Self::MapPack { run, .. }
             | Self::Overwrite { run, .. }
             | Self::Written { run, .. }
             | Self::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
@@ -112,12 +116,38 @@ impl Operation {
         }
     }
 
+    /// For an operation that maps logical blocks of one disk to a run: the disk, these blocks, and the run.
+    pub fn mapping(&self) -> Option<(u64, Range<u64>, Run)> {
+        let (disk, logical, blocks, run) = match self {
+            Self::Map { disk, logical, run, .. }
+            | Self::MapData { disk, logical, run, .. }
+            | Self::Unwritten { disk, logical, run, .. }
+            | Self::Written { disk, logical, run, .. } => (disk, logical, run.blocks, run),
+            Self::MapPack { disk, logical, blocks, run, .. } => (disk, logical, *blocks, run),
+            _ => return None,
+        };
+        Some((*disk, *logical..logical.saturating_add(blocks), *run))
+    }
+
+    /// The newly allocated run that the operation maps.
+    pub fn new_run(&self) -> Option<Run> {
+        match self {
+            Self::Map { run, .. }
+            | Self::MapData { run, .. }
+            | Self::MapPack { run, .. }
+            | Self::Pack { run, .. }
+            | Self::Unwritten { run, fresh: true, .. } => Some(*run),
+            _ => None,
+        }
+    }
+
     /// True if the operation may allocate nodes for a tree.
     pub fn changes_map(&self) -> bool {
         matches!(
             self,
             Self::Map { .. }
                 | Self::MapData { .. }
+                | Self::MapPack { .. }
                 | Self::Unmap { .. }
                 | Self::Unwritten { .. }
                 | Self::Written { .. }
@@ -332,6 +362,15 @@ impl Writer {
                 self.u16(objects.len() as u16);
                 objects.iter().for_each(|object| self.u64(*object));
             }
+            Operation::MapPack { disk, logical, blocks, first, run, checksums } => {
+                self.u8(22);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+                self.u16(*blocks as u16);
+                self.u8(*first);
+            }
             Operation::Share { logical, run, from, objects } => {
                 self.u8(21);
                 self.u64(*logical);
@@ -452,6 +491,17 @@ impl<'a> Reader<'a> {
         Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
     }
 
+    fn map_pack(&mut self) -> Result<Operation> {
+        let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+        let checksums = self.checksums(run)?;
+        let (blocks, first) = (self.u16()?, self.u8()?);
+        let logical = self.logical(logical, blocks)?;
+        if u64::from(first) + blocks > EXTENT_BLOCKS_MAX || run.blocks >= EXTENT_BLOCKS_MAX {
+            return Err(damaged());
+        }
+        Ok(Operation::MapPack { disk, logical, blocks, first, run, checksums })
+    }
+
     fn share(&mut self) -> Result<Operation> {
         let (logical, run, from) = (self.u64()?, self.run()?, self.u64()?);
         let logical = self.logical(logical, run.blocks)?;
@@ -514,6 +564,7 @@ impl<'a> Reader<'a> {
             19 => self.pack(false)?,
             20 => self.pack(true)?,
             21 => self.share()?,
+            22 => self.map_pack()?,
             _ => return Err(damaged()),
         }))
     }

@@ -335,6 +335,10 @@ fn operation(random: &mut Random, code: u64) -> Operation {
             let from = if run.start > 8 { run.start - 5 } else { run.start + 1000 };
             Operation::Share { logical, run, from, objects: vec![disk, random.next()] }
         }
+        22 => {
+            let logical = logical.min((1 << 40) - 32);
+            Operation::MapPack { disk, logical, blocks: 32, first: random.below(225) as u8, run, checksums }
+        }
         _ => {
             let physical = run.start.min((1 << 48) - 6);
             let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
@@ -350,7 +354,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 21;
+const CODES: u64 = 22;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -386,6 +390,9 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
             let (sources, objects) = (vec![source], vec![disk, snapshot]);
             let name = if repacks { "repack" } else { "pack" };
             (name, Operation::Pack { logical, blocks: 32, run, checksums: checksums(), sources, objects })
+        }
+        Operation::MapPack { .. } => {
+            ("map pack", Operation::MapPack { disk, logical, blocks: 32, first: 3, run, checksums: checksums() })
         }
         Operation::Share { .. } => {
             ("share", Operation::Share { logical, run, from: 0x77, objects: vec![disk, snapshot] })

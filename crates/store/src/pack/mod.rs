@@ -74,6 +74,22 @@ impl Packer {
         self.codec
     }
 
+    /// Compresses a block into `self.scratch`. Returns the length, or `None` if the block does not shrink.
+    fn compress(&mut self, block: &[u8]) -> Option<usize> {
+        let length = match self.codec {
+            Codec::Lz4 => lz4_flex::block::compress_into(block, &mut self.scratch).ok(),
+            Codec::Zstd(_) => {
+                self.zstd.as_mut().and_then(|zstd| zstd.compress_to_buffer(block, &mut self.scratch[..]).ok())
+            }
+        };
+        length.filter(|length| *length < BLOCK_SIZE)
+    }
+
+    /// Whether a block gets smaller by compression.
+    pub fn shrinks(&mut self, block: &[u8]) -> bool {
+        self.compress(block).is_some()
+    }
+
     /// A pack of these blocks, as whole blocks. Blocks that are `None` are not in the pack.
     pub fn pack(&mut self, blocks: &[Option<&[u8]>]) -> Vec<u8> {
         debug_assert!(!blocks.is_empty() && blocks.len() <= BLOCKS_MAX);
@@ -81,18 +97,12 @@ impl Packer {
         for (number, block) in blocks.iter().enumerate() {
             let Some(block) = block else { continue };
             let at = out.len();
-            let compressed = match self.codec {
-                Codec::Lz4 => lz4_flex::block::compress_into(block, &mut self.scratch).ok(),
-                Codec::Zstd(_) => {
-                    self.zstd.as_mut().and_then(|zstd| zstd.compress_to_buffer(block, &mut self.scratch[..]).ok())
-                }
-            };
-            let codec = match (compressed, self.codec) {
-                (Some(length), codec) if length < BLOCK_SIZE => {
+            let codec = match self.compress(block) {
+                Some(length) => {
                     out.extend_from_slice(&self.scratch[..length]);
-                    if codec == Codec::Lz4 { LZ4 } else { ZSTD }
+                    if self.codec == Codec::Lz4 { LZ4 } else { ZSTD }
                 }
-                _ => {
+                None => {
                     out.extend_from_slice(block);
                     PLAIN
                 }

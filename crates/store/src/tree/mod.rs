@@ -80,7 +80,7 @@ pub use pack::{Leaf, Source, fits, leaf_of, pack};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, validate};
 pub use reach::{Reach, Seen, reach};
 pub use remove::{check_drop, drop_step};
-pub use replace::replace;
+pub use replace::{map_pack, replace};
 pub use share::{Share, share, share_fits};
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use unreadable::find_unreadable;

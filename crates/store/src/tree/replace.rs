@@ -7,9 +7,9 @@
 //! References on data blocks are dropped after the entry is removed. A failure between these two steps leaks a block,
 //! but never frees a block that is still mapped.
 
-use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT};
+use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun};
 use super::path::Path;
-use super::{Mapping, NodeId, NodeStore, balance, lookup, remove};
+use super::{Mapping, NodeId, NodeStore, Packed, balance, lookup, remove};
 use crate::{Error, ErrorKind, Result};
 use std::ops::Range;
 
@@ -43,29 +43,43 @@ pub fn replace<S: NodeStore + ?Sized>(
             format!("a run from physical block {physical} passes the end of the address space"),
         ));
     }
-    map(store, root, range, physical, unwritten)
+    let mapping = Mapping { logical: range.start, physical, blocks: range.end - range.start, unwritten, packed: None };
+    map(store, root, mapping)
 }
 
-fn map<S: NodeStore + ?Sized>(
+/// Unmaps `range`, and then maps it to the blocks of a pack, of which the first one has the index `first`. Each new
+/// entry gets a reference on every block of the pack. Until then, a reference of the caller keeps the pack allocated.
+/// Returns the new root, as [`replace`] does.
+pub fn map_pack<S: NodeStore + ?Sized>(
     store: &mut S,
-    mut root: NodeId,
+    root: NodeId,
     range: Range<u64>,
-    physical: u64,
-    unwritten: bool,
+    pack: PhysicalRun,
+    first: u8,
 ) -> Result<NodeId> {
-    let mut position = range.start;
-    while position < range.end {
+    let blocks = range.end - range.start;
+    let fits = range.end <= LOGICAL_LIMIT && u64::from(first) + blocks <= EXTENT_BLOCKS_MAX;
+    let Some(stored) = u8::try_from(pack.blocks).ok().filter(|stored| *stored > 0 && fits) else {
+        let text = format!("blocks {} to {} cannot be in one pack", range.start, range.end.saturating_sub(1));
+        return Err(Error::new(ErrorKind::Invalid, text));
+    };
+    let packed = Some(Packed { index: first, stored });
+    map(store, root, Mapping { logical: range.start, physical: pack.physical, blocks, unwritten: false, packed })
+}
+
+/// Maps the range of a mapping of any length as the mapping says.
+fn map<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, mapping: Mapping) -> Result<NodeId> {
+    let mut position = mapping.logical;
+    while position < mapping.end() {
         let mut path = Path::to_leaf(store, root, position)?;
         path.make_exclusive(store, &mut root)?;
-        let stop = range.end.min(path.upper).min(position + EXTENT_BLOCKS_MAX);
-        let piece = Mapping {
-            logical: position,
-            physical: physical + (position - range.start),
-            blocks: stop - position,
-            unwritten,
-            packed: None,
-        };
+        let stop = mapping.end().min(path.upper).min(position + EXTENT_BLOCKS_MAX);
+        let piece = mapping.clipped(position, stop);
         if edit_leaf(store, &mut root, &path, position..stop, Some(piece))? {
+            if piece.packed.is_some() {
+                let stored = piece.stored();
+                store.add_data_references(stored.physical, stored.blocks)?;
+            }
             position = stop;
         }
     }

@@ -53,8 +53,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         }
         setting.scratch.rest(datastore.path())?;
         say(&format!("{format}: consolidating under load"));
-        let work =
-            Work { datastore: &datastore, verb: &["disk", "consolidate", DISK], what: format, bytes: plan.disk_size };
+        let work = Work {
+            datastore: &datastore,
+            verb: &["disk", "consolidate", DISK],
+            what: format,
+            bytes: plan.disk_size,
+            limit: None,
+        };
         raw.push(watched(setting, &work, DISK, versions, &mut outcome)?);
         server.service.stop()?;
         setting.scratch.remove(datastore.path())?;
@@ -72,6 +77,8 @@ pub(super) struct Work<'a> {
     pub(super) what: &'a str,
     /// Bytes that the operation has to move.
     pub(super) bytes: u64,
+    /// The highest rate of the load, in requests per second.
+    pub(super) limit: Option<f64>,
 }
 
 /// Runs the operation under random writes; measures the operation's duration and the latency of requests, and compares
@@ -88,7 +95,10 @@ pub(super) fn watched(
     let start = |versions, pace| Load::verified(&endpoint, versions, setting.plan.seed, pace);
     let (pace, versions) = match setting.plan.load {
         100 => (Pace::Full, versions),
-        percent => Load::pace(percent, || start(versions, Pace::Full), Load::finish_verified)?,
+        percent => {
+            let (rate, versions) = Load::rate(percent, || start(versions, Pace::Full), Load::finish_verified)?;
+            (Pace::PerSecond(work.limit.map_or(rate, |limit| rate.min(limit))), versions)
+        }
     };
     let load = start(versions, pace)?;
     process::pause(Duration::from_secs(2))?;

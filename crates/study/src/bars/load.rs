@@ -232,11 +232,22 @@ impl Load {
         start: impl FnOnce() -> Result<Load>,
         end: impl FnOnce(Load) -> Result<(Vec<Timing>, T)>,
     ) -> Result<(Pace, T)> {
+        let (rate, left) = Self::rate(percent, start, end)?;
+        Ok((Pace::PerSecond(rate), left))
+    }
+
+    /// This share of the possible rate, in percent, in requests per second, and what the loads that `start` begins
+    /// leave.
+    pub(super) fn rate<T>(
+        percent: u32,
+        start: impl FnOnce() -> Result<Load>,
+        end: impl FnOnce(Load) -> Result<(Vec<Timing>, T)>,
+    ) -> Result<(f64, T)> {
         let load = start()?;
         process::pause(PROBE)?;
         let (timings, left) = end(load)?;
         let rate = timings.len() as f64 / PROBE.as_secs_f64();
-        Ok((Pace::PerSecond(rate * f64::from(percent) / 100.0), left))
+        Ok((rate * f64::from(percent) / 100.0, left))
     }
 
     /// Stops the load; returns the timing of each request.

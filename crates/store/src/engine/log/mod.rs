@@ -14,7 +14,9 @@ pub use admission::{Cost, Grant, PAGES_FLOOR};
 pub use clocks::Clocks;
 pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
-pub use superblock::{FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARES};
+pub use superblock::{
+    FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARES, VERSION_WRITTEN_PACKS,
+};
 
 use crate::journal::{BatchKind, Journal, Place};
 use crate::pages::ImageIndex;
@@ -220,6 +222,11 @@ impl CommitLog {
     /// Whether the superblock says that several logical blocks may map one block.
     pub fn has_shares(&self) -> bool {
         self.lock().superblock.has_shares()
+    }
+
+    /// Whether the superblock says that writes may have gone into packs at once.
+    pub fn has_written_packs(&self) -> bool {
+        self.lock().superblock.has_written_packs()
     }
 
     /// Gives both copies of the superblock durably at least this version. Must not be called during a checkpoint.

@@ -33,13 +33,15 @@ use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
 const CHECKSUM_AT: usize = 12;
-/// The version that is written, unless the datastore needs [`VERSION_PACKS`] or [`VERSION_SHARES`].
+/// The version that is written, unless the datastore needs a later one.
 pub const FORMAT_VERSION: u32 = 2;
 /// The version of a datastore that may have packs.
 pub const VERSION_PACKS: u32 = 3;
-/// The version of a datastore in which several logical blocks may map one block, and which may have packs too. Every
-/// version up to this one can be read.
+/// The version of a datastore in which several logical blocks may map one block, and which may have packs too.
 pub const VERSION_SHARES: u32 = 4;
+/// The version of a datastore whose writes may go into packs at once, with everything that the versions before have.
+/// Every version up to this one can be read.
+pub const VERSION_WRITTEN_PACKS: u32 = 5;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -98,6 +100,11 @@ impl Superblock {
         self.version >= VERSION_SHARES
     }
 
+    /// Whether writes of the datastore may have gone into packs at once.
+    pub fn has_written_packs(&self) -> bool {
+        self.version >= VERSION_WRITTEN_PACKS
+    }
+
     /// A datastore that has used packs or shares stays at their version, because snapshots may keep them.
     fn version_written(&self) -> u32 {
         self.version.max(FORMAT_VERSION)
@@ -150,12 +157,12 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if !(VERSION_RING_IMAGES..=VERSION_SHARES).contains(&version) {
+        if !(VERSION_RING_IMAGES..=VERSION_WRITTEN_PACKS).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
                     "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
-                     {VERSION_SHARES}"
+                     {VERSION_WRITTEN_PACKS}"
                 ),
             ));
         }

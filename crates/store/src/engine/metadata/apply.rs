@@ -163,17 +163,26 @@ impl Meta {
         with: Option<(u64, bool)>,
         effects: &mut Effects,
     ) -> Result<()> {
-        let object = self.catalog.get(disk)?;
-        let root = object.root;
-        if root.is_none() && with.is_none() {
+        if self.catalog.get(disk)?.root.is_none() && with.is_none() {
             return Ok(());
         }
+        self.change_tree(disk, effects, |nodes, root| tree::replace(nodes, root, logical..logical + blocks, with))
+    }
+
+    /// Changes the tree of a disk by a function that returns the new root.
+    fn change_tree(
+        &mut self,
+        disk: u64,
+        effects: &mut Effects,
+        change: impl FnOnce(&mut Nodes<'_>, NodeId) -> Result<NodeId>,
+    ) -> Result<()> {
+        let root = self.catalog.get(disk)?.root;
         let mut nodes = self.nodes(effects);
         let old = match root {
             Some(root) => root,
             None => tree::create(&mut nodes)?,
         };
-        let root = tree::replace(&mut nodes, old, logical..logical + blocks, with)?;
+        let root = change(&mut nodes, old)?;
         if root != old {
             // The new root may be an unchanged child of the old root.
             nodes.note_change(root);
@@ -183,15 +192,17 @@ impl Meta {
         Ok(())
     }
 
-    /// Maps blocks as a pack or a share says, in these ranges of objects. The first reference of a pack keeps it
-    /// allocated until the leaves refer to it, and is dropped then.
+    /// Maps blocks as an operation on a pack or a share says, in these ranges of objects. The first reference of a pack
+    /// keeps it allocated until the leaves refer to it, and is dropped then.
     pub(crate) fn redirect_in(
         &mut self,
         operation: &Operation,
         parts: impl Iterator<Item = (u64, Range<u64>)>,
         effects: &mut Effects,
     ) -> Result<()> {
-        if let Operation::Pack { run, checksums, .. } = operation {
+        let new = operation.new_run();
+        if let (Some(run), Operation::Pack { checksums, .. } | Operation::MapPack { checksums, .. }) = (&new, operation)
+        {
             self.data.adopt(&mut self.pages, *run)?;
             self.note_written(*run, checksums)?;
             // The blocks may have been an earlier pack, of which blocks are still cached.
@@ -200,13 +211,13 @@ impl Meta {
         for (object, range) in parts {
             self.redirect(operation, object, range, effects)?;
         }
-        match operation {
-            Operation::Pack { run, .. } => self.nodes(effects).drop_data_references(run.start, run.blocks),
-            _ => Ok(()),
+        match new {
+            Some(run) => self.nodes(effects).drop_data_references(run.start, run.blocks),
+            None => Ok(()),
         }
     }
 
-    /// Maps blocks as a pack or a share says, in a range of one object.
+    /// Maps blocks as an operation on a pack or a share says, in a range of one object.
     pub(crate) fn redirect(
         &mut self,
         operation: &Operation,
@@ -214,6 +225,11 @@ impl Meta {
         range: Range<u64>,
         effects: &mut Effects,
     ) -> Result<()> {
+        if let Operation::MapPack { disk, logical, first, run, .. } = operation {
+            let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
+            let first = first.saturating_add((range.start - logical) as u8);
+            return self.change_tree(*disk, effects, |nodes, root| tree::map_pack(nodes, root, range, pack, first));
+        }
         // An object whose record is lost keeps the old blocks.
         let Some(old) = self.catalog.find(object).and_then(|object| object.root) else { return Ok(()) };
         let mut nodes = self.nodes(effects);
@@ -434,6 +450,9 @@ impl Meta {
                     None => self.catalog.remove(*object),
                 }
             }
+            Operation::MapPack { disk, logical, blocks, .. } => {
+                self.redirect_in(operation, std::iter::once((*disk, *logical..*logical + blocks)), effects)?;
+            }
             Operation::Pack { .. } | Operation::Share { .. } => {
                 let (range, objects) = operation.redirects().unwrap_or_default();
                 let all = objects.iter().map(|object| (*object, range.clone()));
@@ -455,6 +474,7 @@ impl Meta {
         let (disk, new) = match operation {
             Operation::Map { disk, run, .. }
             | Operation::MapData { disk, run, .. }
+            | Operation::MapPack { disk, run, .. }
             | Operation::Unwritten { disk, run, fresh: true, .. } => (*disk, run.blocks),
             Operation::Unmap { disk, .. } => (*disk, 0),
             Operation::Trash { object } => {

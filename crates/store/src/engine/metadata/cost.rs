@@ -80,8 +80,8 @@ impl Meta {
     }
 
     /// Adds a change that maps a range to a run.
-    pub fn touch_mapping(&mut self, disk: u64, logical: u64, run: Run, touched: &mut Touched) -> Result<()> {
-        self.touch(disk, logical..logical + run.blocks, false, u64::MAX, touched)?;
+    pub fn touch_mapping(&mut self, disk: u64, range: Range<u64>, run: Run, touched: &mut Touched) -> Result<()> {
+        self.touch(disk, range, false, u64::MAX, touched)?;
         touched.touch_run(run);
         Ok(())
     }
@@ -104,12 +104,15 @@ impl Meta {
     /// An upper limit of the cost of an operation, including its bytes in a batch.
     pub fn cost(&mut self, operation: &Operation) -> Result<Cost> {
         let pages = match operation {
-            Operation::Map { disk, logical, run, .. }
-            | Operation::MapData { disk, logical, run, .. }
-            | Operation::Unwritten { disk, logical, run, .. }
-            | Operation::Written { disk, logical, run, .. } => {
+            Operation::Map { .. }
+            | Operation::MapData { .. }
+            | Operation::MapPack { .. }
+            | Operation::Unwritten { .. }
+            | Operation::Written { .. } => {
                 let mut touched = Touched::default();
-                self.touch_mapping(*disk, *logical, *run, &mut touched)?;
+                if let Some((disk, range, run)) = operation.mapping() {
+                    self.touch_mapping(disk, range, run, &mut touched)?;
+                }
                 self.pages_of(&touched)
             }
             Operation::Unmap { disk, logical, blocks } => {
@@ -151,11 +154,14 @@ impl Meta {
     pub fn nodes_of(&mut self, operation: &Operation) -> Result<u64> {
         let mut touched = Touched::default();
         match operation {
-            Operation::Map { disk, logical, run, .. }
-            | Operation::MapData { disk, logical, run, .. }
-            | Operation::Unwritten { disk, logical, run, .. }
-            | Operation::Written { disk, logical, run, .. } => {
-                self.touch_mapping(*disk, *logical, *run, &mut touched)?;
+            Operation::Map { .. }
+            | Operation::MapData { .. }
+            | Operation::MapPack { .. }
+            | Operation::Unwritten { .. }
+            | Operation::Written { .. } => {
+                if let Some((disk, range, run)) = operation.mapping() {
+                    self.touch_mapping(disk, range, run, &mut touched)?;
+                }
             }
             Operation::Unmap { disk, logical, blocks } => {
                 // Leaves between the first and the last are released completely.

@@ -123,12 +123,15 @@ impl Meta {
     /// Surveys an operation.
     pub(crate) fn survey_operation(&mut self, operation: &Operation) {
         match operation {
-            Operation::Map { disk, logical, run, .. }
-            | Operation::MapData { disk, logical, run, .. }
-            | Operation::Written { disk, logical, run, .. }
-            | Operation::Unwritten { disk, logical, run, .. } => {
-                self.data.survey_entries(&mut self.pages, *run);
-                self.survey_disk(*disk, *logical..*logical + run.blocks, Aim::Map);
+            Operation::Map { .. }
+            | Operation::MapData { .. }
+            | Operation::MapPack { .. }
+            | Operation::Written { .. }
+            | Operation::Unwritten { .. } => {
+                if let Some((disk, logical, run)) = operation.mapping() {
+                    self.data.survey_entries(&mut self.pages, run);
+                    self.survey_disk(disk, logical, Aim::Map);
+                }
             }
             Operation::Unmap { disk, logical, blocks } => {
                 self.survey_disk(*disk, *logical..*logical + *blocks, Aim::Unmap);

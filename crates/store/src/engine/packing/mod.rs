@@ -47,12 +47,17 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Blocks that are packed together (128 KiB). A read of one block reads the whole pack.
-const WINDOW: u64 = 32;
+pub(super) const WINDOW: u64 = 32;
 /// Blocks that are packed together if a leaf that several trees share has no room for more entries: an extent of any
 /// length then becomes one entry.
 const WINDOW_WIDE: u64 = BLOCKS_MAX as u64;
 /// A pack is written only if it takes at most this many of eight parts of the plain blocks.
 const WORTH_EIGHTHS: u64 = 7;
+
+/// Whether a pack of `stored` blocks is worth it for this many plain blocks.
+pub(super) fn is_worth(stored: u64, plain: u64) -> bool {
+    8 * stored <= WORTH_EIGHTHS * plain
+}
 
 /// What a step of packing has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

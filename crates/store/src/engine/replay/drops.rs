@@ -121,13 +121,7 @@ impl Engine {
         state: &mut ReplayState<'_>,
         operation: &Operation,
     ) -> Result<()> {
-        let run = match operation {
-            Operation::Map { run, .. }
-            | Operation::MapData { run, .. }
-            | Operation::Pack { run, .. }
-            | Operation::Unwritten { run, fresh: true, .. } => *run,
-            _ => return Ok(()),
-        };
+        let Some(run) = operation.new_run() else { return Ok(()) };
         while state.drops.may_have_references() && meta.is_referenced(run)? {
             let mut dropped = false;
             // The trees take turns, because a single leaf of one of them may have the references.

@@ -34,15 +34,12 @@ impl Engine {
         if lost.is_empty() {
             return self.carry_out_again(meta, state, operation);
         }
-        let mut at = range.start;
-        for part in lost {
-            if at < part.start {
-                self.carry_out_again(meta, state, &part_of(operation, &(at..part.start)))?;
-            }
-            at = part.end;
+        if matches!(operation, Operation::MapPack { .. }) {
+            self.ensure_nodes(meta, NODES_PER_OPERATION)?;
+            return self.redirect_ranges(meta, state, operation, beside(&lost, &range).map(|part| (disk, part)));
         }
-        if at < range.end {
-            self.carry_out_again(meta, state, &part_of(operation, &(at..range.end)))?;
+        for part in beside(&lost, &range) {
+            self.carry_out_again(meta, state, &part_of(operation, &part))?;
         }
         Ok(())
     }
@@ -72,22 +69,33 @@ impl Engine {
                 self.parts_beside_lost(meta, &mut state.drops, object, &whole, &mut parts)?;
             }
         }
+        self.redirect_ranges(meta, state, operation, parts.into_iter())?;
+        Ok(left_out)
+    }
+
+    /// Replays an operation on a pack or a share, in these ranges of objects.
+    fn redirect_ranges(
+        &self,
+        meta: &mut Meta,
+        state: &mut ReplayState<'_>,
+        operation: &Operation,
+        parts: impl Iterator<Item = (u64, Range<u64>)>,
+    ) -> Result<()> {
         let mut effects = Effects::default();
-        if let Operation::Pack { run, .. } | Operation::Share { run, .. } = operation {
+        if let Operation::Pack { run, .. } | Operation::MapPack { run, .. } | Operation::Share { run, .. } = operation {
             // The content of a pack is new, and that of a shared block was durable before: earlier payload is not home.
             meta.forget_logged(*run);
         }
-        meta.redirect_in(operation, parts.into_iter(), &mut effects)?;
+        meta.redirect_in(operation, parts, &mut effects)?;
         meta.release_again(&mut state.doubts, effects.freed);
         match operation {
-            Operation::Pack { run, .. } => {
+            Operation::Pack { run, .. } | Operation::MapPack { run, .. } => {
                 (run.start..run.start + run.blocks).for_each(|block| state.doubts.told(block));
-                meta.doubt(&state.doubts, *run)?;
+                meta.doubt(&state.doubts, *run)
             }
-            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run)?,
-            _ => {}
+            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run),
+            _ => Ok(()),
         }
-        Ok(left_out)
     }
 
     /// Adds the parts of a range of an object that do not lie below lost nodes. True if a part or the object is lost.
@@ -100,12 +108,7 @@ impl Engine {
         parts: &mut Vec<(u64, Range<u64>)>,
     ) -> Result<bool> {
         let lost = self.lose_parts(meta, drops, object, range)?;
-        let mut at = range.start;
-        for part in &lost {
-            parts.push((object, at..part.start.max(at)));
-            at = part.end.max(at);
-        }
-        parts.push((object, at..range.end.max(at)));
+        parts.extend(beside(&lost, range).map(|part| (object, part)));
         Ok(!lost.is_empty() || meta.catalog.find(object).is_none())
     }
 
@@ -151,6 +154,14 @@ impl Engine {
         let written = self.meta.file(PageFile::Map).write_at(&[&invalid], key.offset(), true);
         written.during(|| format!("overwriting {key}"))
     }
+}
+
+/// The parts of a range outside the parts `lost`, which are in ascending order.
+fn beside(lost: &[Range<u64>], range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let starts = std::iter::once(range.start).chain(lost.iter().map(|part| part.end));
+    let ends = lost.iter().map(|part| part.start).chain([range.end]);
+    let between: Vec<_> = starts.zip(ends).filter(|(start, end)| start < end).collect();
+    between.into_iter().map(|(start, end)| start..end)
 }
 
 /// The part of an operation that changes the logical blocks `part`.

@@ -178,7 +178,7 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
         loop {
             let mut plan = Plan::default();
             let fetch = &mut metadata::Fetch::under_the_lock();
-            engine.plan_batch(&mut meta, &head, &pieces, false, &mut plan, fetch).unwrap();
+            engine.plan_batch(&mut meta, &head, &pieces, false, &[], &mut plan, fetch).unwrap();
             let in_place: Vec<Run> = plan.in_place().collect();
             plan.undo(&mut meta);
             let root = meta.catalog.get(1).unwrap().root;

@@ -25,9 +25,9 @@ fn a_write_mapped_to_scattered_blocks_copies_its_leaf_once() {
     let (mut together, mut alone) = (Touched::default(), 0);
     for block in 0..64 {
         let run = Run { start: 10 * apart + 2 * block, blocks: 1 };
-        meta.touch_mapping(1, block, run, &mut together).unwrap();
+        meta.touch_mapping(1, block..block + run.blocks, run, &mut together).unwrap();
         let mut touched = Touched::default();
-        meta.touch_mapping(1, block, run, &mut touched).unwrap();
+        meta.touch_mapping(1, block..block + run.blocks, run, &mut touched).unwrap();
         alone += meta.pages_of(&touched);
     }
     let together = meta.pages_of(&together);

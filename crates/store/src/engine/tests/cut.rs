@@ -22,10 +22,18 @@ struct History {
     engine: Arc<Engine>,
     model: BTreeMap<u64, Contents>,
     names: u64,
-    /// Whether equal blocks are shared.
-    shares: bool,
+    features: Features,
     pass: Option<SharePass>,
     done: Histories,
+}
+
+/// What histories do beside packing and writing.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Features {
+    /// Equal blocks are shared.
+    pub shares: bool,
+    /// New blocks are compressed when they are written.
+    pub packs_writes: bool,
 }
 
 /// What was done in histories.
@@ -34,22 +42,27 @@ pub(super) struct Histories {
     pub packed: u64,
     pub repacked: u64,
     pub shared: u64,
+    /// Blocks that were found in packs after power cuts.
+    pub found_packed: u64,
 }
 
 #[test]
 fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
     let from = number("LAMINA_CUT_FROM", 0);
-    let Histories { packed, repacked, .. } = cut_histories(from..from + number("LAMINA_CUT", 3), false);
+    let seeds = from..from + number("LAMINA_CUT", 3);
+    let Histories { packed, repacked, .. } = cut_histories(seeds.clone(), Features::default());
     assert!(packed > 1000 && repacked > 10, "{packed} {repacked}");
+    let Histories { found_packed, .. } = cut_histories(seeds, Features { packs_writes: true, shares: false });
+    assert!(found_packed > 1000, "{found_packed}");
 }
 
-pub(super) fn cut_histories(seeds: std::ops::Range<u64>, shares: bool) -> Histories {
+pub(super) fn cut_histories(seeds: std::ops::Range<u64>, features: Features) -> Histories {
     let mut done = Histories::default();
     for seed in seeds {
         let disk = format(SimulatedDisk::new(seed, SimulatedOptions::default()));
         let engine = open(&disk).unwrap();
         let (random, model) = (Random(seed), BTreeMap::new());
-        let mut history = History { random, disk, engine, model, names: 0, shares, pass: None, done };
+        let mut history = History { random, disk, engine, model, names: 0, features, pass: None, done };
         for _ in 0..2 {
             let zeros: Arc<[u8]> = vec![0; BLOCK_SIZE].into();
             let name = history.name();
@@ -58,6 +71,7 @@ pub(super) fn cut_histories(seeds: std::ops::Range<u64>, shares: bool) -> Histor
         }
         for round in 0..25 {
             history.control();
+            history.pack_writes();
             history.data();
             history.cut(&format!("seed {seed}, round {round}"));
         }
@@ -84,6 +98,17 @@ impl History {
         for contents in self.model.values_mut().flatten() {
             contents.drain(..contents.len() - 1);
         }
+    }
+
+    /// Compresses what is written to the disks from now on, or some of them.
+    fn pack_writes(&mut self) {
+        if !self.features.packs_writes {
+            return;
+        }
+        let codec = if self.random.percent(50) { Codec::Lz4 } else { Codec::Zstd(3) };
+        let disks = self.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect::<Vec<u64>>());
+        let some: Vec<_> = disks.into_iter().filter(|_| self.random.percent(80)).map(|disk| (disk, codec)).collect();
+        self.engine.pack_writes_of(&some).unwrap();
     }
 
     /// Snapshots, clones, reverts and deletions, without a cut.
@@ -130,7 +155,8 @@ impl History {
     fn step(&mut self) -> Result<()> {
         let on = self.pick(Some(false)).unwrap();
         let start = self.random.below(DISK_BLOCKS);
-        let length = 1 + if self.random.percent(40) { self.random.below(40) } else { self.random.below(4) };
+        let most = if self.features.packs_writes { 120 } else { 40 };
+        let length = 1 + if self.random.percent(40) { self.random.below(most) } else { self.random.below(4) };
         let range = start..(start + length).min(DISK_BLOCKS);
         match self.random.below(20) {
             0..=2 => {
@@ -150,7 +176,7 @@ impl History {
                 self.write(on, &range, &zeros);
                 self.engine.discard_blocks(&self.engine.head(on), range)?;
             }
-            8..=11 if self.shares && self.random.percent(80) => {
+            8..=11 if self.features.shares && self.random.percent(80) => {
                 if self.random.percent(50) {
                     self.engine.settle(&self.engine.head(on))?;
                 }
@@ -164,6 +190,7 @@ impl History {
                     }
                 }
             }
+            9..=11 if self.features.packs_writes => self.engine.settle(&self.engine.head(on))?,
             8..=11 => {
                 let object = self.pick(None).unwrap();
                 self.engine.settle(&self.engine.head(on))?;
@@ -222,7 +249,19 @@ impl History {
                 }
                 *possible = vec![Arc::from(found)];
             }
+            if engine.with_catalog(|catalog| catalog.get(*id).unwrap().root.is_some()) {
+                self.done.found_packed += packed_blocks(engine, *id);
+            }
         }
         is_whole(&self.engine);
     }
+}
+
+/// The blocks of an object that are in packs.
+fn packed_blocks(engine: &Engine, object: u64) -> u64 {
+    let mut meta = engine.meta.lock();
+    let root = meta.catalog.get(object).unwrap().root.unwrap();
+    let mut extents = Vec::new();
+    crate::tree::lookup(&mut meta.nodes(&mut Default::default()), root, 0..DISK_BLOCKS, &mut extents).unwrap();
+    extents.iter().filter(|extent| extent.packed.is_some()).map(|extent| extent.blocks).sum()
 }

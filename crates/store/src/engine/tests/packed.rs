@@ -3,6 +3,7 @@
 
 mod fragmented;
 pub(super) mod histories;
+mod written;
 
 use super::between::before_next;
 use super::*;

@@ -1,6 +1,6 @@
 //! Writes a batch: announces overwrites, writes the blocks, and moves them into the map.
 
-use super::plan::{BlockWrite, Plan};
+use super::plan::{BlockWrite, Origin, Plan};
 use super::{BATCH_STRIDE, Lane};
 use crate::buffer::Held;
 use crate::engine::log::Committer;
@@ -34,7 +34,7 @@ impl BlockWrite {
     fn survey(&self, meta: &mut Meta, disk: u64) {
         meta.survey_run(self.run);
         if self.placement != Placement::InPlace {
-            meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
+            meta.survey_disk(disk, self.logical.clone(), Aim::Map);
         }
     }
 }
@@ -186,7 +186,13 @@ impl Engine {
         home: &BlockWrite,
         gate: u64,
     ) -> Result<Held> {
-        let checksums = home.checksums.clone();
+        let (checksums, logical) = (home.checksums.clone(), home.logical.start);
+        if let Origin::Packed(parts) = &home.origin
+            && !self.may_use_pack(disk, buffer, &home.logical, parts)
+        {
+            self.release_new(meta, Some(home.run));
+            return Ok(Held::default());
+        }
         let operation = match home.placement {
             Placement::InPlace => {
                 // The announcement ends with the batch. Without the new checksums, recovery would take the content for
@@ -194,14 +200,29 @@ impl Engine {
                 meta.note_written(home.run, &checksums).map_err(|error| self.stop(error))?;
                 None
             }
-            Placement::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
-            Placement::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
+            Placement::Fill => Some(Operation::Written { disk, logical, run: home.run, checksums }),
+            Placement::New => Some(match &home.origin {
+                Origin::Entry(_) => Operation::Map { disk, logical, run: home.run, checksums },
+                Origin::Packed(_) => {
+                    let blocks = home.logical.end - logical;
+                    Operation::MapPack { disk, logical, blocks, first: 0, run: home.run, checksums }
+                }
+            }),
         };
         if let Some(operation) = operation {
             self.carry_out_new(meta, operation, gate)?;
         }
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
-        Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
+        let mut held = Held::default();
+        match &home.origin {
+            Origin::Entry(stamp) => held += layer.remove(logical, home.run.blocks, *stamp),
+            Origin::Packed(parts) => {
+                for (part, stamp) in parts.iter() {
+                    held += layer.remove(part.start, part.end - part.start, *stamp);
+                }
+            }
+        }
+        Ok(held)
     }
 }

@@ -8,6 +8,7 @@
 mod failing;
 mod homes;
 mod others;
+mod packs;
 mod payload;
 mod plan;
 mod through;
@@ -25,6 +26,7 @@ use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
 use failing::Failing;
+use packs::{BufferedPack, PackedWrites};
 pub(crate) use plan::Plan;
 use std::sync::Arc;
 
@@ -74,6 +76,8 @@ pub struct WriteBack {
     replaced: Mutex<Option<Held>>,
     /// Counters of failed attempts.
     pub failing: Failing,
+    /// The disks whose new blocks are compressed.
+    packed: PackedWrites,
 }
 
 impl WriteBack {
@@ -90,6 +94,7 @@ impl WriteBack {
             pages_per_block: AtomicU64::new(1),
             replaced: Mutex::default(),
             failing: Failing::default(),
+            packed: PackedWrites::default(),
         }
     }
 
@@ -194,11 +199,16 @@ impl Engine {
             fetch.begin();
             self.check_running()?;
             self.pace()?;
-            let _surveyed = self.bring_in_next(&fetch);
+            let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
+            let _surveyed = next.as_ref().map(|head| self.bring_in_batch(head, &fetch));
+            let packs = next.as_ref().map_or(Ok(Vec::new()), |head| self.packs_of_batch(head))?;
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let mut batches =
-                self.heads_in_turn().into_iter().map(|head| (head.id, self.write_back(&mut lane, &head, &mut fetch)));
+            let packs_for = |id: u64| if next.as_ref().is_some_and(|head| head.id == id) { &packs[..] } else { &[] };
+            let mut batches = self.heads_in_turn().into_iter().map(|head| {
+                let batch = self.write_back(&mut lane, &head, packs_for(head.id), &mut fetch);
+                (head.id, batch)
+            });
             let served = batches.find(|(_, batch)| !matches!(batch, Ok(Batch::Empty)));
             drop(batches);
             let Some((disk, batch)) = served else { return Ok(false) };
@@ -244,9 +254,10 @@ impl Engine {
             self.check_running()?;
             self.pace()?;
             let _surveyed = self.bring_in_batch(head, &fetch);
+            let packs = self.packs_of_batch(head)?;
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let batch = match self.write_back(&mut lane, head, &mut fetch) {
+            let batch = match self.write_back(&mut lane, head, &packs, &mut fetch) {
                 Err(error) => {
                     fetch = self.isolate_or_fail(error, fetch, (lane, appends))?.unwrap_or_default();
                     continue;
@@ -268,11 +279,6 @@ impl Engine {
     }
 
     /// Reads ahead the metadata that the next batch will need. Called before the batch takes locks.
-    fn bring_in_next(&self, fetch: &Fetch) -> Fetch {
-        let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
-        next.map(|head| self.bring_in_batch(&head, fetch)).unwrap_or_default()
-    }
-
     fn bring_in_batch(&self, head: &Head, fetch: &Fetch) -> Fetch {
         if fetch.has_lost() || self.meta.lock().pages.is_warm() {
             return Fetch::default();
@@ -306,8 +312,8 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk. After an error, `fetch` may have the reason: see [`Fetch::require`].
-    fn write_back(&self, lane: &mut Lane, head: &Head, fetch: &mut Fetch) -> Result<Batch> {
+    /// One batch of one disk, with packs of entries that may be in it. After an error, `fetch` may have the reason: see [`Fetch::require`].
+    fn write_back(&self, lane: &mut Lane, head: &Head, packs: &[BufferedPack], fetch: &mut Fetch) -> Result<Batch> {
         let _under_way = self.begin_batch();
         let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
@@ -317,7 +323,7 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut plan = Plan::default();
             let planned = self
-                .plan_batch(&mut meta, head, &pieces, waited, &mut plan, fetch)
+                .plan_batch(&mut meta, head, &pieces, waited, packs, &mut plan, fetch)
                 .and_then(|()| fetch.require(&mut meta, |meta| meta.cost_of_homes(head.id, plan.homes())));
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());

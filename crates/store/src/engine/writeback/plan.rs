@@ -1,6 +1,7 @@
 //! Plans to which blocks a batch is written.
 
 use super::BATCH_STRIDE;
+use super::packs::{BufferedPack, BufferedParts};
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
@@ -16,14 +17,22 @@ use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 
-/// A run of blocks within one buffered entry, and where it is written.
+/// A run of blocks within one buffered entry, or the pack of several, and where it is written.
 pub struct BlockWrite {
     pub placement: Placement,
-    pub logical: u64,
+    pub logical: Range<u64>,
     pub run: Run,
     pub data: SharedSlice,
     pub checksums: Vec<u32>,
-    pub stamp: u64,
+    pub origin: Origin,
+}
+
+/// Where the data of a [`BlockWrite`] comes from.
+pub enum Origin {
+    /// From an entry with the stamp of this write.
+    Entry(u64),
+    /// From these parts of entries, which were packed.
+    Packed(BufferedParts),
 }
 
 /// The plan of a batch. It must be ended with [`Plan::undo`] or [`Plan::end`].
@@ -79,6 +88,7 @@ impl Engine {
         head: &Head,
         pieces: &[DirtyPiece],
         waited: bool,
+        packs: &[BufferedPack],
         plan: &mut Plan<'a>,
         fetch: &mut Fetch,
     ) -> Result<()> {
@@ -132,12 +142,33 @@ impl Engine {
             plan.unclaimed = claim;
         }
         fetch.require_allocation(meta, new_blocks)?;
+        let new = data.iter().zip(&parts).flat_map(|((_, _, piece), parts)| {
+            let new = parts.iter().filter(|(_, placement, _)| *placement == Placement::New);
+            new.map(|(range, _, _)| (range.clone(), piece.entry.stamp))
+        });
+        let new: Vec<(Range<u64>, u64)> = new.collect();
+        let mut packed = Vec::new();
+        for pack in packs.iter().filter(|pack| pack.is_of(&new)) {
+            // Without adjacent blocks, the blocks are stored plainly.
+            if let Some(run) = self.allocate_whole(meta, pack.stored())? {
+                new_blocks -= pack.blocks.end - pack.blocks.start;
+                packed.push(pack.blocks.clone());
+                plan.homes.push(pack.write_to(run));
+            }
+        }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), parts) in data.into_iter().zip(parts) {
             for (range, placement, physical) in parts {
                 let mut at = range.start;
                 while at < range.end {
-                    let mut run = Run { start: physical + (at - range.start), blocks: range.end - at };
+                    let next = packed.partition_point(|blocks| blocks.end <= at);
+                    let next = packed.get(next).filter(|blocks| blocks.start < range.end);
+                    if let Some(blocks) = next.filter(|blocks| blocks.start <= at) {
+                        at = blocks.end.min(range.end);
+                        continue;
+                    }
+                    let end = next.map_or(range.end, |blocks| blocks.start);
+                    let mut run = Run { start: physical + (at - range.start), blocks: end - at };
                     if placement == Placement::New {
                         if spare.blocks == 0 {
                             spare = self.allocate(meta, new_blocks)?;
@@ -149,11 +180,11 @@ impl Engine {
                     let (from, to) = ((at - piece.logical) as usize, (at - piece.logical + run.blocks) as usize);
                     plan.homes.push(BlockWrite {
                         placement,
-                        logical: at,
+                        logical: at..at + run.blocks,
                         run,
                         data: slice.slice(from * BLOCK_SIZE..to * BLOCK_SIZE),
                         checksums: sums.as_slice()[from..to].to_vec(),
-                        stamp: piece.entry.stamp,
+                        origin: Origin::Entry(piece.entry.stamp),
                     });
                     at += run.blocks;
                 }
@@ -175,7 +206,7 @@ impl Meta {
                 touched.touch_run(home.run);
             } else {
                 bytes += record;
-                self.touch_mapping(disk, home.logical, home.run, &mut touched)?;
+                self.touch_mapping(disk, home.logical.clone(), home.run, &mut touched)?;
             }
         }
         if announced > 0 {

@@ -16,6 +16,7 @@
 //! 3. No write-through is under way when a snapshot is taken, when a checkpoint is captured, when permits end, or when
 //!    the disk is deleted or reverted.
 
+use super::packs::{NewPack, WritePacker};
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Fetch, Touched};
@@ -28,6 +29,7 @@ use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
 use std::collections::BTreeSet;
+use std::iter::Peekable;
 use std::ops::Range;
 
 /// The smallest write that bypasses the buffer, in blocks (128 KiB).
@@ -47,11 +49,25 @@ enum Outcome {
     Announce(Vec<Run>),
 }
 
-/// A run of a write, and where it is written.
+/// A part of a write, and where it is written.
 struct Part {
-    logical: u64,
+    blocks: Range<u64>,
     run: Run,
-    new: bool,
+    place: PartPlace,
+}
+
+/// How a part of a write is stored.
+enum PartPlace {
+    InPlace,
+    New,
+    /// Compressed, in new blocks.
+    Pack(NewPack),
+}
+
+impl Part {
+    fn is_new(&self) -> bool {
+        !matches!(self.place, PartPlace::InPlace)
+    }
 }
 
 impl Engine {
@@ -122,6 +138,7 @@ impl Engine {
         checksums: &Checksums,
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
+        let mut packs = self.packs_of(head, range, data, fetch)?.into_iter().peekable();
         let (parts, losses, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
@@ -150,35 +167,27 @@ impl Engine {
             for (range, place) in own {
                 if let Some(start) = place {
                     let run = Run { start, blocks: range.end - range.start };
-                    parts.push(Part { logical: range.start, run, new: false });
+                    parts.push(Part { blocks: range, run, place: PartPlace::InPlace });
                     continue;
                 }
-                let mut at = range.start;
-                while at < range.end {
-                    let run = match self.allocate(meta, range.end - at) {
-                        Ok(run) => run,
-                        Err(error) => {
-                            parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
-                            self.update_headroom(meta);
-                            // The write enters the buffer, and its write-back allocates blocks of another region.
-                            return if is_lost(&error) { Ok(Outcome::Buffer) } else { Err(error) };
-                        }
-                    };
-                    parts.push(Part { logical: at, run, new: true });
-                    at += run.blocks;
+                if let Err(error) = self.place_new(meta, range, &mut packs, &mut parts) {
+                    release_parts(meta, &parts);
+                    self.update_headroom(meta);
+                    // The write enters the buffer, and its write-back allocates blocks of another region.
+                    return if is_lost(&error) { Ok(Outcome::Buffer) } else { Err(error) };
                 }
             }
             let cost = fetch.require(meta, |meta| parts_cost(meta, head.id, &parts));
             let grant = cost.map(|cost| self.log.admission.try_admit(cost));
             let Ok(Some(grant)) = grant else {
-                parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
+                release_parts(meta, &parts);
                 self.update_headroom(meta);
                 // The write enters the buffer instead, and waits there for room.
                 return grant.map(|_| Outcome::Buffer);
             };
             // From here on only the medium can fail. Older journalled payload of these blocks must not be written over
             // the new content.
-            for part in parts.iter().filter(|part| !part.new) {
+            for part in parts.iter().filter(|part| !part.is_new()) {
                 meta.in_flight.claim(part.run);
                 meta.forget_logged(part.run);
             }
@@ -186,9 +195,13 @@ impl Engine {
             (parts, losses, grant, changes)
         };
         for part in &parts {
-            let from = (part.logical - range.start) as usize * BLOCK_SIZE;
+            let bytes = |block: u64| (block - range.start) as usize * BLOCK_SIZE;
+            let content = match &part.place {
+                PartPlace::Pack(pack) => &pack.bytes[..],
+                _ => &data[bytes(part.blocks.start)..bytes(part.blocks.end)],
+            };
             let (file, offset) = self.files.locate(part.run).map_err(|error| self.stop(error))?;
-            file.write_at(&[&data[from..from + part.run.blocks as usize * BLOCK_SIZE]], offset, false)
+            file.write_at(&[content], offset, false)
                 .during(|| format!("writing {} blocks at {}", part.run.blocks, part.run.start))
                 .map_err(|error| self.stop(error))?;
         }
@@ -198,31 +211,37 @@ impl Engine {
         let _fetch = self.meta.bring_in(|meta| {
             for part in &parts {
                 meta.survey_run(part.run);
-                if part.new {
-                    meta.survey_disk(head.id, part.logical..part.logical + part.run.blocks, Aim::Map);
+                if part.is_new() {
+                    meta.survey_disk(head.id, part.blocks.clone(), Aim::Map);
                 }
             }
         });
         let mut short = None;
         let mut meta = self.meta.lock();
         for part in parts {
-            let from = (part.logical - range.start) as usize;
-            let sums = checksums.as_slice()[from..from + part.run.blocks as usize].to_vec();
+            let index = |block: u64| (block - range.start) as usize;
+            let sums = || checksums.as_slice()[index(part.blocks.start)..index(part.blocks.end)].to_vec();
             self.counters.blocks_written.fetch_add(part.run.blocks, Ordering::Relaxed);
-            if part.new {
-                let (disk, logical, run) = (head.id, part.logical, part.run);
-                let operation = Operation::Map { disk, logical, run, checksums: sums };
-                match self.carry_out_new(&mut meta, operation, gate) {
-                    Ok(()) => {}
-                    // Even after a failure, the checksums of blocks that were overwritten in place must be recorded.
-                    Err(error) if self.running.is_stopped() => return Err(error),
-                    Err(error) => short = Some(error),
+            let (disk, logical, run) = (head.id, part.blocks.start, part.run);
+            let operation = match &part.place {
+                PartPlace::InPlace => {
+                    meta.in_flight.release(run);
+                    let operation = Operation::Checksums { run, checksums: sums() };
+                    // The write is done, so the checksums replace the announcement of its blocks.
+                    self.carry_out(&mut meta, operation, gate)?;
+                    continue;
                 }
-            } else {
-                meta.in_flight.release(part.run);
-                let operation = Operation::Checksums { run: part.run, checksums: sums };
-                // The write is done, so the checksums replace the announcement of its blocks.
-                self.carry_out(&mut meta, operation, gate)?;
+                PartPlace::New => Operation::Map { disk, logical, run, checksums: sums() },
+                PartPlace::Pack(pack) => {
+                    let blocks = part.blocks.end - logical;
+                    Operation::MapPack { disk, logical, blocks, first: 0, run, checksums: pack.checksums() }
+                }
+            };
+            match self.carry_out_new(&mut meta, operation, gate) {
+                Ok(()) => {}
+                // Even after a failure, the checksums of blocks that were overwritten in place must be recorded.
+                Err(error) if self.running.is_stopped() => return Err(error),
+                Err(error) => short = Some(error),
             }
         }
         self.update_headroom(&meta);
@@ -242,6 +261,47 @@ impl Engine {
         }
     }
 
+    /// The packs of those windows of a write that need new blocks, if the writes of the disk are compressed.
+    fn packs_of(&self, head: &Head, range: &Range<u64>, data: &[u8], fetch: &mut Fetch) -> Result<Vec<NewPack>> {
+        let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
+        let places = {
+            let mut guard = self.meta.lock();
+            let meta = &mut *guard;
+            let root = meta.catalog.get(head.id)?.root;
+            fetch.require(meta, |meta| meta.places(root, range.clone()))?
+        };
+        let new = places.iter().filter(|(_, place)| place.is_none());
+        let windows = new.flat_map(|(range, _)| WritePacker::windows(range));
+        Ok(packer.packs(windows, range.start, data))
+    }
+
+    /// Allocates new blocks for a range, and uses the packs of windows within it. A pack that gets no adjacent blocks
+    /// is left out: its blocks are stored plainly.
+    fn place_new(
+        &self,
+        meta: &mut Meta,
+        range: Range<u64>,
+        packs: &mut Peekable<impl Iterator<Item = NewPack>>,
+        parts: &mut Vec<Part>,
+    ) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            while packs.next_if(|pack| pack.blocks.start < at).is_some() {}
+            if let Some(pack) = packs.next_if(|pack| pack.blocks.start == at && pack.blocks.end <= range.end)
+                && let Some(run) = self.allocate_whole(meta, pack.stored())?
+            {
+                at = pack.blocks.end;
+                parts.push(Part { blocks: pack.blocks.clone(), run, place: PartPlace::Pack(pack) });
+                continue;
+            }
+            let next = packs.peek().map_or(range.end, |pack| pack.blocks.start.min(range.end));
+            let run = self.allocate(meta, next - at)?;
+            parts.push(Part { blocks: at..at + run.blocks, run, place: PartPlace::New });
+            at += run.blocks;
+        }
+        Ok(())
+    }
+
     /// Announces durably that blocks may have any content from now on, and gives permits for them.
     pub(crate) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let pages = pages_of_runs(runs);
@@ -259,6 +319,11 @@ impl Engine {
     }
 }
 
+/// Frees the new blocks of parts that were not written.
+fn release_parts(meta: &mut Meta, parts: &[Part]) {
+    parts.iter().filter(|part| part.is_new()).for_each(|part| meta.data.release(part.run));
+}
+
 /// The pages of the data table that describe these runs.
 fn pages_of_runs(runs: &[Run]) -> BTreeSet<u64> {
     let of = |run: &Run| run.start / TABLE_ENTRIES..=(run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES;
@@ -270,8 +335,8 @@ fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
     for part in parts {
         bytes += 32 + 4 * part.run.blocks;
-        match part.new {
-            true => meta.touch_mapping(disk, part.logical, part.run, &mut touched)?,
+        match part.is_new() {
+            true => meta.touch_mapping(disk, part.blocks.clone(), part.run, &mut touched)?,
             false => touched.touch_run(part.run),
         }
     }

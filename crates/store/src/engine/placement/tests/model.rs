@@ -62,6 +62,8 @@ fn everything(action: Action) -> bool {
             | Reserve(_)
             | PackBegin(..)
             | PackEnd
+            | PlanPacked(_)
+            | ThroughPacked(..)
             | ShareBegin(..)
             | ShareEnd
     )

@@ -3,6 +3,7 @@
 //!
 //! `LAMINA_PACKED` sets the number of random histories, `LAMINA_PACKED_FROM` the first seed.
 
+use super::super::cut::Features;
 use super::super::shared::share_with;
 use super::*;
 use std::collections::BTreeMap;
@@ -15,14 +16,16 @@ type Content = BTreeMap<u64, u8>;
 fn random_histories_with_packs_keep_every_content() {
     let from = number("LAMINA_PACKED_FROM", 0);
     for seed in from..from + number("LAMINA_PACKED", 6) {
-        history(seed, false);
+        history(seed, Features::default());
+        history(seed, Features { packs_writes: true, shares: false });
     }
 }
 
 /// A random history. With `shares`, equal blocks are shared, the contents are few, and restarts may be power cuts.
 /// Returns how many blocks were shared.
-pub(in crate::engine::tests) fn history(seed: u64, shares: bool) -> u64 {
+pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> u64 {
     const DISK_BLOCKS: u64 = 600;
+    let shares = features.shares;
     let mut disk = if shares { format(SimulatedDisk::new(seed, SimulatedOptions::default())) } else { formatted() };
     let mut shared = 0;
     let mut engine = open(&disk).unwrap();
@@ -41,6 +44,10 @@ pub(in crate::engine::tests) fn history(seed: u64, shares: bool) -> u64 {
         let all: Vec<u64> = model.keys().copied().collect();
         let disks: Vec<u64> = all.iter().copied().filter(|id| !is_snapshot(*id)).collect();
         let snapshots: Vec<u64> = all.iter().copied().filter(|id| is_snapshot(*id)).collect();
+        if features.packs_writes && step % 10 == 0 {
+            let packed: Vec<_> = disks.iter().map(|disk| (*disk, Codec::Lz4)).collect();
+            engine.pack_writes_of(&packed).unwrap();
+        }
         let on = disks[random.index(disks.len())];
         let start = random.below(DISK_BLOCKS);
         let length = if random.percent(30) { 1 + random.below(200) } else { 1 + random.below(4) };

@@ -60,6 +60,7 @@ pub enum Op {
     Backed { block: usize, backed: bool },
     Written { disk: usize, logical: usize, block: usize, value: Value },
     Unwritten { disk: usize, logical: usize, block: usize },
+    MapPack { disk: usize, logical: usize, block: usize, value: Value },
     Pack { from: usize, to: usize, content: Content },
     Share { logical: usize, from: usize, to: usize },
 }
@@ -76,6 +77,9 @@ impl Op {
             Op::OverwriteData { block, .. } => Operation::OverwriteData { run: run(block), data },
             Op::Checksums { block, .. } => Operation::Checksums { run: run(block), checksums },
             Op::Resolve { block, .. } => Operation::Resolve { block: block as u64, checksum: 0 },
+            Op::MapPack { block, .. } => {
+                Operation::MapPack { disk, logical, blocks: 1, first: 0, run: run(block), checksums }
+            }
             Op::Written { block, .. } => Operation::Written { disk, logical, run: run(block), checksums },
             Op::Unwritten { block, .. } => Operation::Unwritten { disk, logical, run: run(block), fresh: false },
             _ => return None,
@@ -252,9 +256,13 @@ impl Metadata {
     pub fn apply(&mut self, op: Op, effects: &mut Effects) {
         let first = effects.freed.len();
         match op {
-            Op::Map { disk, logical, block, value } | Op::MapData { disk, logical, block, value } => {
+            Op::Map { disk, logical, block, value }
+            | Op::MapData { disk, logical, block, value }
+            | Op::MapPack { disk, logical, block, value } => {
                 self.given_twice |= self.entries[block].references > 0;
-                self.entries[block] = ModelEntry { references: 1, sum: Content::of(value), ..ModelEntry::default() };
+                let packed = matches!(op, Op::MapPack { .. });
+                let sum = Content::of(value);
+                self.entries[block] = ModelEntry { references: 1, sum, packed, ..ModelEntry::default() };
                 if matches!(op, Op::MapData { .. }) {
                     self.logged[block] = Some(value);
                 }
@@ -434,7 +442,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fa
                 }
             }
         }
-        Op::Map { block, .. } | Op::Pack { to: block, .. } => now.logged[block] = None,
+        Op::Map { block, .. } | Op::MapPack { block, .. } | Op::Pack { to: block, .. } => now.logged[block] = None,
         Op::Share { to, .. } if fault != Fault::SharedKeepsPayload => now.logged[to] = None,
         _ => {}
     }
@@ -444,6 +452,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fa
     let told = match op {
         Op::Map { block, .. }
         | Op::MapData { block, .. }
+        | Op::MapPack { block, .. }
         | Op::Written { block, .. }
         | Op::OverwriteData { block, .. }
         | Op::Checksums { block, .. }

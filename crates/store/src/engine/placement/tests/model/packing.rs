@@ -1,5 +1,6 @@
 //! Packing in the model: the content of a block is copied to a new block, which is then mapped instead in every leaf.
-//! A pack of the model has one block. It is never overwritten in place.
+//! A pack of the model has one block. It is never overwritten in place. Writes that need new blocks may get packs at
+//! once.
 
 use super::metadata::*;
 use super::step::{Action, Fault, Rules, Violation};
@@ -23,6 +24,9 @@ pub fn packing(action: Action) -> bool {
         Write(_, 0)
             | Discard(0, 0)
             | Plan(_)
+            | PlanPacked(_)
+            | ThroughPacked(_, 0)
+            | ThroughEnd
             | Go
             | Finish
             | FlushLog
@@ -103,4 +107,14 @@ fn finds_packs_of_blocks_that_are_overwritten_meanwhile() {
 #[test]
 fn finds_packs_that_are_journalled_before_their_data() {
     finds(Fault::PackedBeforeDurable, ModelState::plain, packing);
+}
+
+#[test]
+fn finds_written_packs_that_are_journalled_before_their_data() {
+    finds(Fault::WrittenPackBeforeDurable, ModelState::plain, packing);
+}
+
+#[test]
+fn finds_written_packs_that_are_overwritten_in_place() {
+    finds(Fault::WrittenPackAsPlain, ModelState::plain, packing);
 }

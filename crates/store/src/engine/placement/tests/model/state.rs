@@ -51,6 +51,8 @@ pub struct BlockWrite {
     pub placement: Placement,
     pub block: usize,
     pub value: Value,
+    /// Whether the block is a pack.
+    pub packed: bool,
 }
 
 /// A batch of write-back that is under way.
@@ -71,6 +73,8 @@ pub struct Through {
     pub logical: usize,
     pub block: usize,
     pub new: bool,
+    /// Whether the new block is a pack.
+    pub packed: bool,
     pub value: Value,
 }
 
@@ -327,12 +331,13 @@ impl ModelState {
             for home in &batch.homes {
                 key.bytes.extend([home.logical as u8, home.placement as u8, home.block as u8]);
                 key.value(home.value);
+                key.flags(&[home.packed]);
             }
             key.bytes.extend(batch.others.iter().map(|logical| *logical as u8));
         }
         if let Some(through) = self.through {
             key.bytes.extend([2, through.disk as u8, through.logical as u8, through.block as u8]);
-            key.flags(&[through.new]);
+            key.flags(&[through.new, through.packed]);
             key.value(through.value);
         }
         if let Some(packing) = self.packing {
@@ -453,6 +458,7 @@ impl Key {
                 (19, from, to, 0, content.0)
             }
             Op::Share { logical, from, to } => (20, logical, from, to, 0),
+            Op::MapPack { disk, logical, block, value } => (21, disk, logical, block, value),
         };
         self.bytes.extend([code, a as u8, b as u8, c as u8]);
         self.value(value);

@@ -10,6 +10,8 @@ pub enum Action {
     Discard(usize, usize),
     /// Write-back plans a batch of a disk.
     Plan(usize),
+    /// As `Plan`; blocks that need new places become packs.
+    PlanPacked(usize),
     /// Write-back announces the overwrites of the batch and begins all its writes.
     Go,
     /// Write-back moves the batch into the map.
@@ -17,6 +19,8 @@ pub enum Action {
     /// The block that a disk maps gets a permit.
     Permit(usize, usize),
     Through(usize, usize),
+    /// As `Through`, if the block needs a new place, which is a pack.
+    ThroughPacked(usize, usize),
     ThroughEnd,
     /// A flush moves the buffers into the pending changes.
     FlushLog,
@@ -94,6 +98,8 @@ pub enum Fault {
     PackedBeforePayload,
     PackedUnclaimed,
     PackedBeforeDurable,
+    WrittenPackBeforeDurable,
+    WrittenPackAsPlain,
     SharedUnclaimed,
     SharedBeforeDurable,
     SharedKeepsPayload,
@@ -210,11 +216,11 @@ impl Rules {
                     && !(disk == 0 && state.closed.is_some())
                     && !state.is_buffered(disk, logical)
                 {
-                    out.extend([Permit(disk, logical), Through(disk, logical)]);
+                    out.extend([Permit(disk, logical), Through(disk, logical), ThroughPacked(disk, logical)]);
                 }
             }
             if no_batch && journal_free && state.oldest(disk).iter().any(Option::is_some) {
-                out.push(Plan(disk));
+                out.extend([Plan(disk), PlanPacked(disk)]);
             }
         }
         match &state.batch {
@@ -282,7 +288,8 @@ impl Rules {
                 state.open[disk][logical] = Some(value);
                 state.write(disk, logical, value);
             }
-            Plan(disk) => return self.plan(next, disk),
+            Plan(disk) => return self.plan(next, disk, false),
+            PlanPacked(disk) => return self.plan(next, disk, true),
             Go => {
                 let Some(batch) = &mut state.batch else { return Ok(None) };
                 batch.going = true;
@@ -306,9 +313,12 @@ impl Rules {
                 state.journal.push(Record { urgent: true, op: Op::Announce { block } });
                 state.permits[block] = true;
             }
-            Through(disk, logical) => {
+            Through(disk, logical) | ThroughPacked(disk, logical) => {
                 let (placement, mut block) = self.placement(state, disk, logical);
-                let new = placement == Placement::New;
+                let (new, packed) = (placement == Placement::New, matches!(action, ThroughPacked(..)));
+                if packed && !new {
+                    return Ok(None);
+                }
                 if new {
                     let Some(free) = Self::allocate(state)? else { return Ok(None) };
                     block = free;
@@ -321,16 +331,17 @@ impl Rules {
                 let value = state.next_value();
                 state.cells[block].unflushed.push(Content::of(value));
                 state.write(disk, logical, value);
-                state.through = Some(super::state::Through { disk, logical, block, new, value });
+                state.through = Some(super::state::Through { disk, logical, block, new, packed, value });
             }
             ThroughEnd => {
-                let Some(super::state::Through { disk, logical, block, new, value }) = state.through.take() else {
+                let Some(super::state::Through { disk, logical, block, new, packed, value }) = state.through.take()
+                else {
                     return Ok(None);
                 };
                 state.written += 1;
                 let gate = state.written;
                 if new {
-                    self.enqueue(state, Op::Map { disk, logical, block, value }, gate);
+                    self.map_new(state, packed, (disk, logical), (block, value), gate);
                 } else {
                     state.in_flight.release(Run { start: block as u64, blocks: 1 });
                     self.enqueue(state, Op::Checksums { block, value }, gate);
@@ -438,7 +449,7 @@ impl Rules {
         Ok(Some(next))
     }
 
-    fn plan(&self, mut next: ModelState, disk: usize) -> Result<Option<ModelState>, Violation> {
+    fn plan(&self, mut next: ModelState, disk: usize, packed: bool) -> Result<Option<ModelState>, Violation> {
         let state = &mut next;
         let mut batch = Batch { disk, going: false, homes: Vec::new(), others: Vec::new() };
         for (logical, value) in state.oldest(disk).into_iter().enumerate() {
@@ -452,7 +463,7 @@ impl Rules {
                     } else if !state.in_flight.contains(block as u64) {
                         state.in_flight.claim(Run { start: block as u64, blocks: 1 });
                     }
-                    batch.homes.push(BlockWrite { logical, placement, block, value });
+                    batch.homes.push(BlockWrite { logical, placement, block, value, packed });
                 }
                 None => {}
             }
@@ -469,13 +480,33 @@ impl Rules {
         Ok(Some(next))
     }
 
+    /// Maps a new block, or a pack, that was written.
+    fn map_new(
+        &self,
+        state: &mut ModelState,
+        packed: bool,
+        (disk, logical): (usize, usize),
+        (block, value): (usize, Value),
+        gate: u8,
+    ) {
+        let gate = if packed && self.has(Fault::WrittenPackBeforeDurable) { 0 } else { gate };
+        let op = match packed {
+            true => Op::MapPack { disk, logical, block, value },
+            false => Op::Map { disk, logical, block, value },
+        };
+        self.enqueue(state, op, gate);
+        if self.has(Fault::WrittenPackAsPlain) {
+            state.now.entries[block].packed = false;
+        }
+    }
+
     fn finish(&self, state: &mut ModelState) {
         let Some(batch) = state.batch.take() else { return };
         if !batch.homes.is_empty() {
             state.written += 1;
         }
         let gate = state.written;
-        for BlockWrite { logical, placement, block, value } in batch.homes {
+        for BlockWrite { logical, placement, block, value, packed } in batch.homes {
             if placement == Placement::InPlace {
                 state.now.note(block, Content::of(value));
                 // With a deliberate fault, payload that is being written may have claimed the same block.
@@ -487,7 +518,7 @@ impl Rules {
                 state.in_flight.release(Run { start: block as u64, blocks: 1 });
                 self.enqueue(state, Op::Written { disk: batch.disk, logical, block, value }, gate);
             } else {
-                self.enqueue(state, Op::Map { disk: batch.disk, logical, block, value }, gate);
+                self.map_new(state, packed, (batch.disk, logical), (block, value), gate);
             }
             let entry = &mut state.oldest_mut(batch.disk)[logical];
             *entry = entry.filter(|now| *now != value);

@@ -1,0 +1,198 @@
+//! New blocks that are compressed when they are written: at write-back, and by writes that bypass the buffer.
+
+use super::*;
+use crate::engine::log::VERSION_WRITTEN_PACKS;
+
+/// A store with one disk, whose new blocks are compressed.
+fn packing() -> (SimulatedDisk, Arc<Engine>) {
+    packing_on(plain_disk())
+}
+
+/// Lets writes bypass the buffer: they do if there are free blocks, and after the height of the tree was read.
+fn make_room(engine: &Engine) {
+    drop(engine.claim_blocks(512).unwrap());
+    fill(engine, BLOCKS - 1, 1, 1, false);
+}
+
+fn packing_on(disk: SimulatedDisk) -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = made_on(disk);
+    make_room(&engine);
+    engine.pack_writes_of(&[(1, Codec::Lz4)]).unwrap();
+    (disk, engine)
+}
+
+/// Writes blocks from `first` on, one by one, or at once past the buffer.
+fn fill(engine: &Engine, first: u64, count: u64, value: u8, through: bool) {
+    let head = engine.head(1);
+    match through {
+        true => engine.write_blocks(&head, first, mixed(std::iter::repeat_n(value, count as usize))).unwrap(),
+        false => {
+            for block in first..first + count {
+                engine.write_blocks(&head, block, mixed(std::iter::once(value))).unwrap();
+            }
+            engine.settle(&head).unwrap();
+        }
+    }
+}
+
+fn all_hold(engine: &Engine, blocks: std::ops::Range<u64>, value: u8) {
+    blocks.for_each(|block| assert_eq!(holds(engine, 1, block).unwrap(), value, "block {block}"));
+}
+
+#[test]
+fn whole_windows_of_new_blocks_are_stored_in_packs() {
+    for through in [false, true] {
+        let (disk, engine) = packing();
+        // Blocks 5 to 31 and 96 to 99 are no whole windows.
+        fill(&engine, 5, 95, 7, through);
+        let packed: Vec<u64> = (5..100).filter(|block| place(&engine, 1, *block).1).collect();
+        assert_eq!(packed, (32..96).collect::<Vec<u64>>(), "through {through}");
+        all_hold(&engine, 5..100, 7);
+        is_whole(&engine);
+        engine.flush().unwrap();
+        let used = engine.counts().data.used;
+        assert!(used < 32 + 2 * 20, "{used}");
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        assert!(place(&engine, 1, 95).1);
+        all_hold(&engine, 5..100, 7);
+        is_whole(&engine);
+        assert_eq!(engine.counts().data.used, used);
+    }
+}
+
+#[test]
+fn blocks_that_can_be_overwritten_in_place_stay_plain() {
+    for through in [false, true] {
+        let (_disk, engine) = made();
+        make_room(&engine);
+        fill(&engine, 0, 64, 1, false);
+        quiet(&engine);
+        let before = place(&engine, 1, 40);
+        engine.pack_writes_of(&[(1, Codec::Lz4)]).unwrap();
+        fill(&engine, 0, 64, 2, through);
+        assert_eq!(place(&engine, 1, 40), before);
+        all_hold(&engine, 0..64, 2);
+        // The snapshot shares the blocks, so new content needs new ones.
+        let snapshot = take(&engine, 1, "s");
+        fill(&engine, 0, 64, 3, through);
+        assert!(place(&engine, 1, 40).1 && !place(&engine, snapshot, 40).1);
+        all_hold(&engine, 0..64, 3);
+        (0..64).for_each(|block| assert_eq!(holds(&engine, snapshot, block).unwrap(), 2));
+        // A block of a pack gets a plain place, which is overwritten from then on.
+        fill(&engine, 40, 1, 4, false);
+        assert!(!place(&engine, 1, 40).1 && place(&engine, 1, 41).1);
+        quiet(&engine);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn what_cannot_be_compressed_stays_plain() {
+    for through in [false, true] {
+        let (_disk, engine) = packing();
+        let head = engine.head(1);
+        let noise = |seed| {
+            let bytes = Random(seed).bytes(32 * BLOCK_SIZE);
+            SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..32 * BLOCK_SIZE)
+        };
+        for (window, seed) in (0..4).zip(10..) {
+            let data = noise(seed);
+            match through {
+                true => engine.write_blocks(&head, window * 32, data).unwrap(),
+                false => {
+                    for block in 0..32 {
+                        let part = data.slice(block * BLOCK_SIZE..(block + 1) * BLOCK_SIZE);
+                        engine.write_blocks(&head, window * 32 + block as u64, part).unwrap();
+                    }
+                }
+            }
+        }
+        engine.settle(&head).unwrap();
+        assert!((0..128).all(|block| !place(&engine, 1, block).1));
+    }
+}
+
+#[test]
+fn the_superblock_has_the_version_before_the_first_write() {
+    let version = |disk: &SimulatedDisk, copy: u64| {
+        let file = disk.directory().open("superblock", backend::IoMode::Buffered).unwrap();
+        let mut bytes = Buffer::zeroed(1);
+        file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).unwrap();
+        u32::from_le_bytes(bytes[8..12].try_into().unwrap())
+    };
+    let (disk, engine) = made();
+    engine.pack_writes_of(&[]).unwrap();
+    assert_eq!(version(&disk, 0).max(version(&disk, 1)), FORMAT_VERSION);
+    engine.pack_writes_of(&[(1, Codec::Zstd(3))]).unwrap();
+    assert_eq!([version(&disk, 0), version(&disk, 1)], [VERSION_WRITTEN_PACKS; 2]);
+    // Without the setting, writes are plain again, and packs stay readable.
+    make_room(&engine);
+    fill(&engine, 0, 32, 1, true);
+    engine.pack_writes_of(&[]).unwrap();
+    fill(&engine, 32, 32, 2, true);
+    assert!(place(&engine, 1, 0).1 && !place(&engine, 1, 32).1);
+    all_hold(&engine, 0..32, 1);
+}
+
+#[test]
+fn a_power_cut_at_any_operation_of_packed_writes_loses_nothing() {
+    cut_at_each_operation(|seed, cut| cut_off(seed, cut, false));
+    cut_at_each_operation(|seed, cut| cut_off(seed, cut, true));
+}
+
+/// Overwrites what a snapshot shares, flushes, and cuts the power after `cut` operations of the medium.
+fn cut_off(seed: u64, cut: u64, through: bool) -> bool {
+    let (disk, engine) = packing_on(SimulatedDisk::new(seed, SimulatedOptions::default()));
+    fill(&engine, 0, 40, 1, through);
+    let snapshot = take(&engine, 1, "s");
+    quiet(&engine);
+    disk.cut_after(disk.operations() + cut);
+    let head = engine.head(1);
+    let written = match through {
+        true => engine.write_blocks(&head, 0, mixed(std::iter::repeat_n(2, 40))),
+        false => (0..40)
+            .try_for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(2))))
+            .and_then(|()| engine.settle(&head)),
+    };
+    let done = written.and_then(|()| engine.flush()).is_ok();
+    let ended = !disk.is_off();
+    let engine = open(&disk.crash()).unwrap();
+    for block in 0..40 {
+        let found = holds(&engine, 1, block).unwrap();
+        assert!(found == 2 || !done && found == 1, "cut {cut}, block {block}: {found}");
+        assert_eq!(holds(&engine, snapshot, block).unwrap(), 1, "cut {cut}");
+    }
+    is_whole(&engine);
+    assert!(!ended || done && place(&engine, 1, 0).1);
+    ended
+}
+
+/// A write that comes while a pack of its block is written may have no claim on a free block, because it would overwrite
+/// the block in place. Then the map must not refer to the pack.
+#[test]
+fn a_pack_replaces_no_block_that_a_buffered_write_may_overwrite_in_place() {
+    let (disk, engine) = made();
+    fill(&engine, 0, 32, 1, false);
+    // The change that maps the blocks is pending, so they are held, and new content needs new blocks.
+    engine.pack_writes_of(&[(1, Codec::Lz4)]).unwrap();
+    let head = engine.head(1);
+    (0..32).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(2))).unwrap());
+    let (writer, medium) = (Arc::downgrade(&engine), disk.clone());
+    before_next(&disk, Request::Write, move || {
+        let engine = writer.upgrade().unwrap();
+        // Ends the hold.
+        engine.commit_changes().unwrap();
+        fill_up(&medium);
+        let _all = engine.claim_blocks(engine.reserves.headroom() - engine.reserves.claims()).unwrap();
+        engine.write_blocks(&engine.head(1), 5, mixed(std::iter::once(3))).unwrap();
+        let buffer = engine.head(1);
+        let buffer = buffer.lock();
+        assert!(buffer.layers.iter().flat_map(|layer| layer.pieces(&(5..6))).all(|piece| !piece.entry.claimed));
+    });
+    engine.settle(&head).unwrap();
+    assert!((0..32).all(|block| !place(&engine, 1, block).1));
+    (0..32).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), if block == 5 { 3 } else { 2 }));
+    quiet(&engine);
+    is_whole(&engine);
+}

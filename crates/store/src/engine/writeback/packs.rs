@@ -1,0 +1,264 @@
+//! Packs of blocks that are being written, for disks whose new blocks are compressed at write-back.
+//!
+//! Writes that need new blocks anyway may get a pack instead of plain blocks: all blocks of an aligned window at once,
+//! so that a pack never has to be read for a write. Blocks that can be overwritten in place stay plain, and so does what
+//! is not worth a pack. [`crate::engine::packing`] describes packs, and packs the rest later.
+//!
+//! What must hold:
+//!
+//! 1. The superblock says that writes may go into packs before the first one does ([`VERSION_WRITTEN_PACKS`]).
+//! 2. A pack replaces no block that a buffered write may overwrite in place without a claim on a free block. So a write
+//!    that bypasses the buffer may use packs, because nothing of its range is buffered.
+//! 3. Nothing is compressed under a lock that reads or other writes need.
+
+use super::batch_blocks;
+use super::plan::{BlockWrite, Origin};
+use crate::buffer::{Content, DirtyPiece};
+use crate::engine::log::VERSION_WRITTEN_PACKS;
+use crate::engine::metadata::Fetch;
+use crate::engine::packing::{WINDOW, is_worth};
+use crate::engine::placement::Placement;
+use crate::engine::{Buffer as EngineBuffer, Engine, Head};
+use crate::pack::{Codec, Packer};
+use crate::space::Run;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Mutex, RwLock};
+use crate::{Result, checksum};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use rustc_hash::FxHashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One of this many blocks of a window is compressed first. If none of these blocks shrinks, the others are not tried:
+/// data that cannot be compressed is then written almost as fast as without compression.
+const SAMPLE_STRIDE: u64 = 8;
+
+/// A pack for blocks that are being written.
+pub struct NewPack {
+    /// The logical blocks.
+    pub blocks: Range<u64>,
+    /// The pack, in whole blocks.
+    pub bytes: Buffer,
+}
+
+impl NewPack {
+    /// Length in physical blocks.
+    pub fn stored(&self) -> u64 {
+        (self.bytes.len() / BLOCK_SIZE) as u64
+    }
+
+    /// The checksums of the physical blocks.
+    pub fn checksums(&self) -> Vec<u32> {
+        self.bytes.chunks_exact(BLOCK_SIZE).map(checksum).collect()
+    }
+}
+
+/// Consecutive parts of buffered entries, each with the stamp of its write.
+pub type BufferedParts = Arc<[(Range<u64>, u64)]>;
+
+/// A pack of buffered blocks.
+pub struct BufferedPack {
+    /// The logical blocks.
+    pub blocks: Range<u64>,
+    data: SharedSlice,
+    checksums: Vec<u32>,
+    parts: BufferedParts,
+}
+
+impl BufferedPack {
+    fn new(pack: NewPack, parts: BufferedParts) -> Self {
+        let (checksums, length) = (pack.checksums(), pack.bytes.len());
+        Self { blocks: pack.blocks, data: SharedSlice::new(Arc::new(pack.bytes), 0..length), checksums, parts }
+    }
+
+    /// Length in physical blocks.
+    pub fn stored(&self) -> u64 {
+        self.checksums.len() as u64
+    }
+
+    /// Whether the pack is made of entries that are still the same, and whose blocks all need new places. `new` has these
+    /// parts of the entries in ascending order, with the stamps of their writes.
+    pub fn is_of(&self, new: &[(Range<u64>, u64)]) -> bool {
+        self.parts.iter().all(|(part, stamp)| {
+            let at = new.partition_point(|(range, _)| range.end <= part.start);
+            let of = new.get(at).filter(|(_, of)| of == stamp);
+            of.is_some_and(|(range, _)| range.start <= part.start && part.end <= range.end)
+        })
+    }
+
+    /// The write of the pack to newly allocated blocks.
+    pub fn write_to(&self, run: Run) -> BlockWrite {
+        BlockWrite {
+            placement: Placement::New,
+            logical: self.blocks.clone(),
+            run,
+            data: self.data.clone(),
+            checksums: self.checksums.clone(),
+            origin: Origin::Packed(Arc::clone(&self.parts)),
+        }
+    }
+}
+
+/// The compression of the writes to one disk.
+pub struct WritePacker {
+    codec: Codec,
+    /// Packers that no write uses now.
+    idle: Mutex<Vec<Packer>>,
+    /// Set if a pack was not used: the next batch of write-back stores its blocks plainly, so that it makes progress
+    /// whatever clients write meanwhile.
+    plain: AtomicBool,
+}
+
+impl WritePacker {
+    /// The windows of 128 KiB that lie in a range as a whole.
+    pub fn windows(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (first, end) = (range.start.div_ceil(WINDOW), range.end / WINDOW);
+        (first..end).map(|window| window * WINDOW..(window + 1) * WINDOW)
+    }
+
+    /// Compresses the blocks of a window. `None` if the data is not worth a pack.
+    fn pack(&self, packer: &mut Packer, window: Range<u64>, data: &[u8]) -> Option<NewPack> {
+        let blocks: Vec<&[u8]> = data.chunks_exact(BLOCK_SIZE).collect();
+        let mut sample = blocks.iter().step_by(SAMPLE_STRIDE as usize);
+        if !sample.any(|block| packer.shrinks(block)) {
+            return None;
+        }
+        let blocks: Vec<Option<&[u8]>> = blocks.into_iter().map(Some).collect();
+        let pack = NewPack { blocks: window, bytes: Buffer::copy_of(&packer.pack(&blocks)) };
+        is_worth(pack.stored(), WINDOW).then_some(pack)
+    }
+
+    /// Compresses windows of consecutive blocks. `data` begins with logical block `first`. If the codec cannot be
+    /// started, nothing is compressed.
+    pub fn packs(&self, windows: impl Iterator<Item = Range<u64>>, first: u64, data: &[u8]) -> Vec<NewPack> {
+        let idle = self.idle.lock().pop();
+        let mut packer = match idle.map_or_else(|| Packer::new(self.codec), Ok) {
+            Ok(packer) => packer,
+            Err(error) => {
+                tracing::warn!(%error, "writes are not compressed");
+                return Vec::new();
+            }
+        };
+        let part = |block: u64| (block - first) as usize * BLOCK_SIZE;
+        let packs = windows.filter_map(|window| {
+            let data = &data[part(window.start)..part(window.end)];
+            self.pack(&mut packer, window, data)
+        });
+        let packs = packs.collect();
+        self.idle.lock().push(packer);
+        packs
+    }
+}
+
+/// The disks whose writes are compressed.
+#[derive(Default)]
+pub struct PackedWrites {
+    /// Whether there are any: otherwise writes only test this.
+    any: AtomicBool,
+    disks: RwLock<FxHashMap<u64, Arc<WritePacker>>>,
+}
+
+impl PackedWrites {
+    /// The compression of the writes to a disk, if there is one.
+    pub fn of(&self, disk: u64) -> Option<Arc<WritePacker>> {
+        if !self.any.load(Ordering::Acquire) {
+            return None;
+        }
+        self.disks.read().get(&disk).cloned()
+    }
+
+    fn set(&self, disks: &[(u64, Codec)]) {
+        let mut set = self.disks.write();
+        let new = disks.iter().map(|(disk, codec)| match set.get(disk) {
+            Some(packer) if packer.codec == *codec => (*disk, Arc::clone(packer)),
+            _ => {
+                (*disk, Arc::new(WritePacker { codec: *codec, idle: Mutex::default(), plain: AtomicBool::new(false) }))
+            }
+        });
+        *set = new.collect();
+        self.any.store(!set.is_empty(), Ordering::Release);
+    }
+}
+
+impl Engine {
+    /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere yet,
+    /// or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
+    /// clients wait for write-back then.
+    pub(super) fn packs_of_batch(&self, head: &Head) -> Result<Vec<BufferedPack>> {
+        let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
+        if packer.plain.swap(false, Ordering::AcqRel) || 2 * self.buffers.blocks() > self.buffers.limit() {
+            return Ok(Vec::new());
+        }
+        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
+        let mut packs = Vec::new();
+        // Runs of adjacent entries with data.
+        for run in pieces.chunk_by(|left, right| left.is_data() && right.is_data() && left.end() == right.logical) {
+            let (Some(first), Some(last)) = (run.first().filter(|first| first.is_data()), run.last()) else { continue };
+            let new = self.windows_without_blocks(head, first.logical..last.end())?;
+            for window in new {
+                let inside = run.iter().filter(|piece| piece.logical < window.end && window.start < piece.end());
+                let inside =
+                    inside.map(|piece| piece.part(piece.logical.max(window.start)..piece.end().min(window.end)));
+                let inside: Vec<DirtyPiece> = inside.collect();
+                let mut data = Vec::with_capacity(WINDOW as usize * BLOCK_SIZE);
+                for piece in &inside {
+                    if let Content::Data(slice, _) = &piece.entry.content {
+                        data.extend_from_slice(slice);
+                    }
+                }
+                let parts = inside.iter().map(|piece| (piece.logical..piece.end(), piece.entry.stamp)).collect();
+                let pack = packer.packs(std::iter::once(window.clone()), window.start, &data).pop();
+                packs.extend(pack.map(|pack| BufferedPack::new(pack, parts)));
+            }
+        }
+        Ok(packs)
+    }
+
+    /// The windows in a range of a disk of which no block can be overwritten in place. Pages of the map that are not in
+    /// memory are not read: their windows are left out.
+    fn windows_without_blocks(&self, head: &Head, range: Range<u64>) -> Result<Vec<Range<u64>>> {
+        let mut guard = self.meta.lock();
+        let meta = &mut *guard;
+        let root = meta.catalog.get(head.id)?.root;
+        let mut fetch = Fetch::default();
+        let Ok(places) = fetch.require(meta, |meta| meta.places(root, range)) else { return Ok(Vec::new()) };
+        let new = places.into_iter().filter(|(_, place)| place.is_none());
+        Ok(new.flat_map(|(range, _)| WritePacker::windows(&range)).collect())
+    }
+
+    /// Called when a pack of buffered blocks is written, with the buffer locked: whether the map may refer to it. It may
+    /// not if other writes to the blocks are buffered that may have no claim on free blocks.
+    pub(super) fn may_use_pack(
+        &self,
+        disk: u64,
+        buffer: &EngineBuffer,
+        blocks: &Range<u64>,
+        of: &BufferedParts,
+    ) -> bool {
+        let mut others = buffer.layers.iter().flat_map(|layer| layer.pieces(blocks)).filter(|piece| {
+            !of.iter().any(|(part, stamp)| piece.entry.stamp == *stamp && part.contains(&piece.logical))
+        });
+        let may = others.all(|piece| {
+            matches!(piece.entry.content, Content::Unmapped) || piece.entry.claimed && piece.entry.covered
+        });
+        if !may && let Some(packer) = self.writeback.packed.of(disk) {
+            packer.plain.store(true, Ordering::Release);
+        }
+        may
+    }
+
+    /// Compresses new blocks of these disks when they are written, and those of no other disk. Thick disks must not be
+    /// among them.
+    ///
+    /// # Errors
+    /// Those of writing the superblock, which says from then on that the datastore may have such packs.
+    pub fn pack_writes_of(&self, disks: &[(u64, Codec)]) -> Result<()> {
+        if !disks.is_empty() && !self.log.has_written_packs() {
+            let _checkpoints = self.log.lock_checkpoints();
+            self.check_owner()?;
+            self.log.raise_version(VERSION_WRITTEN_PACKS).map_err(|error| self.stop(error))?;
+        }
+        self.writeback.packed.set(disks);
+        Ok(())
+    }
+}
