@@ -133,7 +133,7 @@ impl<'a> BulkWriter<'a> {
 
     /// Makes the writes and discards so far durable.
     pub fn commit(&self) -> Result<()> {
-        self.engine.commit_changes()
+        self.engine.commit_pending(true)
     }
 
     /// Locks buffered writes, so that one thread writes at a time. The page cache admits one writer of a file at a
@@ -151,7 +151,7 @@ impl Engine {
         if self.is_checkpoint_due() {
             self.checkpoint_if_needed()?;
         } else if self.is_commit_due(&self.meta.lock()) {
-            self.commit_changes()?;
+            self.commit_pending(true)?;
         }
         Ok(())
     }
