@@ -184,7 +184,7 @@ impl Engine {
     /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere yet,
     /// or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
     /// clients wait for write-back then.
-    pub(super) fn packs_of_batch(&self, head: &Head) -> Result<Vec<BufferedPack>> {
+    pub(crate) fn packs_of_batch(&self, head: &Head) -> Result<Vec<BufferedPack>> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
         if packer.plain.swap(false, Ordering::AcqRel) || 2 * self.buffers.blocks() > self.buffers.limit() {
             return Ok(Vec::new());

@@ -1,6 +1,9 @@
 //! New blocks that are compressed when they are written: at write-back, and by writes that bypass the buffer.
 
+use super::super::replayed::checkpoints;
+use super::super::unreadable::{grown, leaves};
 use super::*;
+use crate::engine::IMAGES_FILE;
 use crate::engine::log::VERSION_WRITTEN_PACKS;
 
 /// A store with one disk, whose new blocks are compressed.
@@ -195,4 +198,79 @@ fn a_pack_replaces_no_block_that_a_buffered_write_may_overwrite_in_place() {
     (0..32).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), if block == 5 { 3 } else { 2 }));
     quiet(&engine);
     is_whole(&engine);
+}
+
+/// The batch was compressed before the journal was locked, and a client writes in between.
+#[test]
+fn an_entry_that_was_replaced_is_not_taken_from_a_pack() {
+    let (_disk, engine) = packing();
+    let head = engine.head(1);
+    (0..32).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(1))).unwrap());
+    let packs = engine.packs_of_batch(&head).unwrap();
+    assert_eq!(packs.len(), 1);
+    let parts = |engine: &Engine| {
+        let pieces = engine.head(1).lock().oldest_pieces(100);
+        pieces.iter().map(|piece| (piece.logical..piece.end(), piece.entry.stamp)).collect::<Vec<_>>()
+    };
+    assert!(packs[0].is_of(&parts(&engine)));
+    engine.write_blocks(&head, 9, mixed(std::iter::once(2))).unwrap();
+    assert!(!packs[0].is_of(&parts(&engine)));
+    engine.settle(&head).unwrap();
+    (0..32).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), if block == 9 { 2 } else { 1 }));
+}
+
+/// The bounds of leaves lie anywhere, so a window may be in two of them.
+#[test]
+fn a_pack_of_two_leaves_stays_until_both_let_go_of_it() {
+    let (_disk, engine) = packing();
+    // Every second block is mapped, so that leaves are full and are split within windows.
+    (0..1200).for_each(|block| engine.write_blocks(&engine.head(1), 2 * block, slice(1, 1)).unwrap());
+    quiet(&engine);
+    let snapshot = take(&engine, 1, "s");
+    (0..75).for_each(|window| fill(&engine, window * 32, 32, 3, window % 2 == 0));
+    quiet(&engine);
+    let run = (0..2400)
+        .map(|block| place(&engine, 1, block))
+        .find(|(run, packed)| *packed && references(&engine, run.start) > 1);
+    let (run, _) = run.expect("no window lies in two leaves");
+    let blocks: Vec<u64> = (0..2400).filter(|block| place(&engine, 1, *block).0 == run).collect();
+    assert_eq!(blocks.len(), 32);
+    engine.discard_blocks(&engine.head(1), blocks[0]..blocks[0] + 31).unwrap();
+    quiet(&engine);
+    assert_eq!(holds(&engine, 1, blocks[31]).unwrap(), 3);
+    is_whole(&engine);
+    engine.delete_snapshot(snapshot).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    quiet(&engine);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_repair_replays_the_part_of_a_pack_that_does_not_lie_below_a_lost_leaf() {
+    let disk = grown();
+    let leaves = leaves(&disk);
+    // The upper bound of the lost leaf lies within a window.
+    let lost = (1..leaves.len() - 1).find(|leaf| leaves[leaf + 1].0 % 32 > 3).unwrap();
+    let (bound, page) = (leaves[lost + 1].0, leaves[lost].1);
+    let window = bound - bound % 32..bound - bound % 32 + 32;
+    let engine = open(&disk).unwrap();
+    engine.pack_writes_of(&[(1, Codec::Lz4)]).unwrap();
+    take(&engine, 1, "s");
+    let before = checkpoints(&engine);
+    let head = engine.head(1);
+    window.clone().for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(block as u8))).unwrap());
+    engine.settle(&head).unwrap();
+    engine.flush().unwrap();
+    assert!(place(&engine, 1, bound).1 && checkpoints(&engine) == before);
+    // The engine is dropped without closing, as by a kill.
+    drop((head, engine));
+    // More than a repair can correct.
+    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
+        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
+    }
+    assert!(open(&disk).is_err());
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+    (bound..window.end).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), block as u8));
+    assert_eq!(holds(&engine, 1, window.start).unwrap_err().kind(), ErrorKind::Corrupt);
 }
