@@ -7,7 +7,7 @@
 
 use super::read::gone;
 use super::read_cache::Lookups;
-use super::written::Written;
+use super::written::{Purpose, Written};
 use crate::Result;
 use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,6 +23,9 @@ const WAKE_BLOCKS: u64 = 128;
 /// Writes of at most this many blocks (256 KiB) are not divided.
 const PART_MIN: u64 = 64;
 
+/// The records of the writes of a disk, for each purpose.
+type Records = [Option<Arc<Written>>; Purpose::COUNT];
+
 /// The writable state of an open disk.
 pub struct Head {
     /// Object id of the disk.
@@ -34,7 +37,7 @@ pub struct Head {
     pub(super) lookups: Lookups,
     /// Whether writes are recorded in `written`: most disks have no such record, and writes to them only test this.
     is_recorded: AtomicBool,
-    written: RwLock<Option<Arc<Written>>>,
+    written: RwLock<Records>,
 }
 
 /// The buffer of a disk.
@@ -89,22 +92,21 @@ impl Head {
     fn new(id: u64, buffer: Buffer) -> Arc<Self> {
         let measured = AtomicBool::new(false);
         let (lookups, is_recorded) = (Lookups::default(), AtomicBool::new(false));
-        Arc::new(Self { id, buffer: Mutex::new(buffer), measured, lookups, is_recorded, written: RwLock::new(None) })
+        let (buffer, written) = (Mutex::new(buffer), RwLock::default());
+        Arc::new(Self { id, buffer, measured, lookups, is_recorded, written })
     }
 
     /// Begins or ends to record writes.
-    fn record(&self, written: Option<Arc<Written>>) {
-        let is_recorded = written.is_some();
-        *self.written.write() = written;
+    fn record(&self, records: Records) {
+        let is_recorded = records.iter().any(Option::is_some);
+        *self.written.write() = records;
         self.is_recorded.store(is_recorded, Ordering::Release);
     }
 
     /// Called when a write of these blocks has ended, with or without an error.
     pub(super) fn note_written(&self, blocks: Range<u64>) {
-        if self.is_recorded.load(Ordering::Acquire)
-            && let Some(written) = &*self.written.read()
-        {
-            written.note(&blocks);
+        if self.is_recorded.load(Ordering::Acquire) {
+            self.written.read().iter().flatten().for_each(|written| written.note(&blocks));
         }
     }
 
@@ -147,7 +149,7 @@ impl Head {
 pub struct Buffers {
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
     /// Records of writes, of disks with and without a buffer.
-    recorded: Mutex<FxHashMap<u64, Arc<Written>>>,
+    recorded: Mutex<FxHashMap<u64, Records>>,
     /// The highest number of disks that had a buffer at the same time: the number of trees that may change.
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
@@ -272,7 +274,7 @@ impl Buffers {
         let mut heads = self.heads.write();
         let head = Arc::clone(heads.entry(disk).or_insert_with(|| {
             let head = Head::new(disk, Buffer::default());
-            head.record(self.recorded.lock().get(&disk).cloned());
+            head.record(self.recorded.lock().get(&disk).cloned().unwrap_or_default());
             head
         }));
         self.count.fetch_max(heads.len() as u64, Ordering::SeqCst);
@@ -304,39 +306,48 @@ impl Buffers {
 
     /// The record of the writes of a disk of that many blocks. A new one is made if there is none, or if the disk was
     /// smaller.
-    pub fn record(&self, disk: u64, blocks: u64) -> Arc<Written> {
+    pub fn record(&self, disk: u64, blocks: u64, purpose: Purpose) -> Arc<Written> {
         let heads = self.heads.write();
         let mut recorded = self.recorded.lock();
-        let known = recorded.get(&disk).filter(|written| written.is_for(blocks)).cloned();
+        let records = recorded.entry(disk).or_default();
+        let known = records[purpose as usize].as_ref().filter(|written| written.is_for(blocks));
         if let Some(written) = known {
-            return written;
+            return Arc::clone(written);
         }
         let written = Written::new(blocks);
-        recorded.insert(disk, Arc::clone(&written));
+        records[purpose as usize] = Some(Arc::clone(&written));
         if let Some(head) = heads.get(&disk) {
-            head.record(Some(Arc::clone(&written)));
+            head.record(records.clone());
         }
         written
     }
 
-    /// Ends the records of the disks that are not `wanted`.
-    pub fn keep_records(&self, wanted: impl Fn(u64) -> bool) {
+    /// Ends the records of the disks that are not `wanted` for their purpose.
+    pub fn keep_records(&self, wanted: impl Fn(u64, Purpose) -> bool) {
         if self.recorded.lock().is_empty() {
             return;
         }
         let heads = self.heads.write();
-        self.recorded.lock().retain(|disk, _| {
-            let kept = wanted(*disk);
-            if !kept && let Some(head) = heads.get(disk) {
-                head.record(None);
+        self.recorded.lock().retain(|disk, records| {
+            let before = records.iter().flatten().count();
+            for purpose in [Purpose::Sharing, Purpose::Packing] {
+                if !wanted(*disk, purpose) {
+                    records[purpose as usize] = None;
+                }
             }
-            kept
+            let after = records.iter().flatten().count();
+            if after < before
+                && let Some(head) = heads.get(disk)
+            {
+                head.record(records.clone());
+            }
+            after > 0
         });
     }
 
     /// The record of the writes of a disk, if there is one.
-    pub fn recorded(&self, disk: u64) -> Option<Arc<Written>> {
-        self.recorded.lock().get(&disk).cloned()
+    pub fn recorded(&self, disk: u64, purpose: Purpose) -> Option<Arc<Written>> {
+        self.recorded.lock().get(&disk)?[purpose as usize].clone()
     }
 
     /// Number of blocks of data in all buffers.

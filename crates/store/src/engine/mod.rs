@@ -119,8 +119,8 @@ pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, m
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
 };
-pub use sharing::{PRINTS_MAX, SharePass, ShareStep};
-pub use written::{ColdParts, Written};
+pub use sharing::{PRINT_BYTES, PRINTS_MAX, PRINTS_MIN, SharePass, ShareStep};
+pub use written::{ColdParts, Purpose, Written};
 
 use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;
@@ -297,19 +297,19 @@ impl Engine {
     }
 
     /// Records from now on when the parts of a disk are written. Returns the record, which exists already if this was
-    /// called before, and the disk was not reverted and has not grown since.
-    pub fn record_writes(&self, disk: u64) -> Result<Arc<Written>> {
+    /// called before for the purpose, and the disk was not reverted and has not grown since.
+    pub fn record_writes(&self, disk: u64, purpose: Purpose) -> Result<Arc<Written>> {
         let blocks = self.with_catalog(|catalog| catalog.get(disk).map(|disk| disk.size_in_blocks()))?;
-        Ok(self.buffers.record(disk, blocks))
+        Ok(self.buffers.record(disk, blocks, purpose))
     }
 
-    /// The record of the writes of a disk, if there is one.
-    pub fn recorded_writes(&self, disk: u64) -> Option<Arc<Written>> {
-        self.buffers.recorded(disk)
+    /// The record of the writes of a disk for a purpose, if there is one.
+    pub fn recorded_writes(&self, disk: u64, purpose: Purpose) -> Option<Arc<Written>> {
+        self.buffers.recorded(disk, purpose)
     }
 
-    /// Ends the records of writes of the disks that are not `wanted`.
-    pub fn keep_records_of_writes(&self, wanted: impl Fn(u64) -> bool) {
+    /// Ends the records of writes of the disks that are not `wanted` for their purpose.
+    pub fn keep_records_of_writes(&self, wanted: impl Fn(u64, Purpose) -> bool) {
         self.buffers.keep_records(wanted);
     }
 

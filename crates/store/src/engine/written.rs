@@ -12,6 +12,8 @@
 //!    a stamp when the pass has ended.
 //! 2. A part that was taken and not processed gets its stamp back.
 //! 3. The record is in memory only. In a new one all parts count as written at its beginning.
+//! 4. Each [`Purpose`] has a record of its own, so passes for one of them take nothing from those for the other. Passes
+//!    for one may leave the parts that those for the other have not processed yet.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::time::Instant;
@@ -25,7 +27,21 @@ const PART_MIN: u64 = 256;
 /// Most parts of a disk (256 KiB of stamps).
 const PARTS_MAX: u64 = 1 << 15;
 
-/// The record for one disk.
+/// For what a pass needs to know which parts were written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// To store equal blocks once.
+    Sharing,
+    /// To compress blocks.
+    Packing,
+}
+
+impl Purpose {
+    /// The number of purposes.
+    pub(super) const COUNT: usize = 2;
+}
+
+/// The record for one disk and one purpose.
 pub struct Written {
     began: Instant,
     /// Blocks of the disk.
@@ -67,12 +83,12 @@ impl Written {
         stamp > 0 && u128::from(now.saturating_sub(stamp)) >= age.as_millis()
     }
 
-    /// Takes the parts that were written, but not in the last `age`.
-    pub fn take_cold(self: &Arc<Self>, age: Duration) -> ColdParts {
+    /// Takes the parts that were written, but not in the last `age`, and that the record `first` does not have.
+    pub fn take_cold(self: &Arc<Self>, age: Duration, first: Option<&Self>) -> ColdParts {
         let now = self.now();
         let mut parts = VecDeque::new();
         for (index, stamp) in self.stamps.iter().enumerate() {
-            if !Self::is_cold(stamp.load(Ordering::Acquire), now, age) {
+            if !Self::is_cold(stamp.load(Ordering::Acquire), now, age) || self.is_in(index, first) {
                 continue;
             }
             match stamp.swap(0, Ordering::AcqRel) {
@@ -84,9 +100,19 @@ impl Written {
     }
 
     /// Whether [`Written::take_cold`] would take a part.
-    pub fn has_cold(&self, age: Duration) -> bool {
+    pub fn has_cold(&self, age: Duration, first: Option<&Self>) -> bool {
         let now = self.now();
-        self.stamps.iter().any(|stamp| Self::is_cold(stamp.load(Ordering::Relaxed), now, age))
+        let is_cold = |stamp: &AtomicU64| Self::is_cold(stamp.load(Ordering::Relaxed), now, age);
+        self.stamps.iter().enumerate().any(|(index, stamp)| is_cold(stamp) && !self.is_in(index, first))
+    }
+
+    /// Whether the other record has a stamp within this part. The parts of the two records may have other sizes.
+    fn is_in(&self, index: usize, other: Option<&Self>) -> bool {
+        let Some(other) = other else { return false };
+        let Range { start, end } = self.range(index, u64::MAX);
+        let of_block = |block: u64| ((block / other.part) as usize).min(other.stamps.len() - 1);
+        let stamps = &other.stamps[of_block(start)..=of_block(end - 1)];
+        stamps.iter().any(|stamp| stamp.load(Ordering::Acquire) > 0)
     }
 
     /// Blocks of the parts that were written and not processed since, of a disk of that many blocks.
@@ -118,6 +144,11 @@ impl ColdParts {
     /// Called when the next part was processed.
     pub fn processed(&mut self) {
         self.parts.pop_front();
+    }
+
+    /// Called when all parts were processed.
+    pub fn all_processed(mut self) {
+        self.parts.clear();
     }
 
     /// Blocks of the parts that remain, of a disk of that many blocks.
@@ -158,29 +189,51 @@ mod tests {
         let written = Written::new(blocks);
         let whole = [0..256, 256..512, 512..768, 768..775];
         assert_eq!(written.unprocessed(blocks), blocks);
-        let mut parts = written.take_cold(NONE);
+        let mut parts = written.take_cold(NONE, None);
         assert_eq!((parts.blocks(blocks), taken(&mut parts, blocks)), (blocks, whole.to_vec()));
-        assert!(!written.has_cold(NONE) && written.unprocessed(blocks) == 0);
+        assert!(!written.has_cold(NONE, None) && written.unprocessed(blocks) == 0);
         written.note(&(255..257));
         written.note(&(300..300));
-        assert!(written.has_cold(NONE) && !written.has_cold(Duration::from_secs(3600)));
-        assert_eq!(written.take_cold(Duration::from_secs(3600)).first(blocks), None);
-        assert_eq!(taken(&mut written.take_cold(NONE), blocks), whole[..2]);
+        assert!(written.has_cold(NONE, None) && !written.has_cold(Duration::from_secs(3600), None));
+        assert_eq!(written.take_cold(Duration::from_secs(3600), None).first(blocks), None);
+        assert_eq!(taken(&mut written.take_cold(NONE, None), blocks), whole[..2]);
         // What is past the end counts as a part of the last one, for a disk that has grown.
         written.note(&(blocks + 1000..blocks + 1001));
-        assert_eq!(taken(&mut written.take_cold(NONE), blocks + 2000), [Range { start: 768, end: 2775 }]);
+        assert_eq!(taken(&mut written.take_cold(NONE, None), blocks + 2000), [Range { start: 768, end: 2775 }]);
     }
 
     #[test]
     fn parts_that_were_not_processed_are_taken_again() {
         let blocks = 4 * PART_MIN;
         let written = Written::new(blocks);
-        let mut parts = written.take_cold(NONE);
+        let mut parts = written.take_cold(NONE, None);
         parts.processed();
         // A write while the pass runs.
         written.note(&(0..1));
         drop(parts);
-        assert_eq!(taken(&mut written.take_cold(NONE), blocks), [0..256, 256..512, 512..768, 768..1024]);
+        assert_eq!(taken(&mut written.take_cold(NONE, None), blocks), [0..256, 256..512, 512..768, 768..1024]);
+    }
+
+    #[test]
+    fn parts_that_another_record_has_are_left_to_its_passes() {
+        let blocks = 4 * PART_MIN;
+        // The other record was made for a larger disk, so its parts are larger.
+        let (packing, sharing) = (Written::new(blocks), Written::new(PARTS_MAX * PART_MIN * 2));
+        assert!(packing.has_cold(NONE, None) && !packing.has_cold(NONE, Some(&sharing)));
+        assert_eq!(packing.take_cold(NONE, Some(&sharing)).first(blocks), None);
+        sharing.take_cold(NONE, None).all_processed();
+        sharing.note(&(600..601));
+        assert!(packing.has_cold(NONE, Some(&sharing)));
+        assert_eq!(taken(&mut packing.take_cold(NONE, Some(&sharing)), blocks), [0..256, 256..512]);
+        assert!(!packing.has_cold(NONE, Some(&sharing)) && packing.has_cold(NONE, None));
+        // The last part of a record reaches to the end of the disk.
+        sharing.take_cold(NONE, None).all_processed();
+        packing.take_cold(NONE, Some(&sharing)).all_processed();
+        packing.note(&(1023..1024));
+        sharing.note(&(5000..5001));
+        assert!(!packing.has_cold(NONE, Some(&sharing)));
+        drop(sharing.take_cold(NONE, None));
+        assert!(!packing.has_cold(NONE, Some(&sharing)), "a pass that processed nothing");
     }
 
     #[test]

@@ -49,8 +49,13 @@ const PAIR_BLOCKS: u64 = tree::EXTENT_BLOCKS_MAX;
 /// How often the blocks that the kept ones cannot replace are grouped again before a pass leaves them. The limit bounds
 /// the time of a pass, however many blocks with different contents a guest has given the same checksum.
 const REGROUPED_MAX: u32 = 16;
-/// The prints that a pass keeps in memory: 36 bytes each, for 16 GiB of data in a round.
+/// Memory for a print in bytes: the print itself, which print is kept instead, and its places in two lists.
+pub const PRINT_BYTES: usize = 36;
+/// The prints that a pass keeps in memory unless another limit is given: 144 MiB, for 16 GiB of data in a round.
 pub const PRINTS_MAX: usize = 4 << 20;
+/// The lowest limit of prints. A quarter of them are those that are kept when too many blocks have the same checksum,
+/// and a step of a scan must have room beside these.
+pub const PRINTS_MIN: usize = 4 * SCAN_BLOCKS as usize;
 
 /// What a step of a pass has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -119,9 +124,9 @@ pub struct SharePass {
 
 impl SharePass {
     /// A pass over these objects, with the ends of their logical blocks. It keeps at most `prints` prints in memory,
-    /// see [`PRINTS_MAX`].
+    /// see [`PRINTS_MAX`]. A limit outside [`PRINTS_MIN`] and 2^32 becomes the nearest one within.
     pub fn new(objects: Vec<(u64, u64)>, prints: usize) -> Self {
-        let prints = Prints::new(prints.max(4 * SCAN_BLOCKS as usize));
+        let prints = Prints::new(prints.clamp(PRINTS_MIN, u32::MAX as usize));
         let (seen, kept, queue, not_kept, held) = Default::default();
         let phase = Phase::Scan;
         Self {

@@ -88,6 +88,11 @@ impl Prints {
                 return true;
             }
         }
+        if self.all.len() == self.all.capacity() {
+            // A vector that doubles its capacity by itself would exceed the limit.
+            let more = self.all.len().max(1024).min(self.limit - self.all.len());
+            self.all.reserve_exact(more);
+        }
         self.all.push(print);
         true
     }
