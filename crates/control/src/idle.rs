@@ -1,14 +1,15 @@
-//! Starts the passes that the compression settings of disks request ([`Datastore::next_idle`](disk::Datastore)), one
-//! after another, on a thread of the server. Each pass is a [job](crate::jobs), so that users can follow and cancel it.
+//! Starts the passes of compression and deduplication that the settings of disks request
+//! ([`Datastore::next_idle`](disk::Datastore)), one after another, on a thread of the server. Each pass is a
+//! [job](crate::jobs), so that users can follow and cancel it.
 //!
 //! Invariants:
-//! 1. A pass that has failed or was cancelled is continued only after the disk has rested, like one that has ended.
+//! 1. A pass that has failed or was cancelled is continued only after its disks have rested, like one that has ended.
 //! 2. After [`IdleScheduler::stop`] no pass is running, and none is started.
 
 use crate::dispatch::{Service, Watch};
 use crate::jobs::kind::Kind;
 use crate::message::{Change, Part, Reply};
-use disk::{IdleDisk, Progress};
+use disk::{IdlePass, Progress};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 use std::sync::Arc;
@@ -55,44 +56,45 @@ impl Stop {
     }
 }
 
-/// The thread that compresses cold data.
+/// The thread that compresses and deduplicates cold data.
 pub struct IdleScheduler {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Compresses what was not written in the last `after` since a pass has seen it, until the server stops.
+/// Processes what was not written in the last `after` since a pass has seen it, until the server stops.
 fn run(service: &Service, after: Duration, stop: &Stop) {
     let interval = (after / 10).clamp(LOOK_INTERVAL.0, LOOK_INTERVAL.1);
     while !stop.cancelled() {
         match service.datastore.next_idle(after) {
-            Ok(Some(disk)) => pass(service, &disk, after, stop),
+            Ok(Some(next)) => pass(service, &next, after, stop),
             Ok(None) => stop.wait(interval),
             Err(error) => {
-                tracing::debug!(%error, "no data is compressed now");
+                tracing::debug!(%error, "no data is compressed or deduplicated now");
                 stop.wait(interval);
             }
         }
     }
 }
 
-fn pass(service: &Service, disk: &IdleDisk, after: Duration, stop: &Stop) {
+fn pass(service: &Service, pass: &IdlePass, after: Duration, stop: &Stop) {
     let Some(jobs) = &service.jobs else { return };
-    let kind = Kind { verb: "disk optimize", object: disk.name.clone() };
+    let kind = Kind { verb: "disk optimize", object: pass.title() };
     let outcome = jobs.of_server(kind, stop, |watch| {
-        let reclaimed = service.datastore.compress_idle(disk, after, watch)?;
-        Ok(Reply::Reclaimed { name: disk.name.clone(), reclaimed })
+        let reclaimed = service.datastore.pass_idle(pass, after, watch)?;
+        Ok(Reply::Reclaimed { name: pass.title(), reclaimed })
     });
     match outcome {
-        Ok(Reply::Reclaimed { name, reclaimed }) if reclaimed.moved > 0 => {
-            jobs.events().publish(vec![Change::DiskChanged { disk: name, by: "disk optimize".to_owned() }]);
+        Ok(Reply::Reclaimed { reclaimed, .. }) if reclaimed.moved + reclaimed.shared > 0 => {
+            let changed = |disk| Change::DiskChanged { disk, by: "disk optimize".to_owned() };
+            jobs.events().publish(pass.disks().into_iter().map(changed).collect());
         }
         Ok(_) => {}
         Err(error) if error.kind() == ErrorKind::Interrupted => {
-            tracing::debug!(disk = disk.name, "a pass of compression was stopped");
+            tracing::debug!(of = pass.title(), "a pass over cold data was stopped");
         }
         Err(error) => {
-            tracing::warn!(disk = disk.name, %error, "data was not compressed, and the server tries again later");
+            tracing::warn!(of = pass.title(), %error, "cold data was not processed, and the server tries again later");
             // Where no pass can begin, the next attempt would follow at once.
             stop.wait(LOOK_INTERVAL.1);
         }
@@ -100,12 +102,13 @@ fn pass(service: &Service, disk: &IdleDisk, after: Duration, stop: &Stop) {
 }
 
 impl IdleScheduler {
-    /// Begins to compress data of a datastore that this process serves, once it was not written for `after`.
+    /// Begins to compress and deduplicate data of a datastore that this process serves, once it was not written for
+    /// `after`.
     pub fn start(service: Service, after: Duration) -> Result<Self> {
         let stop = Arc::<Stop>::default();
         let for_thread = Arc::clone(&stop);
         let thread = thread::Builder::new().name("idle".into()).spawn(move || run(&service, after, &for_thread));
-        let thread = thread.map_err(|error| Error::io("starting the thread that compresses cold data", error))?;
+        let thread = thread.map_err(|error| Error::io("starting the thread that processes cold data", error))?;
         Ok(Self { stop, thread: Some(thread) })
     }
 

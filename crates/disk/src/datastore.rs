@@ -422,6 +422,7 @@ impl Datastore {
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             scrub: self.scrub_summary(),
             compression: self.native.compression_status(),
+            deduplication: self.native.deduplication_status(),
             background_work: background_work as u64,
             background_rate,
             read_cache: self.native.read_cache(),

@@ -1,9 +1,17 @@
 //! Among which data equal blocks are found.
 
-use crate::settings;
+use crate::settings::{self, Labels};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use store::engine::{PRINT_BYTES, PRINTS_MAX, PRINTS_MIN};
+
+/// Memory for the prints of a deduplication in bytes, unless another limit is set: 144 MiB. A print of 36 bytes for
+/// each block of 4 KiB that is compared is 9 GiB for 1 TiB. With less memory, equal blocks are found in several rounds,
+/// each of which reads the maps of the data again.
+pub const DEDUP_MEMORY_DEFAULT: usize = PRINTS_MAX * PRINT_BYTES;
+/// The lowest limit of this memory: 144 KiB.
+pub const DEDUP_MEMORY_MIN: usize = PRINTS_MIN * PRINT_BYTES;
 
 /// The data among which equal blocks are stored once.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +25,36 @@ pub enum Deduplication {
     /// The thin native disks that have the same value of this label's key as the named disk, and their snapshots.
     Label(String),
     /// All thin native disks of the datastore and their snapshots.
+    Datastore,
+}
+
+impl Deduplication {
+    /// Whether equal blocks stay.
+    pub fn is_off(&self) -> bool {
+        *self == Self::Off
+    }
+
+    /// The data of which a disk with this setting is a part. `None` without deduplication, and for a disk that does not
+    /// have the label.
+    pub(crate) fn domain(&self, uuid: &str, labels: &Labels) -> Option<Domain> {
+        match self {
+            Self::Off => None,
+            Self::Disk => Some(Domain::Disk(uuid.to_owned())),
+            Self::Label(key) => Some(Domain::Label(key.clone(), labels.get(key)?.clone())),
+            Self::Datastore => Some(Domain::Datastore),
+        }
+    }
+}
+
+/// Data among which servers store equal blocks once. A disk belongs to it only by its own setting, so that no disk
+/// shares blocks with others because of the setting of another disk.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Domain {
+    /// The disk with this UUID and its snapshots.
+    Disk(String),
+    /// The disks with this setting and this label, and their snapshots.
+    Label(String, String),
+    /// The disks with this setting, and their snapshots.
     Datastore,
 }
 
@@ -71,6 +109,19 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn a_disk_belongs_to_the_domain_of_its_own_setting_only() {
+        let labels = |value: &str| [("tenant".to_owned(), value.to_owned())].into();
+        let of_label = Deduplication::Label("tenant".into());
+        let domain = |of: &Deduplication, uuid: &str, value: &str| of.domain(uuid, &labels(value)).unwrap();
+        assert_eq!(domain(&of_label, "1", "a"), domain(&of_label, "2", "a"));
+        assert_ne!(domain(&of_label, "1", "a"), domain(&of_label, "2", "b"));
+        assert_ne!(domain(&Deduplication::Disk, "1", "a"), domain(&Deduplication::Disk, "2", "a"));
+        assert_ne!(domain(&Deduplication::Datastore, "1", "a"), domain(&of_label, "1", "a"));
+        assert_eq!(Deduplication::Off.domain("1", &labels("a")), None);
+        assert_eq!(of_label.domain("1", &[("other".to_owned(), "a".to_owned())].into()), None);
+    }
 
     #[test]
     fn a_domain_is_read_as_it_is_shown() {

@@ -1,6 +1,7 @@
 //! Information about a datastore: plain records, the same for text, JSON and the API.
 
 use crate::compression::Compression;
+use crate::deduplication::Deduplication;
 use crate::file_system::FileSystemInfo;
 use crate::growth::Growth;
 use crate::quota::LimitInfo;
@@ -218,6 +219,9 @@ pub struct DiskInfo {
     /// What the server has compressed because of the setting; `None` if no server does so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<CompressionState>,
+    /// What the server has deduplicated because of the setting; `None` if no server does so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deduplication: Option<DeduplicationState>,
     /// Blocks of the disk that were read from the read cache since the datastore was opened or the disk was reverted.
     #[serde(default)]
     pub cache_hits: u64,
@@ -260,6 +264,36 @@ pub struct CompressionStatus {
     pub compressed: u64,
     /// By how many bytes less space they take.
     pub saved: u64,
+}
+
+/// What a server has deduplicated because of the setting of a disk, since it was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeduplicationState {
+    /// Bytes of the parts of the disk that were written and not compared with other data since. A server that has just
+    /// started has compared nothing.
+    pub pending: u64,
+    /// When the last pass over the disks with which this disk shares data ended, in seconds since 1970; `None` if none
+    /// has ended.
+    pub ended: Option<u64>,
+    /// Bytes of equal data of all these disks that are no longer stored again.
+    pub shared: u64,
+}
+
+/// Deduplication by settings, as a part of the status of a datastore.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeduplicationStatus {
+    /// The setting that new thin native disks get.
+    pub new_disks: Deduplication,
+    /// Number of disks with the setting that can be deduplicated.
+    pub disks: u64,
+    /// Number of groups of these disks that are processed together.
+    pub domains: u64,
+    /// Over what a pass is running: the name of a disk, `label:KEY=VALUE` or `datastore`.
+    pub running: Option<String>,
+    /// Bytes of the parts of these disks that were written and not compared since; 0 if no server does so.
+    pub pending: u64,
+    /// Bytes of equal data that are no longer stored again, since the server was started.
+    pub shared: u64,
 }
 
 /// Writes of a disk that wait for space.
@@ -485,6 +519,9 @@ pub struct Status {
     /// Compression by the settings of disks.
     #[serde(default)]
     pub compression: CompressionStatus,
+    /// Deduplication by the settings of disks.
+    #[serde(default)]
+    pub deduplication: DeduplicationStatus,
     /// Number of running background operations that are paced by the latency of clients.
     pub background_work: u64,
     /// Current common limit of these operations in bytes per second; 0 for none.

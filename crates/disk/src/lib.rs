@@ -42,7 +42,7 @@ mod zeros;
 
 pub use compression::Compression;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
-pub use deduplication::Deduplication;
+pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, Deduplication};
 pub use device::{
     Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict,
 };
@@ -53,7 +53,7 @@ pub use full::OnFull;
 pub use growth::{Growth, GrowthRate};
 pub use info::*;
 pub use location::Location;
-pub use native::IdleDisk;
+pub use native::{IdleDisk, IdleDomain, IdlePass};
 pub use quota::{LimitInfo, Limits};
 pub use reclaim::{ReclaimMethod, ReclaimPart, ReclaimReport};
 pub use scrub::{

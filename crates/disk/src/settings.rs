@@ -6,23 +6,28 @@
 //! 1. A change is durable before it takes effect.
 //! 2. A disk without an entry has the default settings, and the file does not exist before the first change.
 //! 3. A file that cannot be read is never replaced, except by a repair, which keeps it under another name.
-//! 4. The record has version 2 only while a setting of that version is in use, so that earlier programs read it again
-//!    after the setting was removed.
+//! 4. The record has a later version only while a setting of that version is in use, so that earlier programs read it
+//!    again after the setting was removed.
 //! 5. `state` is never locked during I/O, because requests of clients look up their disk's settings.
 
+mod record;
+
 use crate::compression::Compression;
-use crate::full::{Notices, OnFull, SpaceWait, WaitNotice};
+use crate::deduplication::Domain;
+use crate::full::{Notices, SpaceWait, WaitNotice};
 use crate::info::{CheckReport, Finding, WaitingWrites};
-use crate::names;
-use crate::quota::{GateSlot, LimitedDisk, Limits, Quotas, label_text};
-use crate::sealed::{self, Kind};
+use crate::quota::{GateSlot, LimitedDisk, Quotas, label_text};
+use crate::sealed;
 use crate::spare::Spare;
 use crate::zeros::DetectZeroes;
 use backend::Directory;
-use error::text::size;
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
+pub(crate) use record::check_label_key;
+pub use record::{
+    DefaultsChange, DiskDefaults, DiskSettings, Labels, LimitsChange, SettingsChange, has_label, parse_label,
+};
+use record::{KIND, SettingsRecord, decode_mending};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
@@ -31,224 +36,11 @@ use std::sync::{Arc, Weak};
 const FILE: &str = "settings";
 /// The name that a damaged file gets by a repair.
 const DAMAGED: &str = "settings.damaged";
-/// Kind of the file. The limit is sufficient for a hundred thousand disks.
-const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
-/// Kind of a file with compression.
-const KIND_2: Kind = Kind { version: 2, ..KIND };
-
-/// The settings of a disk.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DiskSettings {
-    /// What happens to writes that need space while there is none.
-    #[serde(default)]
-    pub on_full: OnFull,
-    /// Whether writes of zeros become requests to zero their range.
-    #[serde(default)]
-    pub detect_zeroes: DetectZeroes,
-    /// The disk's labels: keys with values.
-    #[serde(default)]
-    pub labels: Labels,
-    /// The disk's quota and reservation.
-    #[serde(default)]
-    pub limits: Limits,
-    /// How servers compress data that was not written for a while.
-    #[serde(default, skip_serializing_if = "Compression::is_off")]
-    pub compression: Compression,
-}
-
-/// Changes of settings; `None` leaves a setting unchanged.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SettingsChange {
-    /// What happens to writes that need space while there is none.
-    #[serde(default)]
-    pub on_full: Option<OnFull>,
-    /// Whether writes of zeros become requests to zero their range.
-    #[serde(default)]
-    pub detect_zeroes: Option<DetectZeroes>,
-    /// Labels to set.
-    #[serde(default)]
-    pub labels: Labels,
-    /// Keys of labels to remove.
-    #[serde(default)]
-    pub remove_labels: Vec<String>,
-    /// The quota and the reservation.
-    #[serde(default)]
-    pub limits: LimitsChange,
-    /// How servers compress data that was not written for a while.
-    #[serde(default)]
-    pub compression: Option<Compression>,
-}
-
-/// The settings that new disks get, unless others are given.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DiskDefaults {
-    /// How servers compress data of the disk; only thin native disks get this setting.
-    #[serde(default)]
-    pub compression: Compression,
-}
-
-impl DiskDefaults {
-    fn are_none(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
-/// Changes of the settings that new disks get; `None` leaves a setting unchanged.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DefaultsChange {
-    /// How servers compress data of the disk.
-    #[serde(default)]
-    pub compression: Option<Compression>,
-}
-
-impl DefaultsChange {
-    fn apply(&self, defaults: &mut DiskDefaults) {
-        defaults.compression = self.compression.unwrap_or(defaults.compression);
-    }
-}
-
-/// Labels of a disk: keys with values.
-pub type Labels = BTreeMap<String, String>;
-
-/// Changes of limits; `None` leaves a limit unchanged, and 0 removes it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LimitsChange {
-    /// Most bytes that may be mapped.
-    #[serde(default)]
-    pub quota: Option<u64>,
-    /// Bytes that can be mapped whatever other disks write.
-    #[serde(default)]
-    pub reservation: Option<u64>,
-}
-
-impl LimitsChange {
-    fn apply(&self, limits: &mut Limits) -> Result<()> {
-        let changed = |new: Option<u64>, old: Option<u64>| new.map_or(old, |new| (new > 0).then_some(new));
-        limits.quota = changed(self.quota, limits.quota);
-        limits.reservation = changed(self.reservation, limits.reservation);
-        match (limits.quota, limits.reservation) {
-            (Some(quota), Some(reservation)) if reservation > quota => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("a reservation of {} is above the quota of {}", size(reservation), size(quota)),
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl SettingsChange {
-    fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
-        settings.on_full = self.on_full.unwrap_or(settings.on_full);
-        settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
-        settings.compression = self.compression.unwrap_or(settings.compression);
-        self.limits.apply(&mut settings.limits)?;
-        for key in &self.remove_labels {
-            settings.labels.remove(key);
-        }
-        for (key, value) in &self.labels {
-            check_label(key, value)?;
-            settings.labels.insert(key.clone(), value.clone());
-        }
-        match settings.labels.len() {
-            0..=LABELS_MAX => Ok(()),
-            count => {
-                Err(Error::new(ErrorKind::Invalid, format!("a disk has at most {LABELS_MAX} labels, not {count}")))
-            }
-        }
-    }
-}
-
-/// Most labels of one disk.
-const LABELS_MAX: usize = 32;
-
-/// Checks a label: key and value have the form of names of disks.
-fn check_label(key: &str, value: &str) -> Result<()> {
-    check_label_key(key)?;
-    names::check("label", value)
-}
-
-/// Checks the key of a label.
-pub(crate) fn check_label_key(key: &str) -> Result<()> {
-    names::check("label", key)?;
-    match key.contains('=') {
-        true => {
-            Err(Error::new(ErrorKind::Invalid, format!("the key '{}' of a label contains '='", key.escape_debug())))
-        }
-        false => Ok(()),
-    }
-}
-
-/// Splits `key=value`, and checks both.
-pub fn parse_label(text: &str) -> Result<(String, String)> {
-    let Some((key, value)) = text.split_once('=') else {
-        let text = format!("'{}' is no label: write KEY=VALUE, such as tenant=a", text.escape_debug());
-        return Err(Error::new(ErrorKind::Invalid, text));
-    };
-    check_label(key, value)?;
-    Ok((key.to_owned(), value.to_owned()))
-}
-
-/// Whether a disk with `labels` has the label `wanted`: `key=value`, or a key with any value.
-pub fn has_label(labels: &Labels, wanted: &str) -> bool {
-    match wanted.split_once('=') {
-        Some((key, value)) => labels.get(key).is_some_and(|own| own == value),
-        None => labels.contains_key(wanted),
-    }
-}
-
-/// The record of settings.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SettingsRecord {
-    /// The settings of each disk that has other settings than the defaults, by its UUID.
-    disks: BTreeMap<String, DiskSettings>,
-    /// Limits for all disks with a label, by `key=value`.
-    #[serde(default)]
-    labels: BTreeMap<String, Limits>,
-    /// The settings that new disks get.
-    #[serde(default, skip_serializing_if = "DiskDefaults::are_none")]
-    new_disks: DiskDefaults,
-}
-
-impl SettingsRecord {
-    /// The kind of the file: the lowest version that has the settings in use.
-    fn kind(&self) -> &'static Kind {
-        let has_compression = self.disks.values().any(|settings| !settings.compression.is_off());
-        if has_compression || !self.new_disks.are_none() { &KIND_2 } else { &KIND }
-    }
-}
 
 fn put_in_force(quotas: &Quotas, record: &SettingsRecord) {
     let disks = record.disks.iter();
     let disks = disks.map(|(uuid, of)| LimitedDisk { uuid, labels: &of.labels, limits: of.limits });
     quotas.set(disks, &record.labels);
-}
-
-fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
-    let (version, record) = match KIND.decode::<SettingsRecord>(bytes) {
-        Err(error) if error.kind() == ErrorKind::Unsupported => (KIND_2.version, KIND_2.decode(bytes)?),
-        record => (KIND.version, record?),
-    };
-    if record.kind().version > version {
-        return Err(KIND.corrupt("has a setting of a later version"));
-    }
-    match record.disks.keys().all(|uuid| names::parse_uuid(uuid).is_some()) {
-        true => Ok(record),
-        false => Err(KIND.corrupt("has a disk without a UUID")),
-    }
-}
-
-/// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
-fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
-    match KIND_2.decode_mending(bytes, decode) {
-        Err(error) if error.kind() == ErrorKind::Corrupt => KIND.decode_mending(bytes, decode),
-        outcome => outcome,
-    }
 }
 
 /// What clients that have a disk open share.
@@ -392,7 +184,7 @@ impl Settings {
 
     /// The settings that new disks get.
     pub fn defaults(&self) -> DiskDefaults {
-        self.state.lock().record.new_disks
+        self.state.lock().record.new_disks.clone()
     }
 
     /// Changes the settings that new disks get.
@@ -408,6 +200,21 @@ impl Settings {
         let state = self.state.lock();
         let set = state.record.disks.iter().filter(|(_, settings)| !settings.compression.is_off());
         set.map(|(uuid, settings)| (uuid.clone(), settings.compression)).collect()
+    }
+
+    /// The disks of which servers find equal data, by UUID, with the disks among which they do.
+    pub fn deduplicated(&self) -> BTreeMap<String, Domain> {
+        let state = self.state.lock();
+        let disks = state.record.disks.iter();
+        let of = disks.filter_map(|(uuid, of)| Some((uuid.clone(), of.dedup.domain(uuid, &of.labels)?)));
+        of.collect()
+    }
+
+    /// As [`Settings::deduplicated`], for one disk.
+    pub fn domain(&self, uuid: &str) -> Option<Domain> {
+        let state = self.state.lock();
+        let of = state.record.disks.get(uuid)?;
+        of.dedup.domain(uuid, &of.labels)
     }
 
     /// Changes the limits of a label.

@@ -78,9 +78,10 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let refuse = || claims::refuse_to_reclaim(service, &name);
             Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
         }
-        DiskRequest::Optimize { name, compression, dedup, rate } => {
+        DiskRequest::Optimize { name, compression, dedup, dedup_memory, rate } => {
             let progress = &Throttled { progress, rate };
-            Reply::Reclaimed { reclaimed: datastore.optimize_disk(&name, compression, dedup, progress)?, name }
+            let memory = dedup_memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+            Reply::Reclaimed { reclaimed: datastore.optimize_disk(&name, compression, dedup, memory, progress)?, name }
         }
         DiskRequest::Migrate { name, target, to, force, rate } => {
             if let Some(to) = &to {

@@ -13,7 +13,8 @@ const NAMES_MAX: usize = 3;
 pub struct Kind {
     /// The command, as on the command line.
     pub verb: &'static str,
-    /// The name of a disk, a snapshot or a machine, or a path; empty for the datastore itself.
+    /// The name of a disk, a snapshot or a machine, or a path; empty for the datastore itself. For a deduplication by
+    /// the settings of several disks `label:KEY=VALUE` or `datastore`.
     pub object: String,
 }
 

@@ -155,6 +155,10 @@ pub enum DiskRequest {
         /// The data among which equal blocks are found.
         #[serde(default)]
         dedup: Deduplication,
+        /// Memory for the prints of the blocks that are compared, in bytes; `None` for that of the process with the
+        /// datastore. Less than 144 KiB counts as that.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        dedup_memory: Option<u64>,
         /// Limit of bytes read and written per second; 0 is no limit.
         rate: u64,
     },

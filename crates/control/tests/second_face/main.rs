@@ -314,9 +314,10 @@ fn disks(face: &Face) {
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
     let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
     face.disk(DiskRequest::Edit { name: text("b"), settings });
-    let change = DefaultsChange { compression: Some(Compression::Zstd(9)) };
+    let change = DefaultsChange { compression: Some(Compression::Zstd(9)), dedup: Some(Deduplication::Disk) };
     face.disk(DiskRequest::Defaults { change });
-    face.disk(DiskRequest::Defaults { change: DefaultsChange { compression: Some(Compression::Off) } });
+    let change = DefaultsChange { compression: Some(Compression::Off), dedup: Some(Deduplication::Off) };
+    face.disk(DiskRequest::Defaults { change });
     for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
         let found = face.disk(DiskRequest::Labelled { label: text(label) });
         assert!(matches!(found, Reply::Disks(found) if found.len() == disks), "{label}");
@@ -427,6 +428,7 @@ fn images(face: &Face) {
         name: text("flat"),
         compression: Compression::Lz4,
         dedup: Deduplication::Disk,
+        dedup_memory: Some(1 << 20),
         rate: 0,
     });
 }

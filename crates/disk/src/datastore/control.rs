@@ -542,12 +542,14 @@ impl Datastore {
     }
 
     /// Compresses a native disk and its snapshots, and stores equal blocks of the chosen data once, while clients use
-    /// them.
+    /// them. `dedup_memory` limits the memory for the prints of the blocks, in bytes, as in
+    /// [`Datastore::set_dedup_memory`]; `None` for the limit that is set there.
     pub fn optimize_disk(
         &self,
         name: &str,
         compression: Compression,
         deduplication: Deduplication,
+        dedup_memory: Option<usize>,
         progress: &dyn Progress,
     ) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
@@ -560,7 +562,7 @@ impl Datastore {
                 ),
             ));
         }
-        self.native.optimize(name, compression, deduplication, &self.background(progress))
+        self.native.optimize(name, compression, deduplication, dedup_memory, &self.background(progress))
     }
 
     /// Finds grains of a disk's deltas that nothing references and frees them, while the disk is in use.

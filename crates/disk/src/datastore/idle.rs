@@ -1,19 +1,30 @@
-//! Settings of compression: which disks may have them, new disks, and the passes that they request.
+//! Settings of compression and deduplication: which disks may have them, new disks, and the passes that they request.
 
 use super::Datastore;
 use crate::info::{DiskFormat, DiskInfo, NewDisk, Provisioning, Reclaimed};
-use crate::native::IdleDisk;
+use crate::native::IdlePass;
 use crate::settings::{DefaultsChange, DiskDefaults, SettingsChange};
 use error::{Error, ErrorKind, Result};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use work::Progress;
 
-/// Refuses compression of a disk that is never compressed.
-fn refuse_compression(name: &str, is_native: bool, provisioning: Provisioning) -> Result<()> {
-    let why = match (is_native, provisioning) {
-        (true, Provisioning::Thin) => return Ok(()),
-        (true, _) => "is thick, and is not compressed: its space is reserved so that its writes never need new space",
-        (false, _) => "is not a native one, so it is not compressed: 'lamina disk migrate' makes it native",
+/// Refuses settings that have no effect on a disk.
+fn refuse(name: &str, is_native: bool, provisioning: Provisioning, change: &SettingsChange) -> Result<()> {
+    let compresses = change.compression.is_some_and(|compression| !compression.is_off());
+    let shares = change.dedup.as_ref().is_some_and(|dedup| !dedup.is_off());
+    let why = match (compresses, shares, is_native, provisioning) {
+        (false, false, _, _) | (_, _, true, Provisioning::Thin) => return Ok(()),
+        (true, _, true, _) => {
+            "is thick, and is not compressed: its space is reserved so that its writes never need new space"
+        }
+        (false, true, true, _) => {
+            "is thick, and is not deduplicated: its space is reserved so that its writes never need new space"
+        }
+        (true, _, false, _) => "is not a native one, so it is not compressed: 'lamina disk migrate' makes it native",
+        (false, true, false, _) => {
+            "is not a native one, so it is not deduplicated: 'lamina disk migrate' makes it native"
+        }
     };
     Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' {why}")))
 }
@@ -33,38 +44,35 @@ impl Datastore {
     /// Checks the settings of a new disk. Returns them with those that are the defaults.
     pub(super) fn settings_of_new(&self, name: &str, new: &NewDisk, given: &SettingsChange) -> Result<SettingsChange> {
         let is_native = new.format == DiskFormat::Native;
-        let refused = refuse_compression(name, is_native, new.provisioning);
+        refuse(name, is_native, new.provisioning, given)?;
         let mut settings = given.clone();
-        match given.compression {
-            Some(compression) if !compression.is_off() => refused?,
-            Some(_) => settings.compression = None,
-            None if refused.is_ok() => settings.compression = self.default_compression().compression,
-            None => {}
+        if is_native && new.provisioning == Provisioning::Thin {
+            let defaults = self.defaults();
+            settings.compression = Some(given.compression.unwrap_or(defaults.compression));
+            settings.dedup = Some(given.dedup.clone().unwrap_or(defaults.dedup));
         }
+        settings.compression = settings.compression.filter(|compression| !compression.is_off());
+        settings.dedup = settings.dedup.filter(|dedup| !dedup.is_off());
         Ok(settings)
     }
 
     /// The change that gives a new disk the defaults.
-    fn default_compression(&self) -> SettingsChange {
-        let compression = Some(self.defaults().compression).filter(|compression| !compression.is_off());
-        SettingsChange { compression, ..SettingsChange::default() }
+    fn default_change(&self) -> SettingsChange {
+        let DiskDefaults { compression, dedup } = self.defaults();
+        let compression = Some(compression).filter(|compression| !compression.is_off());
+        SettingsChange { compression, dedup: Some(dedup).filter(|dedup| !dedup.is_off()), ..SettingsChange::default() }
     }
 
     /// Refuses settings that have no effect on a disk.
     pub(super) fn check_change(&self, disk: &DiskInfo, change: &SettingsChange) -> Result<()> {
-        match change.compression {
-            Some(compression) if !compression.is_off() => {
-                refuse_compression(&disk.name, disk.format == "native", disk.provisioning)
-            }
-            _ => Ok(()),
-        }
+        refuse(&disk.name, disk.format == "native", disk.provisioning, change)
     }
 
     /// Gives a disk that was made by a copy, an import or a reception the settings that are the defaults. A failure is
     /// only logged, because the disk exists already.
     pub(crate) fn give_defaults(&self, name: &str) {
         match self.disk_in_list(name) {
-            Ok(disk) if self.check_change(&disk, &self.default_compression()).is_ok() => {
+            Ok(disk) if self.check_change(&disk, &self.default_change()).is_ok() => {
                 self.give_defaults_to(&disk.uuid, name);
             }
             _ => {}
@@ -73,26 +81,35 @@ impl Datastore {
 
     /// As [`Datastore::give_defaults`], for a disk with that UUID that is or will be a thin native one.
     pub(crate) fn give_defaults_to(&self, uuid: &str, name: &str) {
-        let change = self.default_compression();
+        let change = self.default_change();
         if change != SettingsChange::default()
             && let Err(error) = self.native.settings.change(uuid, &change)
         {
-            tracing::warn!(disk = name, %error, "the new disk has no compression; 'lamina disk edit' sets it");
+            tracing::warn!(disk = name, %error, "the new disk has no settings; 'lamina disk edit' sets them");
         }
     }
 
-    /// A disk of which data is to be compressed that was not written in the last `after`; `None` if there is none now,
-    /// or if a pass is running. The caller calls this again and again: the first call begins to record writes.
-    pub fn next_idle(&self, after: Duration) -> Result<Option<IdleDisk>> {
+    /// Sets the memory for the prints of a deduplication, in bytes, instead of
+    /// [`DEDUP_MEMORY_DEFAULT`](crate::DEDUP_MEMORY_DEFAULT). With less memory a deduplication finds the same in more
+    /// rounds. Less than [`DEDUP_MEMORY_MIN`](crate::DEDUP_MEMORY_MIN) counts as that.
+    pub fn set_dedup_memory(&self, bytes: usize) {
+        self.native.dedup_memory.store(bytes, Ordering::Relaxed);
+    }
+
+    /// The pass that the settings of disks request over data that was not written in the last `after`; `None` if there
+    /// is none now, or if a pass is running. The caller calls this again and again: the first call begins to record
+    /// writes.
+    pub fn next_idle(&self, after: Duration) -> Result<Option<IdlePass>> {
         self.native.next_idle(after, |name| self.uses.may_be_shared(name))
     }
 
-    /// Compresses data of the disk and its snapshots that was not written in the last `after`, while they are in use.
-    /// Ends early, without an error, if another operation uses the disk exclusively, or if its setting was changed.
+    /// Compresses data of a disk and its snapshots that was not written in the last `after`, or stores equal data of
+    /// disks and their snapshots once, while they are in use. Ends early, without an error, if another operation uses
+    /// one of the disks exclusively, or if a setting was changed.
     ///
     /// # Errors
     /// `Interrupted` if the pass was cancelled. The next one continues it.
-    pub fn compress_idle(&self, disk: &IdleDisk, after: Duration, progress: &dyn Progress) -> Result<Reclaimed> {
-        self.native.compress_idle(disk, after, |name| self.uses.may_be_shared(name), &self.background(progress))
+    pub fn pass_idle(&self, pass: &IdlePass, after: Duration, progress: &dyn Progress) -> Result<Reclaimed> {
+        self.native.pass_idle(pass, after, |name| self.uses.may_be_shared(name), &self.background(progress))
     }
 }

@@ -138,6 +138,7 @@ impl Foreign {
             settings: settings.of(&record.uuid),
             waiting: settings.waiting(&record.uuid),
             compression: None,
+            deduplication: None,
             capacity,
             provisioning: provisioning.map_or(Provisioning::Thin, Provisioning::from),
             format: if flat { VMDK.to_owned() } else { record.kind.clone() },

@@ -198,6 +198,7 @@ impl Native {
         let (settings, waiting) = (self.settings.of(&uuid), self.settings.waiting(&uuid));
         let (cache_hits, cache_misses) = self.engine.cache_lookups(id);
         let compression = Some(id).filter(|_| !settings.compression.is_off()).and_then(|id| self.compression_state(id));
+        let deduplication = self.deduplication_state(id, &uuid);
         let (clients, stopped) = (self.clients(id), self.engine.failure());
         self.engine.with_catalog(|catalog| {
             let disk = catalog.get(id)?;
@@ -220,6 +221,7 @@ impl Native {
                 settings,
                 waiting,
                 compression,
+                deduplication,
                 cache_hits,
                 cache_misses,
                 created: disk.created,

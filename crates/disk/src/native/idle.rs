@@ -1,55 +1,77 @@
-//! Compression by the setting of a disk: passes over the parts of the disk and its snapshots that were not written for
-//! a while ([0045](../../../../docs/adr/0045-compression-by-setting.md)).
+//! Compression and deduplication by the settings of disks: passes over data that was not written for a while
+//! ([0045](../../../../docs/adr/0045-compression-by-setting.md),
+//! [0052](../../../../docs/adr/0052-deduplication-by-setting.md)).
 //!
-//! 1. One pass runs at a time, and each disk rests between two passes.
-//! 2. A pass holds no use of the disk, so it never makes a command fail. It ends as soon as an operation uses the disk
-//!    exclusively, or the setting has changed. The next pass continues, because parts that were not processed stay
+//! ```text
+//! compress     the parts of a disk and its snapshots that have become cold
+//! deduplicate  the disks of a domain, once parts of one of them have become cold
+//! ```
+//!
+//! 1. One pass runs at a time, and each disk or domain rests between two passes of a kind.
+//! 2. A pass holds no use of its disks, so it never makes a command fail. It ends as soon as an operation uses one of
+//!    them exclusively, or the setting has changed. The next pass continues, because parts that were not processed stay
 //!    recorded ([`Written`](store::engine::Written)).
-//! 3. What is to be processed is in memory only. After a restart, each disk with the setting gets one whole pass, which
-//!    skips what is compressed already.
+//! 3. What is to be processed is in memory only. After a restart, each disk and domain with a setting gets one whole
+//!    pass, which skips what is compressed or shared already.
+//! 4. A part of a disk with both settings is compressed only after it was deduplicated, because compressed blocks are
+//!    not compared.
 
-use super::{Native, bytes, is_visible};
-use crate::compression::Compression;
-use crate::info::{CompressionState, CompressionStatus, Reclaimed};
+mod compress;
+mod deduplicate;
+
+use super::{Native, is_visible};
+use crate::info::Reclaimed;
 use crate::names;
 use backend::clock;
+pub use compress::IdleDisk;
+pub use deduplicate::IdleDomain;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 use store::catalog::Provisioning;
-use store::pack::Packer;
-use work::{Progress, Throttle};
+use store::engine::Purpose;
+use work::Progress;
 
-/// How long a disk rests after a pass, as a multiple of the time after which its data counts as cold.
+/// How long a disk or domain rests after a pass, as a multiple of the time after which its data counts as cold.
 const REST_FACTOR: u32 = 6;
 
-/// A disk of which cold data is to be compressed.
+/// A pass that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct IdleDisk {
-    /// Object id, which stays the same when the disk is renamed.
-    id: u64,
-    /// Name of the disk.
-    pub name: String,
-    uuid: String,
-    compression: Compression,
+pub enum IdlePass {
+    /// Compresses cold data of a disk.
+    Compress(IdleDisk),
+    /// Finds equal blocks of the disks of a domain.
+    Deduplicate(IdleDomain),
 }
 
-/// What the passes over a disk have done.
-#[derive(Default)]
-struct PassesOfDisk {
-    /// When the last pass ended, by both clocks.
-    ended: Option<(Instant, u64)>,
-    compressed: u64,
-    saved: u64,
+impl IdlePass {
+    /// The name of the disk; of a domain with several disks `label:KEY=VALUE` or `datastore`.
+    pub fn title(&self) -> String {
+        match self {
+            Self::Compress(disk) => disk.name.clone(),
+            Self::Deduplicate(domain) => domain.title(),
+        }
+    }
+
+    /// The names of the disks.
+    pub fn disks(&self) -> Vec<String> {
+        match self {
+            Self::Compress(disk) => vec![disk.name.clone()],
+            Self::Deduplicate(domain) => domain.names(),
+        }
+    }
 }
+
+/// When the last pass over a disk or domain ended, by both clocks.
+type End = Option<(Instant, u64)>;
 
 #[derive(Default)]
 struct IdlePassesState {
-    /// The disk of the pass that is running.
-    running: Option<IdleDisk>,
-    disks: BTreeMap<u64, PassesOfDisk>,
+    /// The pass that is running.
+    running: Option<IdlePass>,
+    disks: BTreeMap<u64, compress::Done>,
+    domains: BTreeMap<crate::deduplication::Domain, deduplicate::Done>,
 }
 
 /// The passes of this process.
@@ -59,77 +81,97 @@ pub(crate) struct IdlePasses(Mutex<IdlePassesState>);
 /// Ends a pass when this value is dropped.
 struct EndOfPass<'a> {
     passes: &'a IdlePasses,
-    disk: u64,
     reclaimed: Reclaimed,
 }
 
 impl Drop for EndOfPass<'_> {
     fn drop(&mut self) {
         let mut state = self.passes.0.lock();
-        state.running = None;
-        // The disk may have been deleted, or may have lost its setting.
-        if let Some(of) = state.disks.get_mut(&self.disk) {
-            of.ended = Some((Instant::now(), clock::seconds()));
-            of.compressed += self.reclaimed.moved;
-            of.saved += self.reclaimed.freed;
+        let end = Some((Instant::now(), clock::seconds()));
+        // The disk may have been deleted, or the setting may have changed.
+        match state.running.take() {
+            Some(IdlePass::Compress(disk)) => {
+                if let Some(of) = state.disks.get_mut(&disk.id) {
+                    of.note(end, &self.reclaimed);
+                }
+            }
+            Some(IdlePass::Deduplicate(domain)) => {
+                if let Some(of) = state.domains.get_mut(&domain.domain) {
+                    of.note(end, &self.reclaimed);
+                }
+            }
+            None => {}
+        }
+    }
+}
+
+/// The pass that was chosen so far: of those that are due, the one whose last predecessor ended first.
+struct Choice {
+    after: Duration,
+    chosen: Option<(Option<Instant>, IdlePass)>,
+}
+
+impl Choice {
+    /// Whether a disk or domain rests after its last pass.
+    fn rests(&self, end: End) -> bool {
+        end.is_some_and(|(ended, _)| ended.elapsed() < self.after.saturating_mul(REST_FACTOR))
+    }
+
+    fn add(&mut self, end: End, pass: IdlePass) {
+        let ended = end.map(|(ended, _)| ended);
+        if self.chosen.as_ref().is_none_or(|(earliest, _)| ended < *earliest) {
+            self.chosen = Some((ended, pass));
         }
     }
 }
 
 impl Native {
-    /// The disks with the setting that can be compressed.
-    fn idle_disks(&self) -> Vec<IdleDisk> {
-        let compressed = self.settings.compressed();
-        if compressed.is_empty() {
+    /// The disks that passes may process and that have a setting, with their ids and names.
+    fn idle_disks<S, D>(&self, set: &BTreeMap<String, S>, disk: impl Fn(u64, &str, String, &S) -> D) -> Vec<D> {
+        if set.is_empty() {
             return Vec::new();
         }
         self.engine.with_catalog(|catalog| {
-            let disks = catalog.disks().filter(|disk| is_visible(disk) && disk.provisioning == Provisioning::Thin);
-            let disks = disks.filter_map(|disk| {
-                let uuid = names::uuid_text(&disk.uuid);
-                let compression = *compressed.get(&uuid)?;
-                Some(IdleDisk { id: disk.id, name: disk.name.clone(), uuid, compression })
+            let thin = catalog.disks().filter(|disk| is_visible(disk) && disk.provisioning == Provisioning::Thin);
+            let disks = thin.filter_map(|object| {
+                let uuid = names::uuid_text(&object.uuid);
+                let setting = set.get(&uuid)?;
+                Some(disk(object.id, &object.name, uuid, setting))
             });
             disks.collect()
         })
     }
 
-    /// The disk that was longest without a pass, of those with data that was not processed and not written in the last
-    /// `after`. Also begins to record the writes of disks that have got the setting, and ends the records of others.
-    /// `may` excludes disks by name.
-    pub fn next_idle(&self, after: Duration, may: impl Fn(&str) -> bool) -> Result<Option<IdleDisk>> {
-        let disks = self.idle_disks();
-        let ids: BTreeSet<u64> = disks.iter().map(|disk| disk.id).collect();
-        self.engine.keep_records_of_writes(|id| ids.contains(&id));
+    /// The pass that is next: of those over data that was not processed and not written in the last `after`, the one
+    /// that was longest not made. `None` while a pass runs. Also begins to record the writes of disks that have got a
+    /// setting, and ends the records of others. `may` excludes disks by name.
+    pub fn next_idle(&self, after: Duration, may: impl Fn(&str) -> bool) -> Result<Option<IdlePass>> {
+        let (disks, domains) = (self.compressed_disks(), self.domains());
+        let packed: BTreeSet<u64> = disks.iter().map(|disk| disk.id).collect();
+        let shared: BTreeSet<u64> = domains.iter().flat_map(IdleDomain::ids).collect();
+        self.engine.keep_records_of_writes(|id, purpose| match purpose {
+            Purpose::Packing => packed.contains(&id),
+            Purpose::Sharing => shared.contains(&id),
+        });
         let mut state = self.idle.0.lock();
-        state.disks.retain(|id, _| ids.contains(id));
-        let mut next: Option<(Option<Instant>, IdleDisk)> = None;
-        for disk in disks {
-            let written = match self.engine.record_writes(disk.id) {
-                // The disk was deleted meanwhile.
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                written => written?,
-            };
-            let ended = state.disks.entry(disk.id).or_default().ended.map(|(ended, _)| ended);
-            let rests = ended.is_some_and(|ended| ended.elapsed() < after.saturating_mul(REST_FACTOR));
-            if rests || !written.has_cold(after) || !may(&disk.name) {
-                continue;
-            }
-            if next.as_ref().is_none_or(|(earliest, _)| ended < *earliest) {
-                next = Some((ended, disk));
-            }
-        }
-        Ok(next.filter(|_| state.running.is_none()).map(|(_, disk)| disk))
+        state.disks.retain(|id, _| packed.contains(id));
+        let known: BTreeSet<_> = domains.iter().map(|domain| &domain.domain).collect();
+        state.domains.retain(|domain, _| known.contains(domain));
+        let mut choice = Choice { after, chosen: None };
+        // The records for deduplication exist before compression looks at them.
+        self.choose_domain(domains, &may, &mut state, &mut choice)?;
+        self.choose_disk(disks, &may, &mut state, &mut choice)?;
+        Ok(choice.chosen.filter(|_| state.running.is_none()).map(|(_, pass)| pass))
     }
 
-    /// Compresses the parts of a disk and its snapshots that were not written in the last `after`. `may` is false for
-    /// the name of a disk that an operation uses exclusively.
+    /// Makes a pass over data that was not written in the last `after`. `may` is false for the name of a disk that an
+    /// operation uses exclusively.
     ///
     /// # Errors
     /// `Interrupted` if the pass was cancelled; `Busy` if another pass is running.
-    pub fn compress_idle(
+    pub fn pass_idle(
         &self,
-        disk: &IdleDisk,
+        pass: &IdlePass,
         after: Duration,
         may: impl Fn(&str) -> bool,
         progress: &dyn Progress,
@@ -137,13 +179,16 @@ impl Native {
         {
             let mut state = self.idle.0.lock();
             if let Some(other) = &state.running {
-                let text = format!("a pass over disk '{}' is running", other.name);
+                let text = format!("a pass over '{}' is running", other.title());
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            state.running = Some(disk.clone());
+            state.running = Some(pass.clone());
         }
-        let mut end = EndOfPass { passes: &self.idle, disk: disk.id, reclaimed: Reclaimed::default() };
-        let passed = self.pass(disk, after, may, progress, &mut end.reclaimed);
+        let mut end = EndOfPass { passes: &self.idle, reclaimed: Reclaimed::default() };
+        let passed = match pass {
+            IdlePass::Compress(disk) => self.compress_idle(disk, after, may, progress, &mut end.reclaimed),
+            IdlePass::Deduplicate(domain) => self.deduplicate_idle(domain, may, progress, &mut end.reclaimed),
+        };
         let reclaimed = end.reclaimed;
         drop(end);
         match passed {
@@ -151,90 +196,6 @@ impl Native {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(reclaimed),
             passed => passed.map(|()| reclaimed),
         }
-    }
-
-    fn pass(
-        &self,
-        disk: &IdleDisk,
-        after: Duration,
-        may: impl Fn(&str) -> bool,
-        progress: &dyn Progress,
-        reclaimed: &mut Reclaimed,
-    ) -> Result<()> {
-        let Some(codec) = disk.compression.codec() else { return Ok(()) };
-        let mut packer = Packer::new(codec)?;
-        let mut parts = self.engine.record_writes(disk.id)?.take_cold(after);
-        // What is buffered enters the map, and journalled content its blocks: others are not compressed. The parts were
-        // taken before, so a write that is not in the map afterwards makes its part count as written again.
-        self.engine.flush()?;
-        self.engine.checkpoint()?;
-        let objects = self.own_objects(disk.id);
-        let blocks = objects.iter().map(|(_, blocks)| *blocks).max().unwrap_or(0);
-        let (mut done, total) = (0, bytes(parts.blocks(blocks)));
-        let throttle = Throttle::new(progress);
-        while let Some(part) = parts.first(blocks) {
-            let name = self.engine.with_catalog(|catalog| catalog.get(disk.id).map(|disk| disk.name.clone()))?;
-            if self.settings.of(&disk.uuid).compression != disk.compression || !may(&name) {
-                break;
-            }
-            for (object, end) in &objects {
-                let within = part.start.min(*end)..part.end.min(*end);
-                let first = within.start;
-                let mut pace = |at: u64, moved: u64| match throttle.step(done + bytes(at - first), total, bytes(moved))
-                {
-                    ControlFlow::Continue(()) => Ok(()),
-                    ControlFlow::Break(()) => {
-                        let text = "stopped; what was compressed stays compressed, and the server continues later";
-                        Err(Error::new(ErrorKind::Interrupted, text))
-                    }
-                };
-                match self.pack(*object, within, &mut packer, reclaimed, &mut pace) {
-                    // The snapshot was deleted meanwhile.
-                    Err(error) if error.kind() == ErrorKind::NotFound && *object != disk.id => {}
-                    Err(error) => return Err(error.context(name)),
-                    Ok(()) => {}
-                }
-            }
-            done += bytes(part.end - part.start);
-            parts.processed();
-        }
-        // The plain blocks become free when the packs are durable.
-        if reclaimed.moved > 0 {
-            self.engine.checkpoint()?;
-        }
-        Ok(())
-    }
-
-    /// What passes have done for a disk, and what they have still to do; `None` for a disk without passes.
-    pub fn compression_state(&self, disk: u64) -> Option<CompressionState> {
-        let written = self.engine.recorded_writes(disk)?;
-        let blocks = self.engine.with_catalog(|catalog| catalog.find(disk).map(|disk| disk.size_in_blocks()))?;
-        let state = self.idle.0.lock();
-        let of = state.disks.get(&disk)?;
-        Some(CompressionState {
-            pending: bytes(written.unprocessed(blocks)),
-            ended: of.ended.map(|(_, time)| time),
-            compressed: of.compressed,
-            saved: of.saved,
-        })
-    }
-
-    /// What passes have done for all disks.
-    pub fn compression_status(&self) -> CompressionStatus {
-        let disks = self.idle_disks();
-        let states = disks.iter().filter_map(|disk| self.compression_state(disk.id));
-        let mut status = CompressionStatus {
-            new_disks: self.settings.defaults().compression,
-            disks: disks.len() as u64,
-            running: self.idle.0.lock().running.as_ref().map(|disk| disk.name.clone()),
-            ..CompressionStatus::default()
-        };
-        for state in states {
-            status.pending += state.pending;
-            status.compressed += state.compressed;
-            status.saved += state.saved;
-        }
-        status
     }
 }
 

@@ -6,7 +6,7 @@
 //! clones      linked and full
 //! convert     source and target of a conversion
 //! moving      source and target of a migration
-//! idle        compression by the setting of a disk
+//! idle        compression and deduplication by the settings of disks
 //! arriving    disks received from another datastore, and snapshots sent to one
 //! device      byte ranges at any alignment on the store's blocks
 //! ```
@@ -35,7 +35,7 @@ mod tests;
 
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};
-pub use idle::IdleDisk;
+pub use idle::{IdleDisk, IdleDomain, IdlePass};
 pub(crate) use moving::{NativeOriginal, NativeReplica};
 pub(crate) use snapshots::Taking;
 
@@ -50,7 +50,7 @@ use device::{NativeDevice, Target};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
@@ -89,8 +89,10 @@ pub(crate) struct Native {
     closing: AtomicBool,
     /// Called before a received disk replaces an existing one. An error refuses the replacement.
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
-    /// Passes that compress cold data.
+    /// Passes over cold data.
     idle: idle::IdlePasses,
+    /// Limit of the memory for the prints of a deduplication, in bytes.
+    pub dedup_memory: AtomicUsize,
     this: Weak<Native>,
 }
 
@@ -111,6 +113,7 @@ impl Native {
             closing: AtomicBool::new(false),
             refuse_to_replace: OnceLock::new(),
             idle: idle::IdlePasses::default(),
+            dedup_memory: AtomicUsize::new(crate::DEDUP_MEMORY_DEFAULT),
             this: Weak::clone(this),
         })
     }

@@ -12,8 +12,9 @@ use crate::names;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::{ControlFlow, Range};
+use std::sync::atomic::Ordering;
 use store::catalog::{Object, ObjectState, Provisioning};
-use store::engine::{PRINTS_MAX, SharePass};
+use store::engine::{PRINT_BYTES, SharePass};
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
@@ -24,20 +25,37 @@ const LOOK: u64 = 1;
 pub(super) type Objects = Vec<(u64, u64)>;
 
 /// The sum of their sizes in bytes. The sum of large disks may exceed the range of the type.
-fn sum(objects: &Objects) -> u64 {
+pub(super) fn sum(objects: &Objects) -> u64 {
     bytes(objects.iter().fold(0u64, |sum, (_, blocks)| sum.saturating_add(*blocks)))
 }
 
-/// The progress of both parts of the work.
-struct Steps<'a> {
-    throttle: Throttle<&'a dyn Progress>,
-    total: u64,
+/// Whether blocks of a disk or snapshot may be shared with others.
+pub(super) fn is_thin(object: &Object) -> bool {
+    object.provisioning == Provisioning::Thin && !object.incomplete
 }
 
-impl Steps<'_> {
+/// The id of the disk to which a snapshot belongs, or of the disk itself.
+pub(super) fn disk_of(object: &Object) -> u64 {
+    if object.is_snapshot() { object.disk } else { object.id }
+}
+
+/// The progress of the work.
+pub(super) struct Steps<'a> {
+    throttle: Throttle<&'a dyn Progress>,
+    total: u64,
+    /// The error of work that is cancelled.
+    stopped: &'static str,
+}
+
+impl<'a> Steps<'a> {
+    /// The progress of work on `total` bytes. `stopped` is the text of the error if it is cancelled.
+    pub fn new(progress: &'a dyn Progress, total: u64, stopped: &'static str) -> Self {
+        Self { throttle: Throttle::new(progress), total, stopped }
+    }
+
     fn step(&mut self, done: u64, moved: u64) -> Result<()> {
         match self.throttle.step(done, self.total, moved) {
-            ControlFlow::Break(()) => Err(Error::new(ErrorKind::Interrupted, "stopped; what was done so far is kept")),
+            ControlFlow::Break(()) => Err(Error::new(ErrorKind::Interrupted, self.stopped)),
             ControlFlow::Continue(()) => Ok(()),
         }
     }
@@ -45,12 +63,14 @@ impl Steps<'_> {
 
 impl Native {
     /// Stores equal blocks of the chosen data once, and compresses the blocks of a disk and its snapshots that are not
-    /// compressed yet, and that are worth it.
+    /// compressed yet, and that are worth it. `memory` limits the prints of the deduplication, in bytes; `None` for the
+    /// limit of this process.
     pub fn optimize(
         &self,
         name: &str,
         compression: Compression,
         deduplication: Deduplication,
+        memory: Option<usize>,
         progress: &dyn Progress,
     ) -> Result<Reclaimed> {
         let disk = self.find_disk(name)?;
@@ -72,23 +92,23 @@ impl Native {
         self.engine.flush()?;
         self.engine.checkpoint()?;
         let own = self.own_objects(disk.id);
-        let is_thin = |object: &Object| object.provisioning == Provisioning::Thin && !object.incomplete;
         let domain = match deduplication {
             Deduplication::Off => Objects::new(),
             Deduplication::Disk => own.clone(),
             Deduplication::Label(_) => {
-                let is_in =
-                    |object: &Object| of_label.contains(&if object.is_snapshot() { object.disk } else { object.id });
-                self.objects(disk.id, &|object| is_thin(object) && is_in(object))
+                self.objects(disk.id, &|object| is_thin(object) && of_label.contains(&disk_of(object)))
             }
             Deduplication::Datastore => self.objects(disk.id, &is_thin),
         };
         let compressed = if codec.is_some() { sum(&own) } else { 0 };
-        let mut steps = Steps { throttle: Throttle::new(progress), total: sum(&domain).saturating_add(compressed) };
+        let total = sum(&domain).saturating_add(compressed);
+        let mut steps = Steps::new(progress, total, "stopped; what was done so far is kept");
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
         if !domain.is_empty() {
-            self.deduplicate(domain, &mut steps, &mut reclaimed).map_err(|error| error.context(name))?;
+            let memory = memory.unwrap_or_else(|| self.dedup_memory.load(Ordering::Relaxed));
+            let done = self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true);
+            done.map_err(|error| error.context(name))?;
         }
         if let Some(codec) = codec {
             let mut packer = Packer::new(codec)?;
@@ -122,7 +142,7 @@ impl Native {
     }
 
     /// The disks and snapshots that are `wanted`, beginning with `first`.
-    fn objects(&self, first: u64, wanted: &dyn Fn(&Object) -> bool) -> Objects {
+    pub(super) fn objects(&self, first: u64, wanted: &dyn Fn(&Object) -> bool) -> Objects {
         let is_whole = |state| matches!(state, ObjectState::Disk | ObjectState::Snapshot);
         let mut objects: Objects = self.engine.with_catalog(|catalog| {
             let objects = catalog.objects().filter(|object| is_whole(object.state) && wanted(object));
@@ -132,19 +152,29 @@ impl Native {
         objects
     }
 
-    fn deduplicate(&self, domain: Objects, steps: &mut Steps<'_>, reclaimed: &mut Reclaimed) -> Result<()> {
+    /// Stores equal blocks of these objects once. `memory` limits the prints, in bytes. Returns false if `goes_on` was
+    /// false before all blocks were compared.
+    pub(super) fn deduplicate(
+        &self,
+        domain: Objects,
+        memory: usize,
+        steps: &mut Steps<'_>,
+        reclaimed: &mut Reclaimed,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<bool> {
         let total = sum(&domain);
-        let mut pass = SharePass::new(domain, PRINTS_MAX);
-        loop {
+        let mut pass = SharePass::new(domain, memory / PRINT_BYTES);
+        while goes_on() {
             let step = self.engine.share_step(&mut pass)?;
             reclaimed.shared += bytes(step.shared);
             reclaimed.lost += bytes(step.lost);
             let done = u128::from(total) * u128::from(pass.position()) / u128::from(SharePass::PARTS);
             steps.step(done as u64, bytes(step.read.max(LOOK)))?;
             if step.ended {
-                return Ok(());
+                return Ok(true);
             }
         }
+        Ok(false)
     }
 
     fn compress(

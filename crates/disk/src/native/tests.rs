@@ -210,7 +210,7 @@ fn a_read_takes_the_memory_of_a_pack_once() {
     };
     let mut expected: Vec<u8> = (0..32).flat_map(content).collect();
     device.write(0, SharedSlice::copy_of(&expected), false).unwrap();
-    assert!(datastore.optimize_disk("c", Compression::Lz4, Deduplication::Off, &NoProgress).unwrap().moved > 0);
+    assert!(datastore.optimize_disk("c", Compression::Lz4, Deduplication::Off, None, &NoProgress).unwrap().moved > 0);
     for number in (0..32).step_by(2) {
         let block = vec![number as u8; BLOCK_SIZE];
         expected[number * BLOCK_SIZE..][..BLOCK_SIZE].copy_from_slice(&block);
@@ -246,8 +246,9 @@ fn equal_blocks_of_a_disk_or_of_all_disks_are_stored_once() {
     let part: Vec<u8> = (2..6).flat_map(content).collect();
     device("c").write(0, SharedSlice::copy_of(&whole), false).unwrap();
     ["b", "t"].iter().for_each(|name| device(name).write(0, SharedSlice::copy_of(&part), false).unwrap());
-    let optimize =
-        |name: &str, compression, deduplication| datastore.optimize_disk(name, compression, deduplication, &NoProgress);
+    let optimize = |name: &str, compression, deduplication| {
+        datastore.optimize_disk(name, compression, deduplication, None, &NoProgress)
+    };
     let shared = |deduplication| {
         let reclaimed = optimize("c", Compression::Off, deduplication).unwrap();
         assert_eq!((reclaimed.freed, reclaimed.moved), (0, 0));

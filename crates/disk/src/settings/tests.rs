@@ -1,9 +1,15 @@
 //! The record of settings: what is stored, and the effect of a record that cannot be read.
 #![allow(clippy::unwrap_used)]
 
+use super::record::{LABELS_MAX, decode};
 use super::*;
+use crate::compression::Compression;
+use crate::deduplication::Deduplication;
+use crate::full::OnFull;
+use crate::quota::Limits;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{File, IoMode};
+use error::ErrorKind;
 use std::time::Duration;
 
 const ONE: &str = "0f0e0d0c-0b0a-4908-8706-050403020101";
@@ -71,9 +77,9 @@ fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
 
 #[test]
 fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
-    let newer = decode(b"lamina settings 3 crc32c=00000000\n{}\n").unwrap_err();
-    assert_eq!(newer.to_string(), "the settings record has version 3, and this program reads 2");
-    let all = [3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
+    let newer = decode(b"lamina settings 4 crc32c=00000000\n{}\n").unwrap_err();
+    assert_eq!(newer.to_string(), "the settings record has version 4, and this program reads 3");
+    let all = [4, 3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
     for damage in all.into_iter().chain([b"x".to_vec()]) {
         let damage = &damage[..];
         let directory = directory();
@@ -102,9 +108,11 @@ fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
 
 #[test]
 fn one_damaged_byte_of_the_record_is_mended() {
-    for compression in [None, Some(Compression::Zstd(7))] {
+    for (compression, dedup) in
+        [(None, None), (Some(Compression::Zstd(7)), None), (None, Some(Deduplication::Datastore))]
+    {
         let directory = directory();
-        let change = SettingsChange { compression, ..waits(60) };
+        let change = SettingsChange { compression, dedup, ..waits(60) };
         let settings = Settings::open(Arc::clone(&directory));
         settings.change(ONE, &change).unwrap();
         let mut bytes = KIND.read(&*directory, FILE).unwrap().unwrap();
@@ -137,12 +145,12 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
     assert_eq!(Settings::open(Arc::clone(&directory)).of(TWO), settings.of(TWO));
     settings.change(TWO, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('1'));
-    let defaults = |compression| DefaultsChange { compression };
+    let defaults = |compression| DefaultsChange { compression, dedup: None };
     settings.change_defaults(&defaults(Some(Compression::Zstd(3)))).unwrap();
     assert_eq!(version(&directory), Some('2'));
     settings.change_defaults(&defaults(None)).unwrap();
     let again = Settings::open(Arc::clone(&directory));
-    assert_eq!(again.defaults(), DiskDefaults { compression: Compression::Zstd(3) });
+    assert_eq!(again.defaults(), DiskDefaults { compression: Compression::Zstd(3), dedup: Deduplication::Off });
     again.change_defaults(&defaults(Some(Compression::Off))).unwrap();
     assert_eq!((version(&directory), again.of(ONE)), (Some('1'), settings.of(ONE)));
     // A record of the earlier version never has compression.
@@ -152,14 +160,52 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
 }
 
 #[test]
-fn clones_and_migrated_disks_keep_compression() {
+fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let set = |dedup| SettingsChange { dedup: Some(dedup), ..SettingsChange::default() };
+    settings.change(ONE, &compressed(Compression::Lz4)).unwrap();
+    settings.change(TWO, &set(Deduplication::Label("tenant".into()))).unwrap();
+    assert_eq!((version(&directory), settings.deduplicated()), (Some('3'), BTreeMap::new()));
+    settings.change(TWO, &labelled(&[("tenant", "a")])).unwrap();
+    let of_label = Domain::Label("tenant".into(), "a".into());
+    assert_eq!((settings.deduplicated(), settings.domain(ONE)), ([(TWO.to_owned(), of_label)].into(), None));
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!([again.of(ONE), again.of(TWO)], [settings.of(ONE), settings.of(TWO)]);
+    // Each version is written again when the settings of the later ones are removed.
+    settings.change(TWO, &set(Deduplication::Off)).unwrap();
+    assert_eq!(version(&directory), Some('2'));
+    let defaults = |dedup| DefaultsChange { dedup: Some(dedup), compression: None };
+    settings.change_defaults(&defaults(Deduplication::Datastore)).unwrap();
+    settings.change(ONE, &compressed(Compression::Off)).unwrap();
+    assert_eq!(version(&directory), Some('3'));
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!(again.defaults(), DiskDefaults { dedup: Deduplication::Datastore, ..DiskDefaults::default() });
+    // A record of an earlier version never has deduplication.
+    let record = SettingsRecord { new_disks: settings.defaults(), ..SettingsRecord::default() };
+    for kind in [&KIND, SettingsRecord { new_disks: compressing(), ..SettingsRecord::default() }.kind()] {
+        let wrong = decode(&kind.encode(&record).unwrap()).unwrap_err();
+        assert!(wrong.kind() == ErrorKind::Corrupt && wrong.to_string().contains("later version"), "{wrong}");
+    }
+    settings.change_defaults(&defaults(Deduplication::Off)).unwrap();
+    assert_eq!(version(&directory), Some('1'));
+}
+
+fn compressing() -> DiskDefaults {
+    DiskDefaults { compression: Compression::Lz4, dedup: Deduplication::Off }
+}
+
+#[test]
+fn clones_and_migrated_disks_keep_compression_and_deduplication() {
     let (here, there) = (Settings::open(directory()), Settings::open(directory()));
-    here.change(ONE, &compressed(Compression::Zstd(5))).unwrap();
+    let dedup = Some(Deduplication::Datastore);
+    here.change(ONE, &SettingsChange { dedup, ..compressed(Compression::Zstd(5)) }).unwrap();
     here.inherit(ONE, &[TWO.into()]).unwrap();
     there.adopt(ONE, &here).unwrap();
     there.take_over(TWO, &here, ONE);
     for settings in [&here, &there] {
-        assert_eq!(settings.of(TWO).compression, Compression::Zstd(5));
+        let DiskSettings { compression, dedup, .. } = settings.of(TWO);
+        assert_eq!((compression, dedup), (Compression::Zstd(5), Deduplication::Datastore));
     }
 }
 
@@ -234,9 +280,12 @@ fn the_format_page_shows_the_record() {
     let labels = [("tenant=a".to_owned(), Limits { quota: Some(100 << 30), reservation: Some(20 << 30) })].into();
     let record = SettingsRecord { disks: [(ONE.to_owned(), settings)].into(), labels, ..SettingsRecord::default() };
     let disks = [(ONE.to_owned(), DiskSettings { compression: Compression::Zstd(3), ..DiskSettings::default() })];
-    let new_disks = DiskDefaults { compression: Compression::Lz4 };
-    let second = SettingsRecord { disks: disks.into(), new_disks, ..SettingsRecord::default() };
-    for record in [record, second] {
+    let second = SettingsRecord { disks: disks.into(), new_disks: compressing(), ..SettingsRecord::default() };
+    let dedup = Deduplication::Label("tenant".into());
+    let disks = [(ONE.to_owned(), DiskSettings { dedup, ..DiskSettings::default() })];
+    let new_disks = DiskDefaults { dedup: Deduplication::Disk, ..DiskDefaults::default() };
+    let third = SettingsRecord { disks: disks.into(), new_disks, ..SettingsRecord::default() };
+    for record in [record, second, third] {
         let written = String::from_utf8(record.kind().encode(&record).unwrap()).unwrap();
         let page = include_str!("../../../../docs/format/settings.md");
         assert!(page.contains(&written), "docs/format/settings.md should show:\n{written}");

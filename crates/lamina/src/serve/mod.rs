@@ -89,6 +89,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     let mut cancelled = || signals.pending().any(|signal| signal != SIGHUP);
     let datastore = control::open_to_serve(&location, open_options(arguments), &mut cancelled)?;
     datastore.foreground().set_target(arguments.latency_target);
+    datastore.set_dedup_memory(arguments.dedup_memory);
     let spare = datastore.spare();
     let held = datastore.kept_space().map(KeptSpace::hold);
     spare.give_up_if_full(held.as_ref());
@@ -198,7 +199,7 @@ fn serve(
     announced
 }
 
-/// The thread that compresses cold data, unless the arguments say that this server changes nothing.
+/// The thread that compresses and deduplicates cold data, unless the arguments say that this server changes nothing.
 fn idle_scheduler(service: Service, arguments: &ServeArguments) -> Result<Option<IdleScheduler>> {
     let after = arguments.optimize_after.0.filter(|_| !arguments.read_only);
     after.map(|seconds| IdleScheduler::start(service, Duration::from_secs(seconds))).transpose()

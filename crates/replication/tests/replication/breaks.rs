@@ -259,7 +259,7 @@ fn difference(here: &Site) -> (u64, u64) {
 /// Stores the equal blocks of `web` once, after which only the further data differs between the snapshots.
 fn deduplicate(here: &Site) {
     assert_eq!(difference(here), (REWRITTEN, REWRITTEN * AGAIN + REWRITTEN / 2 * (64 << 10)));
-    here.datastore.optimize_disk("web", Compression::Off, Deduplication::Disk, &NoProgress).unwrap();
+    here.datastore.optimize_disk("web", Compression::Off, Deduplication::Disk, None, &NoProgress).unwrap();
     assert_eq!(difference(here), (REWRITTEN / 2, REWRITTEN / 2 * (64 << 10)));
 }
 

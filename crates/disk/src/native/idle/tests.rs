@@ -4,7 +4,7 @@
 
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Compression, Datastore, DefaultsChange, DiskFormat, IdleDisk, ImageKind, InitOptions, NewDisk,
+    CheckOptions, Compression, Datastore, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions, NewDisk,
     NoProgress, Point, Progress, Provisioning, QueueChoice, SettingsChange, SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -74,14 +74,14 @@ impl Bed {
         assert!(device.read((mib * MIB) as u64, length).unwrap() == content(seed, length), "{export}");
     }
 
-    fn next(&self, after: Duration) -> Option<IdleDisk> {
+    fn next(&self, after: Duration) -> Option<IdlePass> {
         self.datastore.next_idle(after).unwrap()
     }
 
     /// Runs passes without rests. Returns the blocks that were compressed.
     fn pass(&self) -> usize {
         let Some(disk) = self.next(NOW) else { return 0 };
-        let reclaimed = self.datastore.compress_idle(&disk, NOW, &NoProgress).unwrap();
+        let reclaimed = self.datastore.pass_idle(&disk, NOW, &NoProgress).unwrap();
         reclaimed.moved as usize / BLOCK_SIZE
     }
 
@@ -144,7 +144,7 @@ fn snapshots_and_what_a_revert_brings_back_are_compressed_too() {
     bed.reads("a", 0, 2, MIB);
     bed.datastore.revert("a", "s").unwrap();
     assert_eq!(bed.next(LATER), None);
-    assert_eq!((bed.next(NOW).map(|disk| disk.name), bed.pass()), (Some("a".into()), 0));
+    assert_eq!((bed.next(NOW).map(|pass| pass.title()), bed.pass()), (Some("a".into()), 0));
     bed.write("a", 3, 3, MIB);
     assert_eq!(bed.pass(), BLOCKS);
     bed.datastore.delete_snapshot("a", "s", None, &NoProgress).unwrap();
@@ -164,7 +164,7 @@ fn a_write_while_its_part_is_processed_makes_it_count_as_written() {
         }
         true
     };
-    bed.datastore.native.compress_idle(&disk, NOW, write_once, &NoProgress).unwrap();
+    bed.datastore.native.pass_idle(&disk, NOW, write_once, &NoProgress).unwrap();
     assert_eq!(bed.datastore.disk("a").unwrap().compression.unwrap().pending, MIB as u64);
     bed.reads("a", 0, 2, BLOCK_SIZE);
 }
@@ -198,7 +198,7 @@ fn an_interrupted_pass_is_continued() {
     let bed = bed(Compression::Lz4);
     bed.write("a", 0, 1, 6 * MIB);
     let disk = bed.next(NOW).unwrap();
-    let stopped = bed.datastore.compress_idle(&disk, NOW, &Impatient(AtomicU64::new(0))).unwrap_err();
+    let stopped = bed.datastore.pass_idle(&disk, NOW, &Impatient(AtomicU64::new(0))).unwrap_err();
     assert_eq!(stopped.kind(), ErrorKind::Interrupted);
     let state = bed.datastore.disk("a").unwrap().compression.unwrap();
     // A part that was processed in part is processed again, and what is compressed there is skipped.
@@ -215,17 +215,17 @@ fn a_pass_ends_for_other_operations_and_when_the_setting_changes() {
     {
         let _alone = bed.datastore.uses.alone("a", "migrated").unwrap();
         assert_eq!(bed.next(NOW), None);
-        assert_eq!(bed.datastore.compress_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
+        assert_eq!(bed.datastore.pass_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
     }
     bed.datastore.edit_disk("a", &set(Compression::Zstd(1))).unwrap();
-    assert_eq!(bed.datastore.compress_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
+    assert_eq!(bed.datastore.pass_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
     bed.datastore.edit_disk("a", &set(Compression::Off)).unwrap();
     assert_eq!((bed.next(NOW), bed.datastore.disk("a").unwrap().compression), (None, None));
     // A pass does not prevent other operations, and ends when the disk is deleted.
     bed.datastore.edit_disk("a", &set(Compression::Lz4)).unwrap();
     let disk = bed.next(NOW).unwrap();
     bed.datastore.delete_disk("a", false).unwrap();
-    assert_eq!(bed.datastore.compress_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
+    assert_eq!(bed.datastore.pass_idle(&disk, NOW, &NoProgress).unwrap().moved, 0);
     assert_eq!(bed.next(NOW), None);
 }
 
@@ -277,7 +277,7 @@ fn only_thin_native_disks_get_the_setting() {
         datastore.edit_disk("t", &set(Compression::Off)).unwrap();
         datastore.delete_disk("t", false).unwrap();
     }
-    let defaults = DefaultsChange { compression: Some(Compression::Zstd(9)) };
+    let defaults = DefaultsChange { compression: Some(Compression::Zstd(9)), dedup: None };
     datastore.change_defaults(&defaults).unwrap();
     let of = |name: &str| datastore.disk(name).unwrap().settings.compression;
     let made = [("thin", &thin, Compression::Zstd(9)), ("thick", &thick, Compression::Off)];

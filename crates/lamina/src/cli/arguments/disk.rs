@@ -3,14 +3,14 @@
 use super::image::source_format;
 use crate::cli::address::{location, parse_disk};
 use crate::cli::format::{parse_delta, parse_format};
-use crate::cli::size::parse_size;
+use crate::cli::size::{memory, parse_size};
 use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    Compression, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes, DiskFormat, LimitsChange,
-    Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+    Compression, DEDUP_MEMORY_MIN, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes, DiskFormat,
+    LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -90,6 +90,12 @@ pub struct SettingsArguments {
     /// a level from 1 to 19, such as zstd:9. Only for thin native disks. A new disk has what 'disk defaults' shows.
     #[arg(long, value_name = "METHOD")]
     pub compression: Option<Compression>,
+    /// Among which disks servers find data of the disk and its snapshots that is stored again, once it was not written
+    /// for a while, to store it once: off, disk (only within the disk), label:KEY such as label:tenant (the disks with
+    /// this setting and the same value of the label), or datastore (all disks with this setting). Only for thin native
+    /// disks. A new disk has what 'disk defaults' shows.
+    #[arg(long, value_name = "off|disk|label:KEY|datastore")]
+    pub dedup: Option<Deduplication>,
 }
 
 impl SettingsArguments {
@@ -101,6 +107,7 @@ impl SettingsArguments {
             remove_labels: Vec::new(),
             limits: LimitsChange { quota: self.quota, reservation: self.reservation },
             compression: self.compression,
+            dedup: self.dedup.clone(),
         }
     }
 }
@@ -370,6 +377,9 @@ pub enum DiskCommand {
         /// How servers compress data of new thin native disks: off, lz4, or zstd with a level from 1 to 19.
         #[arg(long, value_name = "METHOD")]
         compression: Option<Compression>,
+        /// Among which disks servers find equal data of new thin native disks.
+        #[arg(long, value_name = "off|disk|label:KEY|datastore")]
+        dedup: Option<Deduplication>,
     },
     /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),
@@ -428,6 +438,11 @@ pub enum DiskCommand {
         /// native disks and snapshots (datastore).
         #[arg(long, value_name = "off|disk|label:KEY|datastore", default_value = "off")]
         dedup: Deduplication,
+        /// Memory for the comparison with --dedup, 144K at the least. With less memory it takes more rounds, each of
+        /// which reads the maps of the data, and finds the same. One round needs 36 bytes for each 4 KiB of data: 9G
+        /// for 1 TiB. By default that of the server, or 144M without one.
+        #[arg(long, value_name = "SIZE", value_parser = memory(DEDUP_MEMORY_MIN))]
+        dedup_memory: Option<usize>,
         /// Limit of bytes read and written per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
@@ -491,8 +506,8 @@ impl DiskCommand {
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
             Self::Edit(edit) => edit.request()?,
-            Self::Defaults { compression } => {
-                DiskRequest::Defaults { change: DefaultsChange { compression: *compression } }
+            Self::Defaults { compression, dedup } => {
+                DiskRequest::Defaults { change: DefaultsChange { compression: *compression, dedup: dedup.clone() } }
             }
             Self::Tune(tune) => DiskRequest::Tune {
                 name: tune.name.clone(),
@@ -510,10 +525,11 @@ impl DiskCommand {
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
             Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
-            Self::Optimize { name, compression, dedup, rate } => DiskRequest::Optimize {
+            Self::Optimize { name, compression, dedup, dedup_memory, rate } => DiskRequest::Optimize {
                 name: name.clone(),
                 compression: *compression,
                 dedup: dedup.clone(),
+                dedup_memory: dedup_memory.map(|bytes| bytes as u64),
                 rate: *rate,
             },
             Self::Migrate(migrate) => DiskRequest::Migrate {

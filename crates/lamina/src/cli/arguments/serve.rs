@@ -5,7 +5,7 @@ use crate::cli::interval::{Interval, parse_interval};
 use crate::cli::size::{memory, parse_size};
 use backend::dirty::{BOUND_MIN, DirtyLimit};
 use clap::{Args, Subcommand, ValueEnum};
-use disk::Location;
+use disk::{DEDUP_MEMORY_MIN, Location};
 use error::text::size;
 use export::nbd::limits::CONNECTIONS_DEFAULT;
 use std::net::SocketAddr;
@@ -156,10 +156,14 @@ pub struct ServeArguments {
     /// down, to 8 MiB/s at the least, until 99 % of the requests stay within this latency. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
-    /// How long data is not written until it is compressed, on disks with --compression; 'never' for no compression by
-    /// this server. A disk then rests for six times as long.
+    /// How long data is not written until it is compressed, on disks with --compression, and compared with other data,
+    /// on disks with --dedup; 'never' for neither by this server. A disk then rests for six times as long.
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_interval)]
     pub optimize_after: Interval,
+    /// Memory of a deduplication, 144K at the least. With less memory it takes more rounds, each of which reads the
+    /// maps of the data, and finds the same. One round needs 36 bytes for each 4 KiB of data: 9G for 1 TiB.
+    #[arg(long, value_name = "SIZE", default_value = "144M", value_parser = memory(DEDUP_MEMORY_MIN))]
+    pub dedup_memory: usize,
     /// Limit of the data that this server leaves dirty in the page cache of each file system, 4M at the least. Beyond
     /// it writes are delayed, first those of background work. 0 or "off" for no limit but the kernel's, at which the
     /// kernel pauses all writes. "auto" for a little less than the amount at which the kernel does so.

@@ -4,8 +4,9 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    Compression, CompressionState, CompressionStatus, Deduplication, DetectZeroes, DiskDefaults, DiskInfo,
-    DiskStatistics, DiskUser, ImageDetails, LiveProgress, OnFull, Provisioning, Reclaimed, WaitingWrites,
+    Compression, CompressionState, CompressionStatus, Deduplication, DeduplicationState, DeduplicationStatus,
+    DetectZeroes, DiskDefaults, DiskInfo, DiskStatistics, DiskUser, ImageDetails, LiveProgress, OnFull, Provisioning,
+    Reclaimed, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -127,6 +128,7 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
         DetectZeroes::Unmap => Some(("writes of zeros", "unmap: the range is unmapped".into())),
     });
     facts.extend(compression(disk).map(|text| ("compression", text)));
+    facts.extend(deduplication(disk).map(|text| ("deduplication", text)));
     facts.extend(disk.settings.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
     facts.extend(disk.settings.limits.quota.map(|bytes| ("quota", size(bytes))));
     facts.extend(disk.settings.limits.reservation.map(|bytes| ("reservation", size(bytes))));
@@ -139,15 +141,38 @@ fn compression(disk: &DiskInfo) -> Option<String> {
     if method.is_off() {
         return None;
     }
-    let why = match (disk.format.as_str(), disk.provisioning) {
-        ("native", Provisioning::Thin) => match &disk.compression {
-            Some(state) => progress(state),
-            None => "while the datastore is served".to_owned(),
-        },
+    let state = || disk.compression.as_ref().map(progress);
+    Some(format!("{method}, {}", effect(disk, state)))
+}
+
+/// What a setting of compression or deduplication does for a disk. `state` says what a server has done because of it.
+fn effect(disk: &DiskInfo, state: impl Fn() -> Option<String>) -> String {
+    match (disk.format.as_str(), disk.provisioning) {
+        ("native", Provisioning::Thin) => state().unwrap_or_else(|| "while the datastore is served".to_owned()),
         ("native", _) => "without effect on a thick disk".to_owned(),
         _ => "without effect on images".to_owned(),
+    }
+}
+
+/// The setting of deduplication, and what was done because of it.
+fn deduplication(disk: &DiskInfo) -> Option<String> {
+    let domain = &disk.settings.dedup;
+    let state = || match domain {
+        Deduplication::Label(key) if !disk.settings.labels.contains_key(key) => {
+            Some(format!("without effect, because the disk has no label '{key}'"))
+        }
+        _ => disk.deduplication.as_ref().map(removed),
     };
-    Some(format!("{method}, {why}"))
+    (!domain.is_off()).then(|| format!("{domain}, {}", effect(disk, state)))
+}
+
+fn removed(state: &DeduplicationState) -> String {
+    let mut parts = vec![format!("{} to be examined", size(state.pending))];
+    parts.extend(state.ended.map(|ended| format!("last pass {}", time(ended))));
+    if state.shared > 0 {
+        parts.push(format!("{} of equal data removed", size(state.shared)));
+    }
+    parts.join(", ")
 }
 
 fn progress(state: &CompressionState) -> String {
@@ -173,9 +198,21 @@ pub fn compression_status(status: &CompressionStatus) -> Option<String> {
     Some(parts.join(", "))
 }
 
+/// Deduplication by settings, for the status of a datastore; `None` if no disk has the setting.
+pub fn deduplication_status(status: &DeduplicationStatus) -> Option<String> {
+    if status.disks == 0 && status.new_disks.is_off() {
+        return None;
+    }
+    let mut parts = vec![count(status.disks, "disk"), format!("{} for new ones", status.new_disks)];
+    parts.push(removed(&DeduplicationState { pending: status.pending, shared: status.shared, ended: None }));
+    parts.extend(status.running.as_ref().map(|domain| format!("running on {domain}")));
+    Some(parts.join(", "))
+}
+
 /// Prints the settings that new disks get.
 pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
-    print_facts(out, &[("compression", defaults.compression.to_string())])
+    let DiskDefaults { compression, dedup } = defaults;
+    print_facts(out, &[("compression", compression.to_string()), ("deduplication", dedup.to_string())])
 }
 
 /// The writes of a disk that wait for space.

@@ -137,6 +137,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
     facts.extend(disk::compression_status(&status.compression).map(|text| ("compression", text)));
+    facts.extend(disk::deduplication_status(&status.deduplication).map(|text| ("deduplication", text)));
     facts.extend(status.read_cache.filter(|cache| cache.hits + cache.misses > 0).map(|cache| {
         let held = format!("{} of at most {}", size(cache.resident), size(cache.limit));
         ("read cache", format!("{held}, {}", disk::hit_rate(cache.hits, cache.misses)))

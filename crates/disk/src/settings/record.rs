@@ -1,0 +1,260 @@
+//! The record of settings: what is stored for each disk, how it is changed, and the versions of the file.
+
+use crate::compression::Compression;
+use crate::deduplication::Deduplication;
+use crate::full::OnFull;
+use crate::names;
+use crate::quota::Limits;
+use crate::sealed::Kind;
+use crate::zeros::DetectZeroes;
+use error::text::size;
+use error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Kind of the file. The limit is sufficient for a hundred thousand disks.
+pub(super) const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
+/// Kind of a file with compression.
+const KIND_2: Kind = Kind { version: 2, ..KIND };
+/// Kind of a file with deduplication.
+const KIND_3: Kind = Kind { version: 3, ..KIND };
+
+/// The settings of a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSettings {
+    /// What happens to writes that need space while there is none.
+    #[serde(default)]
+    pub on_full: OnFull,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: DetectZeroes,
+    /// The disk's labels: keys with values.
+    #[serde(default)]
+    pub labels: Labels,
+    /// The disk's quota and reservation.
+    #[serde(default)]
+    pub limits: Limits,
+    /// How servers compress data that was not written for a while.
+    #[serde(default, skip_serializing_if = "Compression::is_off")]
+    pub compression: Compression,
+    /// Among which disks servers find data of the disk that is equal to other data, once it was not written for a
+    /// while.
+    #[serde(default, skip_serializing_if = "Deduplication::is_off")]
+    pub dedup: Deduplication,
+}
+
+/// Changes of settings; `None` leaves a setting unchanged.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SettingsChange {
+    /// What happens to writes that need space while there is none.
+    #[serde(default)]
+    pub on_full: Option<OnFull>,
+    /// Whether writes of zeros become requests to zero their range.
+    #[serde(default)]
+    pub detect_zeroes: Option<DetectZeroes>,
+    /// Labels to set.
+    #[serde(default)]
+    pub labels: Labels,
+    /// Keys of labels to remove.
+    #[serde(default)]
+    pub remove_labels: Vec<String>,
+    /// The quota and the reservation.
+    #[serde(default)]
+    pub limits: LimitsChange,
+    /// How servers compress data that was not written for a while.
+    #[serde(default)]
+    pub compression: Option<Compression>,
+    /// Among which disks servers find equal data.
+    #[serde(default)]
+    pub dedup: Option<Deduplication>,
+}
+
+/// The settings that new disks get, unless others are given.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskDefaults {
+    /// How servers compress data of the disk; only thin native disks get this setting.
+    #[serde(default)]
+    pub compression: Compression,
+    /// Among which disks servers find equal data; only thin native disks get this setting.
+    #[serde(default, skip_serializing_if = "Deduplication::is_off")]
+    pub dedup: Deduplication,
+}
+
+impl DiskDefaults {
+    fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Changes of the settings that new disks get; `None` leaves a setting unchanged.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DefaultsChange {
+    /// How servers compress data of the disk.
+    #[serde(default)]
+    pub compression: Option<Compression>,
+    /// Among which disks servers find equal data.
+    #[serde(default)]
+    pub dedup: Option<Deduplication>,
+}
+
+impl DefaultsChange {
+    pub(super) fn apply(&self, defaults: &mut DiskDefaults) {
+        defaults.compression = self.compression.unwrap_or(defaults.compression);
+        if let Some(dedup) = &self.dedup {
+            defaults.dedup.clone_from(dedup);
+        }
+    }
+}
+
+/// Labels of a disk: keys with values.
+pub type Labels = BTreeMap<String, String>;
+
+/// Changes of limits; `None` leaves a limit unchanged, and 0 removes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsChange {
+    /// Most bytes that may be mapped.
+    #[serde(default)]
+    pub quota: Option<u64>,
+    /// Bytes that can be mapped whatever other disks write.
+    #[serde(default)]
+    pub reservation: Option<u64>,
+}
+
+impl LimitsChange {
+    pub(super) fn apply(&self, limits: &mut Limits) -> Result<()> {
+        let changed = |new: Option<u64>, old: Option<u64>| new.map_or(old, |new| (new > 0).then_some(new));
+        limits.quota = changed(self.quota, limits.quota);
+        limits.reservation = changed(self.reservation, limits.reservation);
+        match (limits.quota, limits.reservation) {
+            (Some(quota), Some(reservation)) if reservation > quota => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a reservation of {} is above the quota of {}", size(reservation), size(quota)),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl SettingsChange {
+    pub(super) fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
+        settings.on_full = self.on_full.unwrap_or(settings.on_full);
+        settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
+        settings.compression = self.compression.unwrap_or(settings.compression);
+        if let Some(dedup) = &self.dedup {
+            settings.dedup.clone_from(dedup);
+        }
+        self.limits.apply(&mut settings.limits)?;
+        for key in &self.remove_labels {
+            settings.labels.remove(key);
+        }
+        for (key, value) in &self.labels {
+            check_label(key, value)?;
+            settings.labels.insert(key.clone(), value.clone());
+        }
+        match settings.labels.len() {
+            0..=LABELS_MAX => Ok(()),
+            count => {
+                Err(Error::new(ErrorKind::Invalid, format!("a disk has at most {LABELS_MAX} labels, not {count}")))
+            }
+        }
+    }
+}
+
+/// Most labels of one disk.
+pub(super) const LABELS_MAX: usize = 32;
+
+/// Checks a label: key and value have the form of names of disks.
+fn check_label(key: &str, value: &str) -> Result<()> {
+    check_label_key(key)?;
+    names::check("label", value)
+}
+
+/// Checks the key of a label.
+pub(crate) fn check_label_key(key: &str) -> Result<()> {
+    names::check("label", key)?;
+    match key.contains('=') {
+        true => {
+            Err(Error::new(ErrorKind::Invalid, format!("the key '{}' of a label contains '='", key.escape_debug())))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Splits `key=value`, and checks both.
+pub fn parse_label(text: &str) -> Result<(String, String)> {
+    let Some((key, value)) = text.split_once('=') else {
+        let text = format!("'{}' is no label: write KEY=VALUE, such as tenant=a", text.escape_debug());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    };
+    check_label(key, value)?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// Whether a disk with `labels` has the label `wanted`: `key=value`, or a key with any value.
+pub fn has_label(labels: &Labels, wanted: &str) -> bool {
+    match wanted.split_once('=') {
+        Some((key, value)) => labels.get(key).is_some_and(|own| own == value),
+        None => labels.contains_key(wanted),
+    }
+}
+
+/// The record of settings.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SettingsRecord {
+    /// The settings of each disk that has other settings than the defaults, by its UUID.
+    pub(super) disks: BTreeMap<String, DiskSettings>,
+    /// Limits for all disks with a label, by `key=value`.
+    #[serde(default)]
+    pub(super) labels: BTreeMap<String, Limits>,
+    /// The settings that new disks get.
+    #[serde(default, skip_serializing_if = "DiskDefaults::are_none")]
+    pub(super) new_disks: DiskDefaults,
+}
+
+impl SettingsRecord {
+    /// The kind of the file: the lowest version that has the settings in use.
+    pub(super) fn kind(&self) -> &'static Kind {
+        let any = |is: fn(&DiskSettings) -> bool| self.disks.values().any(is);
+        if !self.new_disks.dedup.is_off() || any(|settings| !settings.dedup.is_off()) {
+            &KIND_3
+        } else if !self.new_disks.are_none() || any(|settings| !settings.compression.is_off()) {
+            &KIND_2
+        } else {
+            &KIND
+        }
+    }
+}
+
+/// Decodes a record of any version.
+pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
+    let of_kind = |kind: &Kind| kind.decode::<SettingsRecord>(bytes).map(|record| (kind.version, record));
+    let is_other = |error: &Error| error.kind() == ErrorKind::Unsupported;
+    let later = |kind, error: Error| if is_other(&error) { of_kind(kind) } else { Err(error) };
+    let decoded = of_kind(&KIND).or_else(|error| later(&KIND_2, error)).or_else(|error| later(&KIND_3, error));
+    let (version, record) = decoded?;
+    if record.kind().version > version {
+        return Err(KIND.corrupt("has a setting of a later version"));
+    }
+    match record.disks.keys().all(|uuid| names::parse_uuid(uuid).is_some()) {
+        true => Ok(record),
+        false => Err(KIND.corrupt("has a disk without a UUID")),
+    }
+}
+
+/// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
+pub(super) fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
+    let mut outcome = KIND_3.decode_mending(bytes, decode);
+    for kind in [KIND_2, KIND] {
+        match outcome {
+            Err(error) if error.kind() == ErrorKind::Corrupt => outcome = kind.decode_mending(bytes, decode),
+            _ => break,
+        }
+    }
+    outcome
+}
