@@ -34,6 +34,64 @@ impl Compression {
     }
 }
 
+/// When new data of a disk with compression is compressed. Data that was not written for a while is compressed by
+/// servers in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CompressAt {
+    /// Only once it was not written for a while.
+    #[default]
+    Idle,
+    /// When it is written to the data files, if whole windows of 128 KiB need new blocks.
+    WriteBack,
+}
+
+impl CompressAt {
+    /// Whether new data is stored without compression at first.
+    pub fn is_idle(&self) -> bool {
+        *self == Self::Idle
+    }
+}
+
+impl fmt::Display for CompressAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "idle",
+            Self::WriteBack => "write-back",
+        })
+    }
+}
+
+impl FromStr for CompressAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "idle" => Ok(Self::Idle),
+            "write-back" => Ok(Self::WriteBack),
+            _ => Err(format!("'{text}' is neither idle nor write-back")),
+        }
+    }
+}
+
+/// The time of compression after a change. Compression that is switched on is at write-back, unless another time is
+/// given.
+pub(crate) fn changed_time(
+    (old, old_time): (Compression, CompressAt),
+    (new, time): (Compression, Option<CompressAt>),
+) -> Result<CompressAt, error::Error> {
+    match (new.is_off(), time) {
+        (true, Some(CompressAt::WriteBack)) => Err(error::Error::new(
+            error::ErrorKind::Invalid,
+            "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
+        )),
+        (true, _) => Ok(CompressAt::Idle),
+        (false, Some(time)) => Ok(time),
+        (false, None) if old.is_off() => Ok(CompressAt::WriteBack),
+        (false, None) => Ok(old_time),
+    }
+}
+
 impl fmt::Display for Compression {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

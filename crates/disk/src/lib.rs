@@ -40,7 +40,7 @@ mod testbed;
 pub mod transfer;
 mod zeros;
 
-pub use compression::Compression;
+pub use compression::{CompressAt, Compression};
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, Deduplication};
 pub use device::{

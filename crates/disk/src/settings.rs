@@ -189,16 +189,21 @@ impl Settings {
 
     /// Changes the settings that new disks get.
     pub fn change_defaults(&self, change: &DefaultsChange) -> Result<()> {
-        self.update(|record| {
-            change.apply(&mut record.new_disks);
-            Ok(())
-        })
+        self.update(|record| change.apply(&mut record.new_disks))
     }
 
     /// The disks for which servers compress data, by UUID.
     pub fn compressed(&self) -> BTreeMap<String, Compression> {
         let state = self.state.lock();
         let set = state.record.disks.iter().filter(|(_, settings)| !settings.compression.is_off());
+        set.map(|(uuid, settings)| (uuid.clone(), settings.compression)).collect()
+    }
+
+    /// The disks whose new data is compressed at write-back, by UUID. Data that is to be compared with other data is
+    /// not compressed before, because packs are not compared.
+    pub fn compressed_at_write_back(&self) -> BTreeMap<String, Compression> {
+        let state = self.state.lock();
+        let set = state.record.disks.iter().filter(|(_, settings)| settings.compresses_writes());
         set.map(|(uuid, settings)| (uuid.clone(), settings.compression)).collect()
     }
 

@@ -49,18 +49,30 @@ impl Datastore {
         if is_native && new.provisioning == Provisioning::Thin {
             let defaults = self.defaults();
             settings.compression = Some(given.compression.unwrap_or(defaults.compression));
+            if given.compression.is_none() {
+                settings.compress_at = given.compress_at.or(Some(defaults.compress_at));
+            }
             settings.dedup = Some(given.dedup.clone().unwrap_or(defaults.dedup));
         }
         settings.compression = settings.compression.filter(|compression| !compression.is_off());
+        if settings.compression.is_none() {
+            settings.compress_at = given.compress_at.filter(|time| !time.is_idle());
+        }
         settings.dedup = settings.dedup.filter(|dedup| !dedup.is_off());
         Ok(settings)
     }
 
     /// The change that gives a new disk the defaults.
     fn default_change(&self) -> SettingsChange {
-        let DiskDefaults { compression, dedup } = self.defaults();
+        let DiskDefaults { compression, compress_at, dedup } = self.defaults();
         let compression = Some(compression).filter(|compression| !compression.is_off());
-        SettingsChange { compression, dedup: Some(dedup).filter(|dedup| !dedup.is_off()), ..SettingsChange::default() }
+        let compress_at = compression.map(|_| compress_at);
+        SettingsChange {
+            compression,
+            compress_at,
+            dedup: Some(dedup).filter(|dedup| !dedup.is_off()),
+            ..SettingsChange::default()
+        }
     }
 
     /// Refuses settings that have no effect on a disk.

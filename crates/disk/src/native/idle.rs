@@ -146,6 +146,8 @@ impl Native {
     /// that was longest not made. `None` while a pass runs. Also begins to record the writes of disks that have got a
     /// setting, and ends the records of others. `may` excludes disks by name.
     pub fn next_idle(&self, after: Duration, may: impl Fn(&str) -> bool) -> Result<Option<IdlePass>> {
+        // Disks may have been made, deleted or migrated since.
+        self.compress_writes()?;
         let (disks, domains) = (self.compressed_disks(), self.domains());
         let packed: BTreeSet<u64> = disks.iter().map(|disk| disk.id).collect();
         let shared: BTreeSet<u64> = domains.iter().flat_map(IdleDomain::ids).collect();

@@ -234,6 +234,9 @@ impl Native {
             Some(snapshot) => (self.find_snapshot(&disk, snapshot)?, format!("{}@{snapshot}", disk.name)),
             None => (disk.clone(), disk.name.clone()),
         };
+        if snapshot.is_none() && !read_only {
+            self.compress_writes_to(&disk)?;
+        }
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
         let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), mark(client));
         Ok(Arc::new(match snapshot {

@@ -1,6 +1,6 @@
 //! The record of settings: what is stored for each disk, how it is changed, and the versions of the file.
 
-use crate::compression::Compression;
+use crate::compression::{CompressAt, Compression, changed_time};
 use crate::deduplication::Deduplication;
 use crate::full::OnFull;
 use crate::names;
@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 pub(super) const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
 /// Kind of a file with compression.
 const KIND_2: Kind = Kind { version: 2, ..KIND };
-/// Kind of a file with deduplication.
+/// Kind of a file with deduplication, or with compression at write-back.
 const KIND_3: Kind = Kind { version: 3, ..KIND };
 
 /// The settings of a disk.
@@ -38,10 +38,20 @@ pub struct DiskSettings {
     /// How servers compress data that was not written for a while.
     #[serde(default, skip_serializing_if = "Compression::is_off")]
     pub compression: Compression,
+    /// When new data is compressed.
+    #[serde(default, skip_serializing_if = "CompressAt::is_idle")]
+    pub compress_at: CompressAt,
     /// Among which disks servers find data of the disk that is equal to other data, once it was not written for a
     /// while.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
+}
+
+impl DiskSettings {
+    /// Whether new data is compressed at write-back.
+    pub(crate) fn compresses_writes(&self) -> bool {
+        !self.compress_at.is_idle() && self.dedup.is_off()
+    }
 }
 
 /// Changes of settings; `None` leaves a setting unchanged.
@@ -66,6 +76,9 @@ pub struct SettingsChange {
     /// How servers compress data that was not written for a while.
     #[serde(default)]
     pub compression: Option<Compression>,
+    /// When new data is compressed. Compression that is switched on is at write-back, unless this is given.
+    #[serde(default)]
+    pub compress_at: Option<CompressAt>,
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
@@ -78,6 +91,9 @@ pub struct DiskDefaults {
     /// How servers compress data of the disk; only thin native disks get this setting.
     #[serde(default)]
     pub compression: Compression,
+    /// When new data of the disk is compressed.
+    #[serde(default, skip_serializing_if = "CompressAt::is_idle")]
+    pub compress_at: CompressAt,
     /// Among which disks servers find equal data; only thin native disks get this setting.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
@@ -96,17 +112,24 @@ pub struct DefaultsChange {
     /// How servers compress data of the disk.
     #[serde(default)]
     pub compression: Option<Compression>,
+    /// When new data of the disk is compressed. Compression that is switched on is at write-back, unless this is given.
+    #[serde(default)]
+    pub compress_at: Option<CompressAt>,
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
 }
 
 impl DefaultsChange {
-    pub(super) fn apply(&self, defaults: &mut DiskDefaults) {
-        defaults.compression = self.compression.unwrap_or(defaults.compression);
+    pub(super) fn apply(&self, defaults: &mut DiskDefaults) -> Result<()> {
+        let compression = self.compression.unwrap_or(defaults.compression);
+        let old = (defaults.compression, defaults.compress_at);
+        defaults.compress_at = changed_time(old, (compression, self.compress_at))?;
+        defaults.compression = compression;
         if let Some(dedup) = &self.dedup {
             defaults.dedup.clone_from(dedup);
         }
+        Ok(())
     }
 }
 
@@ -144,7 +167,10 @@ impl SettingsChange {
     pub(super) fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
         settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
-        settings.compression = self.compression.unwrap_or(settings.compression);
+        let compression = self.compression.unwrap_or(settings.compression);
+        let old = (settings.compression, settings.compress_at);
+        settings.compress_at = changed_time(old, (compression, self.compress_at))?;
+        settings.compression = compression;
         if let Some(dedup) = &self.dedup {
             settings.dedup.clone_from(dedup);
         }
@@ -221,7 +247,9 @@ impl SettingsRecord {
     /// The kind of the file: the lowest version that has the settings in use.
     pub(super) fn kind(&self) -> &'static Kind {
         let any = |is: fn(&DiskSettings) -> bool| self.disks.values().any(is);
-        if !self.new_disks.dedup.is_off() || any(|settings| !settings.dedup.is_off()) {
+        let DiskDefaults { dedup, compress_at, .. } = &self.new_disks;
+        let is_third = |settings: &DiskSettings| !settings.dedup.is_off() || !settings.compress_at.is_idle();
+        if !dedup.is_off() || !compress_at.is_idle() || any(is_third) {
             &KIND_3
         } else if !self.new_disks.are_none() || any(|settings| !settings.compression.is_off()) {
             &KIND_2

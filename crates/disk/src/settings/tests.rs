@@ -3,7 +3,7 @@
 
 use super::record::{LABELS_MAX, decode};
 use super::*;
-use crate::compression::Compression;
+use crate::compression::{CompressAt, Compression};
 use crate::deduplication::Deduplication;
 use crate::full::OnFull;
 use crate::quota::Limits;
@@ -124,7 +124,8 @@ fn one_damaged_byte_of_the_record_is_mended() {
 }
 
 fn compressed(compression: Compression) -> SettingsChange {
-    SettingsChange { compression: Some(compression), ..SettingsChange::default() }
+    let compress_at = Some(CompressAt::Idle);
+    SettingsChange { compression: Some(compression), compress_at, ..SettingsChange::default() }
 }
 
 /// The version in the first line of the file.
@@ -145,18 +146,35 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
     assert_eq!(Settings::open(Arc::clone(&directory)).of(TWO), settings.of(TWO));
     settings.change(TWO, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('1'));
-    let defaults = |compression| DefaultsChange { compression, dedup: None };
+    let defaults = |compression: Option<Compression>| DefaultsChange {
+        compress_at: compression.map(|_| CompressAt::Idle),
+        compression,
+        dedup: None,
+    };
     settings.change_defaults(&defaults(Some(Compression::Zstd(3)))).unwrap();
     assert_eq!(version(&directory), Some('2'));
     settings.change_defaults(&defaults(None)).unwrap();
     let again = Settings::open(Arc::clone(&directory));
-    assert_eq!(again.defaults(), DiskDefaults { compression: Compression::Zstd(3), dedup: Deduplication::Off });
+    assert_eq!(again.defaults(), DiskDefaults { compression: Compression::Zstd(3), ..DiskDefaults::default() });
     again.change_defaults(&defaults(Some(Compression::Off))).unwrap();
     assert_eq!((version(&directory), again.of(ONE)), (Some('1'), settings.of(ONE)));
     // A record of the earlier version never has compression.
     let record = SettingsRecord { new_disks: settings.defaults(), ..SettingsRecord::default() };
     let wrong = decode(&KIND.encode(&record).unwrap()).unwrap_err();
     assert!(wrong.kind() == ErrorKind::Corrupt && wrong.to_string().contains("later version"), "{wrong}");
+}
+
+#[test]
+fn compression_at_write_back_needs_the_version_of_deduplication() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let at = |at| SettingsChange { compress_at: Some(at), ..compressed(Compression::Lz4) };
+    settings.change(ONE, &at(CompressAt::WriteBack)).unwrap();
+    assert_eq!(version(&directory), Some('3'));
+    assert_eq!(settings.compressed_at_write_back(), [(ONE.to_owned(), Compression::Lz4)].into());
+    assert_eq!(Settings::open(Arc::clone(&directory)).of(ONE), settings.of(ONE));
+    settings.change(ONE, &at(CompressAt::Idle)).unwrap();
+    assert_eq!((version(&directory), settings.compressed_at_write_back()), (Some('2'), BTreeMap::new()));
 }
 
 #[test]
@@ -175,7 +193,7 @@ fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
     // Each version is written again when the settings of the later ones are removed.
     settings.change(TWO, &set(Deduplication::Off)).unwrap();
     assert_eq!(version(&directory), Some('2'));
-    let defaults = |dedup| DefaultsChange { dedup: Some(dedup), compression: None };
+    let defaults = |dedup| DefaultsChange { dedup: Some(dedup), ..DefaultsChange::default() };
     settings.change_defaults(&defaults(Deduplication::Datastore)).unwrap();
     settings.change(ONE, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('3'));
@@ -192,7 +210,7 @@ fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
 }
 
 fn compressing() -> DiskDefaults {
-    DiskDefaults { compression: Compression::Lz4, dedup: Deduplication::Off }
+    DiskDefaults { compression: Compression::Lz4, ..DiskDefaults::default() }
 }
 
 #[test]

@@ -3,10 +3,12 @@
 use super::{Choice, End, IdlePass, IdlePassesState};
 use crate::compression::Compression;
 use crate::info::{CompressionState, CompressionStatus, Reclaimed};
+use crate::names;
 use crate::native::{Native, bytes};
 use error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
 use std::time::Duration;
+use store::catalog::{Object, Provisioning};
 use store::engine::Purpose;
 use store::pack::Packer;
 use work::{Progress, Throttle};
@@ -48,6 +50,30 @@ impl Native {
             compression: *compression,
         };
         self.idle_disks(&self.settings.compressed(), of)
+    }
+
+    /// Compresses new data of the disks whose setting says so when it is written, and of no others.
+    ///
+    /// # Errors
+    /// Those of writing the superblock.
+    pub(crate) fn compress_writes(&self) -> Result<()> {
+        let disk = |id, _: &str, _, compression: &Compression| compression.codec().map(|codec| (id, codec));
+        let disks = self.idle_disks(&self.settings.compressed_at_write_back(), disk);
+        self.engine.pack_writes_of(&disks.into_iter().flatten().collect::<Vec<_>>())
+    }
+
+    /// Compresses new data of a disk that is being opened when it is written, if its setting says so.
+    ///
+    /// # Errors
+    /// Those of writing the superblock.
+    pub(crate) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
+        let settings = self.settings.of(&names::uuid_text(&disk.uuid));
+        match settings.compression.codec() {
+            Some(codec) if settings.compresses_writes() && disk.provisioning == Provisioning::Thin => {
+                self.engine.pack_writes(disk.id, codec)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Adds the disks with cold data that was not processed. Data of a disk that is also deduplicated counts only after

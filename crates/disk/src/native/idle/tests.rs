@@ -4,8 +4,8 @@
 
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Compression, Datastore, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions, NewDisk,
-    NoProgress, Point, Progress, Provisioning, QueueChoice, SettingsChange, SnapshotOptions,
+    CheckOptions, CompressAt, Compression, Datastore, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions,
+    NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, SettingsChange, SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
@@ -32,7 +32,11 @@ fn open(path: &Path) -> Arc<Datastore> {
 }
 
 fn set(compression: Compression) -> SettingsChange {
-    SettingsChange { compression: Some(compression), ..SettingsChange::default() }
+    set_at(compression, CompressAt::Idle)
+}
+
+fn set_at(compression: Compression, at: CompressAt) -> SettingsChange {
+    SettingsChange { compression: Some(compression), compress_at: Some(at), ..SettingsChange::default() }
 }
 
 /// A datastore with the disk `a` of 8 MiB.
@@ -277,7 +281,7 @@ fn only_thin_native_disks_get_the_setting() {
         datastore.edit_disk("t", &set(Compression::Off)).unwrap();
         datastore.delete_disk("t", false).unwrap();
     }
-    let defaults = DefaultsChange { compression: Some(Compression::Zstd(9)), dedup: None };
+    let defaults = DefaultsChange { compression: Some(Compression::Zstd(9)), ..DefaultsChange::default() };
     datastore.change_defaults(&defaults).unwrap();
     let of = |name: &str| datastore.disk(name).unwrap().settings.compression;
     let made = [("thin", &thin, Compression::Zstd(9)), ("thick", &thick, Compression::Off)];
@@ -295,4 +299,76 @@ fn only_thin_native_disks_get_the_setting() {
         ["a", "b", "plain", "other", "c"].map(of),
         [Compression::Off, Compression::Off, Compression::Off, Compression::Lz4, Compression::Lz4]
     );
+}
+
+/// Bytes of a disk that are in packs.
+fn packed(datastore: &Datastore, disk: &str) -> u64 {
+    let space = datastore.space(Some(disk), &NoProgress).unwrap();
+    space.disks[0].space.compressed.packed
+}
+
+#[test]
+fn new_data_is_compressed_when_it_is_written_unless_the_setting_says_idle() {
+    let bed = bed(Compression::Lz4);
+    let (datastore, at) = (&bed.datastore, |at| set_at(Compression::Lz4, at));
+    bed.write("a", 0, 1, MIB);
+    assert_eq!(packed(datastore, "a"), 0);
+    datastore.edit_disk("a", &at(CompressAt::WriteBack)).unwrap();
+    // More than a flush appends to the journal.
+    let device = datastore.device("a", false).unwrap();
+    let long = |mib: usize, seed: u8| {
+        let data = SharedSlice::copy_of(&content(seed, MIB));
+        device.write((mib * MIB) as u64, data, false).unwrap();
+    };
+    (1..3).for_each(|mib| long(mib, 2));
+    device.flush().unwrap();
+    assert_eq!(packed(datastore, "a"), 2 * MIB as u64);
+    bed.reads("a", 1, 2, MIB);
+    // A clone has the setting, and so has the disk after a restart.
+    datastore.clone_linked("a", &Point::Head, &["b".into()], &NoProgress).unwrap();
+    drop(device);
+    datastore.close().unwrap();
+    let Bed { folder: _folder, path, datastore } = bed;
+    drop(datastore);
+    let again = open(&path);
+    for disk in ["a", "b"] {
+        let before = packed(&again, disk);
+        let device = again.device(disk, false).unwrap();
+        device.write(4 * MIB as u64, SharedSlice::copy_of(&content(3, MIB)), false).unwrap();
+        device.flush().unwrap();
+        assert_eq!(packed(&again, disk) - before, MIB as u64, "{disk}");
+    }
+    again.edit_disk("a", &at(CompressAt::Idle)).unwrap();
+    let before = packed(&again, "a");
+    again.device("a", false).unwrap().write(6 * MIB as u64, SharedSlice::copy_of(&content(4, MIB)), false).unwrap();
+    assert_eq!(packed(&again, "a"), before);
+    let report = again.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, []);
+}
+
+#[test]
+fn compression_that_is_switched_on_is_at_write_back() {
+    let bed = bed(Compression::Off);
+    let datastore = &bed.datastore;
+    let edit = |compression, compress_at| {
+        datastore.edit_disk("a", &SettingsChange { compression, compress_at, ..SettingsChange::default() })
+    };
+    let at = || datastore.disk("a").unwrap().settings.compress_at;
+    let refused = edit(None, Some(CompressAt::WriteBack)).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains("compression is off"), "{refused}");
+    edit(Some(Compression::Lz4), None).unwrap();
+    assert_eq!(at(), CompressAt::WriteBack);
+    edit(None, Some(CompressAt::Idle)).unwrap();
+    edit(Some(Compression::Zstd(3)), None).unwrap();
+    assert_eq!(at(), CompressAt::Idle, "another method leaves the time as it is");
+    edit(Some(Compression::Off), None).unwrap();
+    edit(Some(Compression::Lz4), Some(CompressAt::Idle)).unwrap();
+    assert_eq!(at(), CompressAt::Idle);
+    let change = DefaultsChange { compression: Some(Compression::Lz4), ..DefaultsChange::default() };
+    datastore.change_defaults(&change).unwrap();
+    let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
+    datastore.create_disk("new", &thin, &NoProgress).unwrap();
+    assert_eq!(datastore.disk("new").unwrap().settings.compress_at, CompressAt::WriteBack);
+    datastore.create_disk_with("other", &thin, &set_at(Compression::Lz4, CompressAt::Idle), &NoProgress).unwrap();
+    assert_eq!(datastore.disk("other").unwrap().settings.compress_at, CompressAt::Idle);
 }

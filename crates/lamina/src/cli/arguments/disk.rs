@@ -9,8 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    Compression, DEDUP_MEMORY_MIN, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes, DiskFormat,
-    LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+    CompressAt, Compression, DEDUP_MEMORY_MIN, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes,
+    DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -86,10 +86,14 @@ pub struct SettingsArguments {
     /// Space that the disk can map whatever other disks write; 0 for no reservation.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub reservation: Option<u64>,
-    /// How servers compress data of the disk and its snapshots that was not written for a while: off, lz4, or zstd with
-    /// a level from 1 to 19, such as zstd:9. Only for thin native disks. A new disk has what 'disk defaults' shows.
+    /// How data of the disk and its snapshots is compressed: off, lz4, or zstd with a level from 1 to 19, such as
+    /// zstd:9. Only for thin native disks. A new disk has what 'disk defaults' shows.
     #[arg(long, value_name = "METHOD")]
     pub compression: Option<Compression>,
+    /// When new data is compressed: at write-back (what compression that is switched on has), or only by servers once it
+    /// was not written for a while (idle), which they do with all data.
+    #[arg(long, value_name = "write-back|idle")]
+    pub compress_at: Option<CompressAt>,
     /// Among which disks servers find data of the disk and its snapshots that is stored again, once it was not written
     /// for a while, to store it once: off, disk (only within the disk), label:KEY such as label:tenant (the disks with
     /// this setting and the same value of the label), or datastore (all disks with this setting). Only for thin native
@@ -107,6 +111,7 @@ impl SettingsArguments {
             remove_labels: Vec::new(),
             limits: LimitsChange { quota: self.quota, reservation: self.reservation },
             compression: self.compression,
+            compress_at: self.compress_at,
             dedup: self.dedup.clone(),
         }
     }
@@ -374,9 +379,13 @@ pub enum DiskCommand {
     Edit(DiskEdit),
     /// Show the settings that new disks get if no others are given, or change them. Existing disks keep their settings.
     Defaults {
-        /// How servers compress data of new thin native disks: off, lz4, or zstd with a level from 1 to 19.
+        /// How data of new thin native disks is compressed: off, lz4, or zstd with a level from 1 to 19.
         #[arg(long, value_name = "METHOD")]
         compression: Option<Compression>,
+        /// When new data of these disks is compressed: at write-back, or only once it was not written for a while
+        /// (idle).
+        #[arg(long, value_name = "write-back|idle")]
+        compress_at: Option<CompressAt>,
         /// Among which disks servers find equal data of new thin native disks.
         #[arg(long, value_name = "off|disk|label:KEY|datastore")]
         dedup: Option<Deduplication>,
@@ -506,8 +515,9 @@ impl DiskCommand {
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
             Self::Edit(edit) => edit.request()?,
-            Self::Defaults { compression, dedup } => {
-                DiskRequest::Defaults { change: DefaultsChange { compression: *compression, dedup: dedup.clone() } }
+            Self::Defaults { compression, compress_at, dedup } => {
+                let (compression, compress_at, dedup) = (*compression, *compress_at, dedup.clone());
+                DiskRequest::Defaults { change: DefaultsChange { compression, compress_at, dedup } }
             }
             Self::Tune(tune) => DiskRequest::Tune {
                 name: tune.name.clone(),

@@ -4,9 +4,9 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    Compression, CompressionState, CompressionStatus, Deduplication, DeduplicationState, DeduplicationStatus,
-    DetectZeroes, DiskDefaults, DiskInfo, DiskStatistics, DiskUser, ImageDetails, LiveProgress, OnFull, Provisioning,
-    Reclaimed, WaitingWrites,
+    CompressAt, Compression, CompressionState, CompressionStatus, Deduplication, DeduplicationState,
+    DeduplicationStatus, DetectZeroes, DiskDefaults, DiskInfo, DiskSettings, DiskStatistics, DiskUser, ImageDetails,
+    LiveProgress, OnFull, Provisioning, Reclaimed, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -137,12 +137,23 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
 
 /// The setting of compression, and what was done because of it.
 fn compression(disk: &DiskInfo) -> Option<String> {
-    let method = disk.settings.compression;
-    if method.is_off() {
+    let DiskSettings { compression, compress_at, dedup, .. } = &disk.settings;
+    // Data that is deduplicated is compressed afterwards.
+    let (compression, at) = (*compression, if dedup.is_off() { *compress_at } else { CompressAt::Idle });
+    if compression.is_off() {
         return None;
     }
     let state = || disk.compression.as_ref().map(progress);
-    Some(format!("{method}, {}", effect(disk, state)))
+    Some(format!("{}, {}", method(compression, at), effect(disk, state)))
+}
+
+/// How and when data is compressed.
+fn method(compression: Compression, at: CompressAt) -> String {
+    match (compression, at) {
+        (Compression::Off, _) => compression.to_string(),
+        (_, CompressAt::WriteBack) => format!("{compression} at write-back"),
+        (_, CompressAt::Idle) => format!("{compression} when idle"),
+    }
 }
 
 /// What a setting of compression or deduplication does for a disk. `state` says what a server has done because of it.
@@ -211,8 +222,9 @@ pub fn deduplication_status(status: &DeduplicationStatus) -> Option<String> {
 
 /// Prints the settings that new disks get.
 pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
-    let DiskDefaults { compression, dedup } = defaults;
-    print_facts(out, &[("compression", compression.to_string()), ("deduplication", dedup.to_string())])
+    let DiskDefaults { compression, compress_at, dedup } = defaults;
+    let compression = method(*compression, *compress_at);
+    print_facts(out, &[("compression", compression), ("deduplication", dedup.to_string())])
 }
 
 /// The writes of a disk that wait for space.

@@ -25,7 +25,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, RwLock};
 use crate::{Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -110,6 +110,10 @@ pub struct WritePacker {
 }
 
 impl WritePacker {
+    fn new(codec: Codec) -> Self {
+        Self { codec, idle: Mutex::default(), plain: AtomicBool::new(false) }
+    }
+
     /// The windows of 128 KiB that lie in a range as a whole.
     pub fn windows(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
         let (first, end) = (range.start.div_ceil(WINDOW), range.end / WINDOW);
@@ -167,15 +171,22 @@ impl PackedWrites {
         self.disks.read().get(&disk).cloned()
     }
 
-    fn set(&self, disks: &[(u64, Codec)]) {
+    /// Compresses the writes to these disks, beside the others.
+    fn add(&self, disks: &[(u64, Codec)]) {
         let mut set = self.disks.write();
-        let new = disks.iter().map(|(disk, codec)| match set.get(disk) {
-            Some(packer) if packer.codec == *codec => (*disk, Arc::clone(packer)),
-            _ => {
-                (*disk, Arc::new(WritePacker { codec: *codec, idle: Mutex::default(), plain: AtomicBool::new(false) }))
+        for (disk, codec) in disks {
+            if set.get(disk).is_none_or(|packer| packer.codec != *codec) {
+                set.insert(*disk, Arc::new(WritePacker::new(*codec)));
             }
-        });
-        *set = new.collect();
+        }
+        self.any.store(!set.is_empty(), Ordering::Release);
+    }
+
+    /// Ends the compression of the writes to other disks.
+    fn retain(&self, disks: &[(u64, Codec)]) {
+        let kept: FxHashSet<u64> = disks.iter().map(|(disk, _)| *disk).collect();
+        let mut set = self.disks.write();
+        set.retain(|disk, _| kept.contains(disk));
         self.any.store(!set.is_empty(), Ordering::Release);
     }
 }
@@ -247,18 +258,31 @@ impl Engine {
         may
     }
 
-    /// Compresses new blocks of these disks when they are written, and those of no other disk. Thick disks must not be
-    /// among them.
+    /// Compresses new blocks of a disk, which must not be thick, when they are written.
     ///
     /// # Errors
     /// Those of writing the superblock, which says from then on that the datastore may have such packs.
+    pub fn pack_writes(&self, disk: u64, codec: Codec) -> Result<()> {
+        self.add_packed_writes(&[(disk, codec)])
+    }
+
+    /// As [`Engine::pack_writes`], for these disks, and for no other disk.
+    ///
+    /// # Errors
+    /// Those of [`Engine::pack_writes`].
     pub fn pack_writes_of(&self, disks: &[(u64, Codec)]) -> Result<()> {
+        self.add_packed_writes(disks)?;
+        self.writeback.packed.retain(disks);
+        Ok(())
+    }
+
+    fn add_packed_writes(&self, disks: &[(u64, Codec)]) -> Result<()> {
         if !disks.is_empty() && !self.log.has_written_packs() {
             let _checkpoints = self.log.lock_checkpoints();
             self.check_owner()?;
             self.log.raise_version(VERSION_WRITTEN_PACKS).map_err(|error| self.stop(error))?;
         }
-        self.writeback.packed.set(disks);
+        self.writeback.packed.add(disks);
         Ok(())
     }
 }

@@ -412,7 +412,7 @@ fn only_thin_native_disks_get_the_setting() {
         datastore.delete_disk("t", false).unwrap();
     }
     bed.create("old", &SettingsChange::default());
-    let defaults = DefaultsChange { dedup: Some(tenant()), compression: None };
+    let defaults = DefaultsChange { dedup: Some(tenant()), ..DefaultsChange::default() };
     datastore.change_defaults(&defaults).unwrap();
     let of = |name: &str| datastore.disk(name).unwrap().settings.dedup;
     for (name, new, dedup) in
