@@ -53,7 +53,7 @@ fn passes(store: &Store) -> Vec<Value> {
 fn a_server_compresses_cold_data_and_shows_it() {
     let store = Store::new();
     let mut server = store.serve("--optimize-after 1s");
-    store.run("disk create vm 16M --compression zstd:5").ok();
+    store.run("disk create vm 16M --compression zstd:5 --compress-at idle").ok();
     store.run("disk create other 16M").ok();
     let mut following = store.command("events --json").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut lines = BufReader::new(following.stdout.take().unwrap()).lines();
@@ -73,7 +73,10 @@ fn a_server_compresses_cold_data_and_shows_it() {
     assert_eq!((&status["new_disks"], &status["running"]), (&json!("off"), &Value::Null));
     assert!(store.run("status").ok().contains("1 disk, off for new ones"));
     let text = store.run("disk show vm").ok();
-    assert!(text.contains("zstd:5, 0 B to be examined, last pass") && text.contains("4 MiB compressed to"), "{text}");
+    assert!(
+        text.contains("zstd:5 when idle, 0 B to be examined, last pass") && text.contains("4 MiB compressed to"),
+        "{text}"
+    );
     let mut events = Vec::new();
     while !events.contains(&"disk_changed".to_owned()) {
         let event: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
@@ -107,10 +110,45 @@ fn a_server_compresses_cold_data_and_shows_it() {
 }
 
 #[test]
+fn new_data_is_compressed_when_it_is_written() {
+    let store = Store::new();
+    let mut server = store.serve("--optimize-after never");
+    store.run("disk create vm 16M --compression lz4").ok();
+    assert!(store.run("disk show vm").ok().contains("lz4 at write-back"));
+    let mut client = Client::connect(&store.socket(), "vm").unwrap();
+    let (first, second) = (content(1, 8 * MIB), content(2, MIB));
+    client.write(0, &first).unwrap();
+    client.flush().unwrap();
+    assert_eq!(packed(&store, "vm"), 8 * MIB as u64);
+    // A snapshot shares the data, so an overwrite needs new blocks too, which are compressed.
+    store.run("snapshot create vm@s").ok();
+    client.write(0, &second).unwrap();
+    client.flush().unwrap();
+    assert_eq!(packed(&store, "vm"), 8 * MIB as u64);
+    store.run("disk edit vm --compress-at idle").ok();
+    client.write(12 * MIB as u64, &second).unwrap();
+    client.flush().unwrap();
+    assert_eq!(packed(&store, "vm"), 8 * MIB as u64);
+    drop(client);
+    server.kill();
+    let mut server = store.serve("--optimize-after never");
+    let mut expected = first.clone();
+    expected[..MIB].copy_from_slice(&second);
+    for (export, expected) in [("vm", &expected), ("vm@s", &first)] {
+        assert!(Client::connect(&store.socket(), export).unwrap().read(0, 8 * MIB as u32).unwrap() == *expected);
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+    store.run("disk create plain 8M").ok();
+    store.run("disk edit plain --compress-at write-back").fails(2, "compression is off");
+    store.run("disk create x 8M --compression lz4 --compress-at noon").fails(2, "neither idle nor write-back");
+}
+
+#[test]
 fn servers_that_are_killed_continue_and_lose_nothing() {
     let store = Store::new();
     let mut server = store.serve("--optimize-after 1s");
-    store.run("disk create vm 64M --compression zstd:6").ok();
+    store.run("disk create vm 64M --compression zstd:6 --compress-at idle").ok();
     let data = content(3, 16 * MIB);
     Client::connect(&store.socket(), "vm").unwrap().write(0, &data).unwrap();
     store.run("snapshot create vm@s").ok();
@@ -137,7 +175,7 @@ fn on_full(folder: &Path) {
     const BLOCK: usize = 4096;
     let store = Store::at(folder, "4M");
     let mut server = store.serve("--optimize-after never");
-    store.run("disk create vm 32M --compression zstd:1").ok();
+    store.run("disk create vm 32M --compression zstd:1 --compress-at idle").ok();
     store.run("disk create other 64M").ok();
     let data = content(6, 16 * MIB);
     let mut client = Client::connect(&store.socket(), "vm").unwrap();
@@ -226,7 +264,7 @@ fn new_disks_get_the_default_and_clones_the_setting_of_their_source() {
     store.run("disk create plain 8M").ok();
     assert!(!settings.exists(), "nothing has a setting");
     assert!(store.run("disk defaults --compression zstd").ok().contains("zstd:3"));
-    assert!(std::fs::read_to_string(&settings).unwrap().starts_with("lamina settings 2 "));
+    assert!(std::fs::read_to_string(&settings).unwrap().starts_with("lamina settings 3 "));
     let of = |disk: &str| shown(&store, disk)["settings"]["compression"].clone();
     std::fs::write(file("raw"), content(5, MIB)).unwrap();
     for (arguments, disk, expected) in [
@@ -252,9 +290,9 @@ fn new_disks_get_the_default_and_clones_the_setting_of_their_source() {
     assert_eq!((of("restored"), of("plain")), (json!("zstd:3"), Value::Null));
     // Migrations keep the setting, also where it has no effect.
     store.run("disk migrate whole -d sesparse").ok();
-    assert!(store.run("disk show whole").ok().contains("lz4, without effect on images"));
+    assert!(store.run("disk show whole").ok().contains("lz4 at write-back, without effect on images"));
     store.run("disk migrate whole -d native --provisioning zeroedthick").ok();
-    assert!(store.run("disk show whole").ok().contains("lz4, without effect on a thick disk"));
+    assert!(store.run("disk show whole").ok().contains("lz4 at write-back, without effect on a thick disk"));
     let there = Store::new();
     store.run(&format!("disk migrate whole -d native --to {}", there.path().display())).ok();
     assert_eq!(shown(&there, "whole")["settings"]["compression"], "lz4");

@@ -119,6 +119,16 @@ pub struct Sample {
 
 /// Runs one job.
 pub fn run(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> {
+    run_with(scratch, endpoint, job, &[])
+}
+
+/// Runs one job that writes new content with each request, of which this part of each block, in percent, is constant.
+pub fn run_compressible(scratch: &Scratch, endpoint: &Endpoint, job: &Job, percent: u32) -> Result<Sample> {
+    let part = format!("--buffer_compress_percentage={percent}");
+    run_with(scratch, endpoint, job, &["--refill_buffers", "--buffer_compress_chunk=4096", &part])
+}
+
+fn run_with(scratch: &Scratch, endpoint: &Endpoint, job: &Job, options: &[&str]) -> Result<Sample> {
     let output = scratch.path("fio.json");
     let mut command = Command::new("fio");
     command.args(["--name=study", "--ioengine=nbd", "--thread", "--output-format=json", "--randrepeat=0"]);
@@ -132,6 +142,7 @@ pub fn run(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> 
     if job.flush_each {
         command.arg("--fsync=1");
     }
+    command.args(options);
     let mut limit = GRACE;
     match job.length {
         Length::Time { seconds, ramp } => {

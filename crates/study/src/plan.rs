@@ -59,6 +59,8 @@ pub enum Study {
     ReclaimSesparse,
     /// Reduction by deduplication and compression against the content that fio generated
     Reduction,
+    /// Writes and reads of a disk that is compressed at write-back against one without compression
+    CompressedWrites,
     /// Consolidating a chain under random writes
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes
@@ -79,7 +81,7 @@ pub enum Study {
 
 impl Study {
     /// Every study, in the order in which `all` runs them.
-    pub const EACH: [Study; 23] = [
+    pub const EACH: [Study; 24] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -97,6 +99,7 @@ impl Study {
         Study::PeersChain,
         Study::ReclaimSesparse,
         Study::Reduction,
+        Study::CompressedWrites,
         Study::Consolidate,
         Study::Migrate,
         Study::VmLinked,
@@ -125,6 +128,7 @@ impl Study {
             Study::PeersChain => "peers-chain",
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Reduction => "reduction",
+            Study::CompressedWrites => "compressed-writes",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",

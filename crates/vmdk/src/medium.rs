@@ -48,7 +48,9 @@ pub(crate) fn take_mark(directory: &dyn Directory) -> Result<bool> {
 /// Makes the names of the files in a folder durable.
 pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
     folder.directory().sync().map_err(|error| {
-        let text = format!("the folder of '{of}' still cannot be flushed; mend the medium first");
+        let text = format!(
+            "the folder of '{of}' still cannot be flushed; mend the medium first, or read the disk with 'lamina salvage'"
+        );
         Error::io(text, error)
     })
 }
@@ -78,7 +80,10 @@ fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
         synced => synced,
     };
     synced.and_then(|()| file.forget_cached()).map_err(|error| {
-        let text = format!("'{}' still cannot be flushed; mend the medium first", place.label());
+        let text = format!(
+            "'{}' still cannot be flushed; mend the medium first, or read the disk with 'lamina salvage'",
+            place.label()
+        );
         Error::io(text, error)
     })
 }

@@ -12,7 +12,8 @@ use store::pack::{Codec, Packer};
 const PACKED_MAX: u64 = 8192;
 
 impl SimulationRun {
-    /// Compresses blocks of a disk or snapshot from `at` on, in at most `steps` steps.
+    /// Compresses blocks of a disk or snapshot from `at` on, in at most `steps` steps. Which new blocks are compressed at
+    /// write-back from then on depends on `steps` too.
     pub(super) fn pack(&mut self, object: u64, at: u64, steps: u64, codec: Codec) -> Checked {
         let objects = reducible(self.datastore()?.engine());
         let Some((id, blocks)) = objects.get((object % objects.len().max(1) as u64) as usize).copied() else {
@@ -20,7 +21,10 @@ impl SimulationRun {
         };
         let first = at % blocks.max(1);
         let range = first..blocks.min(first + PACKED_MAX);
-        let packed = self.reduce(|engine, _| pack(engine, id, range, steps, codec))?;
+        let packed = self.reduce(|engine, _| {
+            pack_writes(engine, steps, codec)?;
+            pack(engine, id, range, steps, codec)
+        })?;
         self.statistics.packed += packed.unwrap_or(0);
         Ok(())
     }
@@ -60,6 +64,19 @@ fn reducible(engine: &Engine) -> Vec<(u64, u64)> {
 }
 
 /// Returns the number of blocks that became free.
+/// Begins or ends the compression of new blocks at write-back, for all thin disks or some of them.
+fn pack_writes(engine: &Engine, choice: u64, codec: Codec) -> Result<()> {
+    let thin = engine.with_catalog(|catalog| {
+        let thin = catalog.disks().filter(|disk| disk.provisioning == Provisioning::Thin);
+        thin.map(|disk| (disk.id, codec)).collect::<Vec<_>>()
+    });
+    match choice % 4 {
+        0 => engine.pack_writes_of(&[]),
+        1 => engine.pack_writes_of(&thin[..thin.len() / 2]),
+        _ => engine.pack_writes_of(&thin),
+    }
+}
+
 fn pack(engine: &Engine, object: u64, range: Range<u64>, steps: u64, codec: Codec) -> Result<u64> {
     let mut packer = Packer::new(codec)?;
     let (mut at, mut packed) = (range.start, 0);

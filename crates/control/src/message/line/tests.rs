@@ -4,8 +4,8 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    Compression, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind,
-    LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange, SnapshotOptions, Tuning,
+    CompressAt, Compression, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat,
+    ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 
 fn requests() -> Vec<Request> {
@@ -33,11 +33,16 @@ fn requests() -> Vec<Request> {
                 remove_labels: vec![name()],
                 limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },
                 compression: Some(Compression::Zstd(19)),
+                compress_at: Some(CompressAt::WriteBack),
                 dedup: Some(Deduplication::Label("tenant".into())),
             },
         }),
         Request::Disk(DiskRequest::Defaults {
-            change: DefaultsChange { compression: Some(Compression::Off), dedup: Some(Deduplication::Disk) },
+            change: DefaultsChange {
+                compression: Some(Compression::Off),
+                compress_at: None,
+                dedup: Some(Deduplication::Disk),
+            },
         }),
         Request::Disk(DiskRequest::List),
         Request::Disk(DiskRequest::Resize {
