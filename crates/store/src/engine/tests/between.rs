@@ -4,7 +4,7 @@
 
 use super::unreadable::{grown, leaves};
 use super::*;
-use crate::engine::writeback::Plan;
+use crate::engine::writeback::{Buffered, Plan};
 use crate::space::{REGION_BLOCKS, REGION_PAGES};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use backend::IoMode;
@@ -178,7 +178,8 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
         loop {
             let mut plan = Plan::default();
             let fetch = &mut metadata::Fetch::under_the_lock();
-            engine.plan_batch(&mut meta, &head, &pieces, false, &[], &mut plan, fetch).unwrap();
+            let buffered = Buffered { pieces: &pieces, packs: &[] };
+            engine.plan_batch(&mut meta, &head, buffered, false, &mut plan, fetch).unwrap();
             let in_place: Vec<Run> = plan.in_place().collect();
             plan.undo(&mut meta);
             let root = meta.catalog.get(1).unwrap().root;

@@ -175,9 +175,9 @@ fn payload_is_not_written_to_a_block_with_a_planned_overwrite() {
     let head = engine.head(1);
     let pieces = head.lock().layers.oldest().0.take(0, 100);
     let mut meta = engine.meta.lock();
-    engine
-        .plan_batch(&mut meta, &head, &pieces, false, &[], &mut plan, &mut metadata::Fetch::under_the_lock())
-        .unwrap();
+    let buffered = writeback::Buffered { pieces: &pieces, packs: &[] };
+    let fetch = &mut metadata::Fetch::under_the_lock();
+    engine.plan_batch(&mut meta, &head, buffered, false, &mut plan, fetch).unwrap();
     drop(meta);
     assert_eq!(engine.write_logged(100).unwrap(), 2, "blocks 2 and 3");
     let mut meta = engine.meta.lock();

@@ -27,7 +27,7 @@ use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
 use failing::Failing;
 use packs::{BufferedPack, PackedWrites};
-pub(crate) use plan::Plan;
+pub(crate) use plan::{Buffered, Plan};
 use std::sync::Arc;
 
 /// The most blocks of data per batch.
@@ -323,7 +323,7 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut plan = Plan::default();
             let planned = self
-                .plan_batch(&mut meta, head, &pieces, waited, packs, &mut plan, fetch)
+                .plan_batch(&mut meta, head, Buffered { pieces: &pieces, packs }, waited, &mut plan, fetch)
                 .and_then(|()| fetch.require(&mut meta, |meta| meta.cost_of_homes(head.id, plan.homes())));
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());

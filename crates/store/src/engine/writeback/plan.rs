@@ -35,6 +35,14 @@ pub enum Origin {
     Packed(BufferedParts),
 }
 
+/// What a batch writes.
+#[derive(Clone, Copy)]
+pub struct Buffered<'a> {
+    pub pieces: &'a [DirtyPiece],
+    /// Packs of entries that may be among the pieces.
+    pub packs: &'a [BufferedPack],
+}
+
 /// The plan of a batch. It must be ended with [`Plan::undo`] or [`Plan::end`].
 #[derive(Default)]
 pub struct Plan<'a> {
@@ -86,12 +94,12 @@ impl Engine {
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
-        pieces: &[DirtyPiece],
+        buffered: Buffered<'_>,
         waited: bool,
-        packs: &[BufferedPack],
         plan: &mut Plan<'a>,
         fetch: &mut Fetch,
     ) -> Result<()> {
+        let Buffered { pieces, packs } = buffered;
         let mut root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
         let (mut new_blocks, mut not_claimed, mut not_covered) = (0, 0, 0);
