@@ -12,8 +12,8 @@ use store::pack::{Codec, Packer};
 const PACKED_MAX: u64 = 8192;
 
 impl SimulationRun {
-    /// Compresses blocks of a disk or snapshot from `at` on, in at most `steps` steps. Which new blocks are compressed at
-    /// write-back from then on depends on `steps` too.
+    /// Compresses blocks of a disk or snapshot from `at` on, in at most `steps` steps. Which new blocks are compressed
+    /// at write-back from then on depends on `steps` too.
     pub(super) fn pack(&mut self, object: u64, at: u64, steps: u64, codec: Codec) -> Checked {
         let objects = reducible(self.datastore()?.engine());
         let Some((id, blocks)) = objects.get((object % objects.len().max(1) as u64) as usize).copied() else {

@@ -90,8 +90,8 @@ pub struct SettingsArguments {
     /// zstd:9. Only for thin native disks. A new disk has what 'disk defaults' shows.
     #[arg(long, value_name = "METHOD")]
     pub compression: Option<Compression>,
-    /// When new data is compressed: at write-back (what compression that is switched on has), or only by servers once it
-    /// was not written for a while (idle), which they do with all data.
+    /// When new data is compressed: at write-back (what compression that is switched on has), or only by servers once
+    /// it was not written for a while (idle), which they do with all data.
     #[arg(long, value_name = "write-back|idle")]
     pub compress_at: Option<CompressAt>,
     /// Among which disks servers find data of the disk and its snapshots that is stored again, once it was not written

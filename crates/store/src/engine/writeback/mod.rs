@@ -312,7 +312,8 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk, with packs of entries that may be in it. After an error, `fetch` may have the reason: see [`Fetch::require`].
+    /// One batch of one disk, with packs of entries that may be in it. After an error, `fetch` may have the reason: see
+    /// [`Fetch::require`].
     fn write_back(&self, lane: &mut Lane, head: &Head, packs: &[BufferedPack], fetch: &mut Fetch) -> Result<Batch> {
         let _under_way = self.begin_batch();
         let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());

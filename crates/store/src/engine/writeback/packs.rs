@@ -1,8 +1,8 @@
 //! Packs of blocks that are being written, for disks whose new blocks are compressed at write-back.
 //!
 //! Writes that need new blocks anyway may get a pack instead of plain blocks: all blocks of an aligned window at once,
-//! so that a pack never has to be read for a write. Blocks that can be overwritten in place stay plain, and so does what
-//! is not worth a pack. [`crate::engine::packing`] describes packs, and packs the rest later.
+//! so that a pack never has to be read for a write. Blocks that can be overwritten in place stay plain, and so does
+//! what is not worth a pack. [`crate::engine::packing`] describes packs, and packs the rest later.
 //!
 //! What must hold:
 //!
@@ -76,8 +76,8 @@ impl BufferedPack {
         self.checksums.len() as u64
     }
 
-    /// Whether the pack is made of entries that are still the same, and whose blocks all need new places. `new` has these
-    /// parts of the entries in ascending order, with the stamps of their writes.
+    /// Whether the pack is made of entries that are still the same, and whose blocks all need new places. `new` has
+    /// these parts of the entries in ascending order, with the stamps of their writes.
     pub fn is_of(&self, new: &[(Range<u64>, u64)]) -> bool {
         self.parts.iter().all(|(part, stamp)| {
             let at = new.partition_point(|(range, _)| range.end <= part.start);
@@ -192,8 +192,8 @@ impl PackedWrites {
 }
 
 impl Engine {
-    /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere yet,
-    /// or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
+    /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere
+    /// yet, or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
     /// clients wait for write-back then.
     pub(crate) fn packs_of_batch(&self, head: &Head) -> Result<Vec<BufferedPack>> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
@@ -237,8 +237,8 @@ impl Engine {
         Ok(new.flat_map(|(range, _)| WritePacker::windows(&range)).collect())
     }
 
-    /// Called when a pack of buffered blocks is written, with the buffer locked: whether the map may refer to it. It may
-    /// not if other writes to the blocks are buffered that may have no claim on free blocks.
+    /// Called when a pack of buffered blocks is written, with the buffer locked: whether the map may refer to it. It
+    /// may not if other writes to the blocks are buffered that may have no claim on free blocks.
     pub(super) fn may_use_pack(
         &self,
         disk: u64,

@@ -172,8 +172,8 @@ fn cut_off(seed: u64, cut: u64, through: bool) -> bool {
     ended
 }
 
-/// A write that comes while a pack of its block is written may have no claim on a free block, because it would overwrite
-/// the block in place. Then the map must not refer to the pack.
+/// A write that comes while a pack of its block is written may have no claim on a free block, because it would
+/// overwrite the block in place. Then the map must not refer to the pack.
 #[test]
 fn a_pack_replaces_no_block_that_a_buffered_write_may_overwrite_in_place() {
     let (disk, engine) = made();
