@@ -91,6 +91,8 @@ pub(crate) struct Native {
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
     /// Passes over cold data.
     idle: idle::IdlePasses,
+    /// Held while the disks whose writes are compressed are determined and given to the engine.
+    packing_writes: Mutex<()>,
     /// Limit of the memory for the prints of a deduplication, in bytes.
     pub dedup_memory: AtomicUsize,
     this: Weak<Native>,
@@ -113,6 +115,7 @@ impl Native {
             closing: AtomicBool::new(false),
             refuse_to_replace: OnceLock::new(),
             idle: idle::IdlePasses::default(),
+            packing_writes: Mutex::default(),
             dedup_memory: AtomicUsize::new(crate::DEDUP_MEMORY_DEFAULT),
             this: Weak::clone(this),
         })

@@ -57,6 +57,8 @@ impl Native {
     /// # Errors
     /// Those of writing the superblock.
     pub(crate) fn compress_writes(&self) -> Result<()> {
+        // A list that was made before the last change must not undo it.
+        let _one = self.packing_writes.lock();
         let disk = |id, _: &str, _, compression: &Compression| compression.codec().map(|codec| (id, codec));
         let disks = self.idle_disks(&self.settings.compressed_at_write_back(), disk);
         self.engine.pack_writes_of(&disks.into_iter().flatten().collect::<Vec<_>>())
@@ -67,6 +69,7 @@ impl Native {
     /// # Errors
     /// Those of writing the superblock.
     pub(crate) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
+        let _one = self.packing_writes.lock();
         let settings = self.settings.of(&names::uuid_text(&disk.uuid));
         match settings.compression.codec() {
             Some(codec) if settings.compresses_writes() && disk.provisioning == Provisioning::Thin => {
@@ -113,6 +116,7 @@ impl Native {
         let mut packer = Packer::new(codec)?;
         let first = self.engine.recorded_writes(disk.id, Purpose::Sharing);
         let mut parts = self.engine.record_writes(disk.id, Purpose::Packing)?.take_cold(after, first.as_deref());
+        let before = self.settings.of(&disk.uuid);
         // What is buffered enters the map, and journalled content its blocks: others are not compressed. The parts were
         // taken before, so a write that is not in the map afterwards makes its part count as written again.
         self.engine.flush()?;
@@ -123,7 +127,8 @@ impl Native {
         let throttle = Throttle::new(progress);
         while let Some(part) = parts.first(blocks) {
             let name = self.engine.with_catalog(|catalog| catalog.get(disk.id).map(|disk| disk.name.clone()))?;
-            if self.settings.of(&disk.uuid).compression != disk.compression || !may(&name) {
+            let now = self.settings.of(&disk.uuid);
+            if now.compression != disk.compression || now.dedup != before.dedup || !may(&name) {
                 break;
             }
             for (object, end) in &objects {

@@ -148,10 +148,7 @@ impl Engine {
     /// Allocates one run of `blocks` free blocks, and reserves more in the file system if the search finds none. `None`
     /// if the file system is full.
     pub(in crate::engine) fn allocate_whole(&self, meta: &mut Meta, blocks: u64) -> Result<Option<Run>> {
-        let mut found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
-        if found.is_none() && meta.release_freed() {
-            found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
-        }
+        let found = self.allocate_adjacent(meta, blocks)?;
         if found.is_some() {
             return Ok(found);
         }
@@ -162,6 +159,15 @@ impl Engine {
             Err(error) => return Err(error),
         }
         meta.data.allocate_whole(&mut meta.pages, blocks)
+    }
+
+    /// Allocates one run of `blocks` blocks that are free now. `None` if a short search finds none.
+    pub(in crate::engine) fn allocate_adjacent(&self, meta: &mut Meta, blocks: u64) -> Result<Option<Run>> {
+        let mut found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
+        if found.is_none() && meta.release_freed() {
+            found = meta.data.allocate_whole(&mut meta.pages, blocks)?;
+        }
+        Ok(found)
     }
 
     fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {

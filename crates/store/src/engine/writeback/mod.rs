@@ -201,7 +201,7 @@ impl Engine {
             self.pace()?;
             let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
             let _surveyed = next.as_ref().map(|head| self.bring_in_batch(head, &fetch));
-            let packs = next.as_ref().map_or(Ok(Vec::new()), |head| self.packs_of_batch(head))?;
+            let packs = next.as_ref().map(|head| self.packs_of_batch(head)).unwrap_or_default();
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let packs_for = |id: u64| if next.as_ref().is_some_and(|head| head.id == id) { &packs[..] } else { &[] };
@@ -254,7 +254,7 @@ impl Engine {
             self.check_running()?;
             self.pace()?;
             let _surveyed = self.bring_in_batch(head, &fetch);
-            let packs = self.packs_of_batch(head)?;
+            let packs = self.packs_of_batch(head);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let batch = match self.write_back(&mut lane, head, &packs, &mut fetch) {

@@ -195,18 +195,17 @@ impl Engine {
     /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere
     /// yet, or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
     /// clients wait for write-back then.
-    pub(crate) fn packs_of_batch(&self, head: &Head) -> Result<Vec<BufferedPack>> {
-        let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
+    pub(crate) fn packs_of_batch(&self, head: &Head) -> Vec<BufferedPack> {
+        let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
         if packer.plain.swap(false, Ordering::AcqRel) || 2 * self.buffers.blocks() > self.buffers.limit() {
-            return Ok(Vec::new());
+            return Vec::new();
         }
         let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
         let mut packs = Vec::new();
         // Runs of adjacent entries with data.
         for run in pieces.chunk_by(|left, right| left.is_data() && right.is_data() && left.end() == right.logical) {
             let (Some(first), Some(last)) = (run.first().filter(|first| first.is_data()), run.last()) else { continue };
-            let new = self.windows_without_blocks(head, first.logical..last.end())?;
-            for window in new {
+            for window in self.windows_to_write(head, first.logical..last.end()) {
                 let inside = run.iter().filter(|piece| piece.logical < window.end && window.start < piece.end());
                 let inside =
                     inside.map(|piece| piece.part(piece.logical.max(window.start)..piece.end().min(window.end)));
@@ -222,19 +221,22 @@ impl Engine {
                 packs.extend(pack.map(|pack| BufferedPack::new(pack, parts)));
             }
         }
-        Ok(packs)
+        packs
     }
 
-    /// The windows in a range of a disk of which no block can be overwritten in place. Pages of the map that are not in
-    /// memory are not read: their windows are left out.
-    fn windows_without_blocks(&self, head: &Head, range: Range<u64>) -> Result<Vec<Range<u64>>> {
+    /// The windows in a range of a disk of which all blocks need new places. Pages of the map that are not in memory are
+    /// not read: their windows are left out. So are those of a disk that was deleted meanwhile, and after an error, which
+    /// the write itself reports.
+    pub(super) fn windows_to_write(&self, head: &Head, range: Range<u64>) -> Vec<Range<u64>> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
-        let root = meta.catalog.get(head.id)?.root;
-        let mut fetch = Fetch::default();
-        let Ok(places) = fetch.require(meta, |meta| meta.places(root, range)) else { return Ok(Vec::new()) };
-        let new = places.into_iter().filter(|(_, place)| place.is_none());
-        Ok(new.flat_map(|(range, _)| WritePacker::windows(&range)).collect())
+        let Some(root) = meta.catalog.find(head.id).map(|object| object.root) else { return Vec::new() };
+        let (mut fetch, mut places) = (Fetch::default(), Vec::new());
+        if fetch.require(meta, |meta| meta.placements(root, range, &mut places)).is_err() {
+            return Vec::new();
+        }
+        let new = places.into_iter().filter(|(_, placement, _)| *placement == Placement::New);
+        new.flat_map(|(range, _, _)| WritePacker::windows(&range)).collect()
     }
 
     /// Called when a pack of buffered blocks is written, with the buffer locked: whether the map may refer to it. It

@@ -158,7 +158,7 @@ impl Engine {
         let mut packed = Vec::new();
         for pack in packs.iter().filter(|pack| pack.is_of(&new)) {
             // Without adjacent blocks, the blocks are stored plainly.
-            if let Some(run) = self.allocate_whole(meta, pack.stored())? {
+            if let Some(run) = self.allocate_adjacent(meta, pack.stored())? {
                 new_blocks -= pack.blocks.end - pack.blocks.start;
                 packed.push(pack.blocks.clone());
                 plan.homes.push(pack.write_to(run));

@@ -16,7 +16,7 @@
 //! 3. No write-through is under way when a snapshot is taken, when a checkpoint is captured, when permits end, or when
 //!    the disk is deleted or reverted.
 
-use super::packs::{NewPack, WritePacker};
+use super::packs::NewPack;
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Fetch, Touched};
@@ -29,7 +29,6 @@ use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
 use std::collections::BTreeSet;
-use std::iter::Peekable;
 use std::ops::Range;
 
 /// The smallest write that bypasses the buffer, in blocks (128 KiB).
@@ -50,21 +49,21 @@ enum Outcome {
 }
 
 /// A part of a write, and where it is written.
-struct Part {
+struct Part<'a> {
     blocks: Range<u64>,
     run: Run,
-    place: PartPlace,
+    place: PartPlace<'a>,
 }
 
 /// How a part of a write is stored.
-enum PartPlace {
+enum PartPlace<'a> {
     InPlace,
     New,
     /// Compressed, in new blocks.
-    Pack(NewPack),
+    Pack(&'a NewPack),
 }
 
-impl Part {
+impl Part<'_> {
     fn is_new(&self) -> bool {
         !matches!(self.place, PartPlace::InPlace)
     }
@@ -94,12 +93,14 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         };
+        // Compressed before the write delays reads of its range, and flushes and snapshots, which wait for it.
+        let packs = self.packs_of(head, logical..logical + blocks, data);
         let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
         while attempts > 0 {
             let _surveyed = self.meta.bring_in_for(&fetch, survey);
-            let outcome = self.try_through(head, logical..logical + blocks, data, checksums, &mut fetch);
+            let outcome = self.try_through(head, logical, data, checksums, &packs, &mut fetch);
             if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
                 continue;
             }
@@ -116,16 +117,18 @@ impl Engine {
     fn try_through(
         &self,
         head: &Head,
-        range: Range<u64>,
+        logical: u64,
         data: &SharedSlice,
         checksums: &Checksums,
+        packs: &[NewPack],
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
+        let range = logical..logical + (data.len() / BLOCK_SIZE) as u64;
         let _through = self.writeback.share_through();
         if !head.lock().enter_through(&range)? {
             return Ok(Outcome::Buffer);
         }
-        let outcome = self.through_entered(head, &range, data, checksums, fetch);
+        let outcome = self.through_entered(head, logical, data, checksums, packs, fetch);
         head.lock().leave_through(&range);
         outcome
     }
@@ -133,12 +136,13 @@ impl Engine {
     fn through_entered(
         &self,
         head: &Head,
-        range: &Range<u64>,
+        logical: u64,
         data: &SharedSlice,
         checksums: &Checksums,
+        packs: &[NewPack],
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
-        let mut packs = self.packs_of(head, range, data, fetch)?.into_iter().peekable();
+        let range = logical..logical + (data.len() / BLOCK_SIZE) as u64;
         let (parts, losses, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
@@ -163,14 +167,14 @@ impl Engine {
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
             fetch.require_allocation(meta, new)?;
-            let mut parts: Vec<Part> = Vec::new();
+            let mut parts: Vec<Part<'_>> = Vec::new();
             for (range, place) in own {
                 if let Some(start) = place {
                     let run = Run { start, blocks: range.end - range.start };
                     parts.push(Part { blocks: range, run, place: PartPlace::InPlace });
                     continue;
                 }
-                if let Err(error) = self.place_new(meta, range, &mut packs, &mut parts) {
+                if let Err(error) = self.place_new(meta, range, packs, &mut parts) {
                     release_parts(meta, &parts);
                     self.update_headroom(meta);
                     // The write enters the buffer, and its write-back allocates blocks of another region.
@@ -261,43 +265,35 @@ impl Engine {
         }
     }
 
-    /// The packs of those windows of a write that need new blocks, if the writes of the disk are compressed.
-    fn packs_of(&self, head: &Head, range: &Range<u64>, data: &[u8], fetch: &mut Fetch) -> Result<Vec<NewPack>> {
-        let Some(packer) = self.writeback.packed.of(head.id) else { return Ok(Vec::new()) };
-        let places = {
-            let mut guard = self.meta.lock();
-            let meta = &mut *guard;
-            let root = meta.catalog.get(head.id)?.root;
-            fetch.require(meta, |meta| meta.places(root, range.clone()))?
-        };
-        let new = places.iter().filter(|(_, place)| place.is_none());
-        let windows = new.flat_map(|(range, _)| WritePacker::windows(range));
-        Ok(packer.packs(windows, range.start, data))
+    /// The packs of those windows of a write that need new blocks now, if the writes of the disk are compressed.
+    fn packs_of(&self, head: &Head, range: Range<u64>, data: &[u8]) -> Vec<NewPack> {
+        let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
+        let windows = self.windows_to_write(head, range.clone());
+        packer.packs(windows.into_iter(), range.start, data)
     }
 
-    /// Allocates new blocks for a range, and uses the packs of windows within it. A pack that gets no adjacent blocks
-    /// is left out: its blocks are stored plainly.
-    fn place_new(
+    /// Allocates new blocks for a range, and uses the packs of windows within it. A pack that gets no adjacent blocks is
+    /// left out: its blocks are stored plainly.
+    fn place_new<'a>(
         &self,
         meta: &mut Meta,
         range: Range<u64>,
-        packs: &mut Peekable<impl Iterator<Item = NewPack>>,
-        parts: &mut Vec<Part>,
+        packs: &'a [NewPack],
+        parts: &mut Vec<Part<'a>>,
     ) -> Result<()> {
-        let mut at = range.start;
-        while at < range.end {
-            while packs.next_if(|pack| pack.blocks.start < at).is_some() {}
-            if let Some(pack) = packs.next_if(|pack| pack.blocks.start == at && pack.blocks.end <= range.end)
-                && let Some(run) = self.allocate_whole(meta, pack.stored())?
+        for (segment, pack) in segments(range, packs) {
+            if let Some(pack) = pack
+                && let Some(run) = self.allocate_adjacent(meta, pack.stored())?
             {
-                at = pack.blocks.end;
-                parts.push(Part { blocks: pack.blocks.clone(), run, place: PartPlace::Pack(pack) });
+                parts.push(Part { blocks: segment, run, place: PartPlace::Pack(pack) });
                 continue;
             }
-            let next = packs.peek().map_or(range.end, |pack| pack.blocks.start.min(range.end));
-            let run = self.allocate(meta, next - at)?;
-            parts.push(Part { blocks: at..at + run.blocks, run, place: PartPlace::New });
-            at += run.blocks;
+            let mut at = segment.start;
+            while at < segment.end {
+                let run = self.allocate(meta, segment.end - at)?;
+                parts.push(Part { blocks: at..at + run.blocks, run, place: PartPlace::New });
+                at += run.blocks;
+            }
         }
         Ok(())
     }
@@ -319,8 +315,22 @@ impl Engine {
     }
 }
 
+/// Divides a range of blocks that need new places by packs, which are in ascending order. A pack that is not within the
+/// range is left out: other blocks of its window can be overwritten in place by now.
+fn segments(range: Range<u64>, packs: &[NewPack]) -> Vec<(Range<u64>, Option<&NewPack>)> {
+    let (mut segments, mut at) = (Vec::new(), range.start);
+    for pack in packs.iter().filter(|pack| range.start <= pack.blocks.start && pack.blocks.end <= range.end) {
+        segments.push((at..pack.blocks.start, None));
+        segments.push((pack.blocks.clone(), Some(pack)));
+        at = pack.blocks.end;
+    }
+    segments.push((at..range.end, None));
+    segments.retain(|(segment, _)| !segment.is_empty());
+    segments
+}
+
 /// Frees the new blocks of parts that were not written.
-fn release_parts(meta: &mut Meta, parts: &[Part]) {
+fn release_parts(meta: &mut Meta, parts: &[Part<'_>]) {
     parts.iter().filter(|part| part.is_new()).for_each(|part| meta.data.release(part.run));
 }
 
@@ -331,7 +341,7 @@ fn pages_of_runs(runs: &[Run]) -> BTreeSet<u64> {
 }
 
 /// An upper limit of the cost of mapping these runs.
-fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
+fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part<'_>]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
     for part in parts {
         bytes += 32 + 4 * part.run.blocks;
@@ -346,6 +356,7 @@ fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use backend::Buffer;
 
     #[test]
     fn a_page_that_describes_several_runs_counts_once() {
@@ -353,5 +364,18 @@ mod tests {
         assert_eq!(pages_of_runs(&runs), [0].into());
         let across = Run { start: TABLE_ENTRIES - 1, blocks: 2 };
         assert_eq!(pages_of_runs(&[runs[0], across, Run { start: TABLE_ENTRIES + 7, blocks: 1 }]), [0, 1].into());
+    }
+
+    /// Between the two looks at the map, blocks of a window may become ones that are overwritten in place.
+    #[test]
+    fn a_pack_is_used_only_if_all_its_blocks_need_new_places() {
+        let packs = [0, 32, 64].map(|start| NewPack { blocks: start..start + 32, bytes: Buffer::zeroed(1) });
+        let divided = |range: Range<u64>| -> Vec<(Range<u64>, bool)> {
+            segments(range, &packs).into_iter().map(|(segment, pack)| (segment, pack.is_some())).collect()
+        };
+        assert_eq!(divided(0..16), [(0..16, false)]);
+        assert_eq!(divided(16..32), [(16..32, false)]);
+        assert_eq!(divided(0..96), [(0..32, true), (32..64, true), (64..96, true)]);
+        assert_eq!(divided(10..70), [(10..32, false), (32..64, true), (64..70, false)]);
     }
 }
