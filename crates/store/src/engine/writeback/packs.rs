@@ -224,9 +224,9 @@ impl Engine {
         packs
     }
 
-    /// The windows in a range of a disk of which all blocks need new places. Pages of the map that are not in memory are
-    /// not read: their windows are left out. So are those of a disk that was deleted meanwhile, and after an error, which
-    /// the write itself reports.
+    /// The windows in a range of a disk of which all blocks need new places. Pages of the map that are not in memory
+    /// are not read: their windows are left out. So are those of a disk that was deleted meanwhile, and after an error,
+    /// which the write itself reports.
     pub(super) fn windows_to_write(&self, head: &Head, range: Range<u64>) -> Vec<Range<u64>> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;

@@ -272,8 +272,8 @@ impl Engine {
         packer.packs(windows.into_iter(), range.start, data)
     }
 
-    /// Allocates new blocks for a range, and uses the packs of windows within it. A pack that gets no adjacent blocks is
-    /// left out: its blocks are stored plainly.
+    /// Allocates new blocks for a range, and uses the packs of windows within it. A pack that gets no adjacent blocks
+    /// is left out: its blocks are stored plainly.
     fn place_new<'a>(
         &self,
         meta: &mut Meta,
