@@ -81,11 +81,11 @@ pub(crate) fn changed_time(
     (new, time): (Compression, Option<CompressAt>),
 ) -> Result<CompressAt, error::Error> {
     match (new.is_off(), time) {
-        (true, Some(CompressAt::WriteBack)) => Err(error::Error::new(
+        (true, Some(_)) => Err(error::Error::new(
             error::ErrorKind::Invalid,
             "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
         )),
-        (true, _) => Ok(CompressAt::Idle),
+        (true, None) => Ok(CompressAt::Idle),
         (false, Some(time)) => Ok(time),
         (false, None) if old.is_off() => Ok(CompressAt::WriteBack),
         (false, None) => Ok(old_time),

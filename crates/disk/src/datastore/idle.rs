@@ -56,7 +56,8 @@ impl Datastore {
         }
         settings.compression = settings.compression.filter(|compression| !compression.is_off());
         if settings.compression.is_none() {
-            settings.compress_at = given.compress_at.filter(|time| !time.is_idle());
+            // A time without a method is refused when the settings are recorded.
+            settings.compress_at = given.compress_at;
         }
         settings.dedup = settings.dedup.filter(|dedup| !dedup.is_off());
         Ok(settings)

@@ -124,7 +124,7 @@ fn one_damaged_byte_of_the_record_is_mended() {
 }
 
 fn compressed(compression: Compression) -> SettingsChange {
-    let compress_at = Some(CompressAt::Idle);
+    let compress_at = (!compression.is_off()).then_some(CompressAt::Idle);
     SettingsChange { compression: Some(compression), compress_at, ..SettingsChange::default() }
 }
 
@@ -147,7 +147,7 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
     settings.change(TWO, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('1'));
     let defaults = |compression: Option<Compression>| DefaultsChange {
-        compress_at: compression.map(|_| CompressAt::Idle),
+        compress_at: compression.filter(|compression| !compression.is_off()).map(|_| CompressAt::Idle),
         compression,
         dedup: None,
     };

@@ -32,7 +32,8 @@ fn open(path: &Path) -> Arc<Datastore> {
 }
 
 fn set(compression: Compression) -> SettingsChange {
-    set_at(compression, CompressAt::Idle)
+    let compress_at = (!compression.is_off()).then_some(CompressAt::Idle);
+    SettingsChange { compression: Some(compression), compress_at, ..SettingsChange::default() }
 }
 
 fn set_at(compression: Compression, at: CompressAt) -> SettingsChange {
@@ -354,8 +355,17 @@ fn compression_that_is_switched_on_is_at_write_back() {
         datastore.edit_disk("a", &SettingsChange { compression, compress_at, ..SettingsChange::default() })
     };
     let at = || datastore.disk("a").unwrap().settings.compress_at;
-    let refused = edit(None, Some(CompressAt::WriteBack)).unwrap_err();
-    assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains("compression is off"), "{refused}");
+    let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
+    for time in [CompressAt::WriteBack, CompressAt::Idle] {
+        let alone = SettingsChange { compress_at: Some(time), ..SettingsChange::default() };
+        let defaults = DefaultsChange { compress_at: Some(time), ..DefaultsChange::default() };
+        let made = datastore.create_disk_with("x", &thin, &alone, &NoProgress).map(drop);
+        for refused in [edit(None, Some(time)).map(drop), made, datastore.change_defaults(&defaults)] {
+            let refused = refused.unwrap_err();
+            assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains("is off"), "{refused}");
+        }
+    }
+    assert!(datastore.disk("x").is_err());
     edit(Some(Compression::Lz4), None).unwrap();
     assert_eq!(at(), CompressAt::WriteBack);
     edit(None, Some(CompressAt::Idle)).unwrap();
@@ -366,7 +376,6 @@ fn compression_that_is_switched_on_is_at_write_back() {
     assert_eq!(at(), CompressAt::Idle);
     let change = DefaultsChange { compression: Some(Compression::Lz4), ..DefaultsChange::default() };
     datastore.change_defaults(&change).unwrap();
-    let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
     datastore.create_disk("new", &thin, &NoProgress).unwrap();
     assert_eq!(datastore.disk("new").unwrap().settings.compress_at, CompressAt::WriteBack);
     datastore.create_disk_with("other", &thin, &set_at(Compression::Lz4, CompressAt::Idle), &NoProgress).unwrap();

@@ -138,19 +138,18 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
 /// The setting of compression, and what was done because of it.
 fn compression(disk: &DiskInfo) -> Option<String> {
     let DiskSettings { compression, compress_at, dedup, .. } = &disk.settings;
-    // Data that is deduplicated is compressed afterwards.
-    let (compression, at) = (*compression, if dedup.is_off() { *compress_at } else { CompressAt::Idle });
     if compression.is_off() {
         return None;
     }
     let state = || disk.compression.as_ref().map(progress);
-    Some(format!("{}, {}", method(compression, at), effect(disk, state)))
+    Some(format!("{}, {}", method(*compression, *compress_at, dedup), effect(disk, state)))
 }
 
 /// How and when data is compressed.
-fn method(compression: Compression, at: CompressAt) -> String {
+fn method(compression: Compression, at: CompressAt, dedup: &Deduplication) -> String {
     match (compression, at) {
         (Compression::Off, _) => compression.to_string(),
+        _ if !dedup.is_off() => format!("{compression} after deduplication"),
         (_, CompressAt::WriteBack) => format!("{compression} at write-back"),
         (_, CompressAt::Idle) => format!("{compression} when idle"),
     }
@@ -223,7 +222,7 @@ pub fn deduplication_status(status: &DeduplicationStatus) -> Option<String> {
 /// Prints the settings that new disks get.
 pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
     let DiskDefaults { compression, compress_at, dedup } = defaults;
-    let compression = method(*compression, *compress_at);
+    let compression = method(*compression, *compress_at, dedup);
     print_facts(out, &[("compression", compression), ("deduplication", dedup.to_string())])
 }
 
