@@ -74,22 +74,30 @@ impl FromStr for CompressAt {
     }
 }
 
-/// The time of compression after a change. Compression that is switched on is at write-back, unless another time is
-/// given.
-pub(crate) fn changed_time(
-    (old, old_time): (Compression, CompressAt),
-    (new, time): (Compression, Option<CompressAt>),
-) -> Result<CompressAt, error::Error> {
-    match (new.is_off(), time) {
-        (true, Some(_)) => Err(error::Error::new(
-            error::ErrorKind::Invalid,
-            "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
-        )),
-        (true, None) => Ok(CompressAt::Idle),
-        (false, Some(time)) => Ok(time),
-        (false, None) if old.is_off() => Ok(CompressAt::WriteBack),
-        (false, None) => Ok(old_time),
-    }
+/// Changes method and time of compression; `None` leaves them as they are. Compression that is switched on is at
+/// write-back, unless another time is given.
+pub(crate) fn change_compression(
+    new: Option<Compression>,
+    new_at: Option<CompressAt>,
+    compression: &mut Compression,
+    at: &mut CompressAt,
+) -> Result<(), error::Error> {
+    let was_off = compression.is_off();
+    let method = new.unwrap_or(*compression);
+    *at = match (method.is_off(), new_at) {
+        (true, Some(_)) => {
+            return Err(error::Error::new(
+                error::ErrorKind::Invalid,
+                "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
+            ));
+        }
+        (true, None) => CompressAt::Idle,
+        (false, Some(time)) => time,
+        (false, None) if was_off => CompressAt::WriteBack,
+        (false, None) => *at,
+    };
+    *compression = method;
+    Ok(())
 }
 
 impl fmt::Display for Compression {

@@ -1,6 +1,6 @@
 //! The record of settings: what is stored for each disk, how it is changed, and the versions of the file.
 
-use crate::compression::{CompressAt, Compression, changed_time};
+use crate::compression::{CompressAt, Compression, change_compression};
 use crate::deduplication::Deduplication;
 use crate::full::OnFull;
 use crate::names;
@@ -122,10 +122,7 @@ pub struct DefaultsChange {
 
 impl DefaultsChange {
     pub(super) fn apply(&self, defaults: &mut DiskDefaults) -> Result<()> {
-        let compression = self.compression.unwrap_or(defaults.compression);
-        let old = (defaults.compression, defaults.compress_at);
-        defaults.compress_at = changed_time(old, (compression, self.compress_at))?;
-        defaults.compression = compression;
+        change_compression(self.compression, self.compress_at, &mut defaults.compression, &mut defaults.compress_at)?;
         if let Some(dedup) = &self.dedup {
             defaults.dedup.clone_from(dedup);
         }
@@ -167,10 +164,7 @@ impl SettingsChange {
     pub(super) fn apply(&self, settings: &mut DiskSettings) -> Result<()> {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
         settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
-        let compression = self.compression.unwrap_or(settings.compression);
-        let old = (settings.compression, settings.compress_at);
-        settings.compress_at = changed_time(old, (compression, self.compress_at))?;
-        settings.compression = compression;
+        change_compression(self.compression, self.compress_at, &mut settings.compression, &mut settings.compress_at)?;
         if let Some(dedup) = &self.dedup {
             settings.dedup.clone_from(dedup);
         }

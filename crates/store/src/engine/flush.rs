@@ -337,7 +337,7 @@ impl Engine {
         steps: &mut usize,
         fetch: &mut Fetch,
     ) -> Result<Option<Cost>> {
-        let end = piece.logical + piece.entry.blocks;
+        let end = piece.end();
         let (mut at, mut most) = (piece.logical, LOG_STEP);
         while at < end {
             // The buffer was unlocked after the entry was copied, so newer data may have replaced a part of a discard
@@ -399,7 +399,7 @@ impl Engine {
     /// their content.
     fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece, own: Vec<OwnPart>) -> Result<()> {
         let Content::Data(slice, sums) = &piece.entry.content else { return Ok(()) };
-        let range = piece.logical..piece.logical + piece.entry.blocks;
+        let range = piece.logical..piece.end();
         let part = |from: u64, to: u64| -> SharedSlice {
             let at = |block: u64| (block - piece.logical) as usize * BLOCK_SIZE;
             slice.slice(at(from)..at(to))

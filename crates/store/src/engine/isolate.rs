@@ -316,7 +316,7 @@ impl Engine {
                 (at > 0, buffer.layers.layer(at).take(0, u64::MAX))
             };
             for piece in pieces {
-                let range = piece.logical..piece.logical + piece.entry.blocks;
+                let range = piece.logical..piece.end();
                 let unmap = matches!(piece.entry.content, Content::Unmapped);
                 let found = self.read_lost(&head, &range, unmap, unsealed, fetch);
                 for (lost, _) in found {
@@ -391,7 +391,7 @@ impl Engine {
                 if matches!(piece.entry.content, Content::Unmapped) != unmap {
                     continue;
                 }
-                let lost = piece.logical..piece.logical + piece.entry.blocks;
+                let lost = piece.logical..piece.end();
                 if layer.cuts_discard(&lost) {
                     // The second part of the discard needs map changes too, and returns them at its end.
                     self.reserves.add_changes(DISCARD_CHANGES);

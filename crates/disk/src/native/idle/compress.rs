@@ -73,7 +73,7 @@ impl Native {
         let settings = self.settings.of(&names::uuid_text(&disk.uuid));
         match settings.compression.codec() {
             Some(codec) if settings.compresses_writes() && disk.provisioning == Provisioning::Thin => {
-                self.engine.pack_writes(disk.id, codec)
+                self.engine.pack_writes(&[(disk.id, codec)])
             }
             _ => Ok(()),
         }

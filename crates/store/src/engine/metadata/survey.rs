@@ -183,7 +183,7 @@ impl Meta {
             if self.pages.absent() >= ABSENT_MAX {
                 break;
             }
-            let range = piece.logical..piece.logical + piece.entry.blocks;
+            let range = piece.logical..piece.end();
             let aim = match piece.entry.content {
                 Content::Data(..) => {
                     blocks += piece.entry.blocks;

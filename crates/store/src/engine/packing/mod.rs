@@ -54,9 +54,9 @@ const WINDOW_WIDE: u64 = BLOCKS_MAX as u64;
 /// A pack is written only if it takes at most this many of eight parts of the plain blocks.
 const WORTH_EIGHTHS: u64 = 7;
 
-/// Whether a pack of `stored` blocks is worth it for this many plain blocks.
-pub(super) fn is_worth(stored: u64, plain: u64) -> bool {
-    8 * stored <= WORTH_EIGHTHS * plain
+/// The most blocks of a pack that is worth it for this many plain blocks.
+pub(super) const fn most_worth(plain: u64) -> u64 {
+    plain * WORTH_EIGHTHS / 8
 }
 
 /// What a step of packing has done.
@@ -335,8 +335,14 @@ impl Engine {
 
     /// Makes the datastore one that may have packs. Must not be called while blocks are marked as in flight.
     fn allow_packs(&self) -> Result<()> {
+        self.require_version(VERSION_PACKS)
+    }
+
+    /// Gives the datastore at least this version, because it is about to use what earlier versions do not know. Must
+    /// not be called during a checkpoint.
+    pub(super) fn require_version(&self, version: u32) -> Result<()> {
         let _checkpoints = self.log.lock_checkpoints();
         self.check_owner()?;
-        self.log.raise_version(VERSION_PACKS).map_err(|error| self.stop(error))
+        self.log.raise_version(version).map_err(|error| self.stop(error))
     }
 }

@@ -9,8 +9,8 @@
 //! 3. A block that a thick disk or a snapshot of one maps is not packed, because a later write of the disk, perhaps
 //!    after it was reverted, would need new space.
 
-use super::WORTH_EIGHTHS;
 use super::leaves::PlannedLeaves;
+use super::most_worth;
 use super::repack::OldPack;
 use crate::FILE_BLOCKS;
 use crate::Result;
@@ -73,7 +73,7 @@ impl Plan {
         match self.old {
             // The index needs up to one more block than the content.
             Some(old) => (old.run.blocks - 1).min(self.count() + 1),
-            None => self.count() * WORTH_EIGHTHS / 8,
+            None => most_worth(self.count()),
         }
     }
 }

@@ -14,7 +14,7 @@
 
 use super::leaves::PlannedLeaves;
 use super::plan::{Plan, Planned, Tree};
-use super::{Outcome, WINDOW, WORTH_EIGHTHS};
+use super::{Outcome, WINDOW, most_worth};
 use crate::engine::metadata::Effects;
 use crate::engine::{Engine, Meta};
 use crate::pack::{BLOCKS_MAX, Pack};
@@ -55,7 +55,7 @@ impl Meta {
         // A pack of one block cannot become smaller. Most packs have the size of a window, so if all blocks of a window
         // are in one pack, only a pack that must be larger is examined.
         let is_candidate = |(old, used): &(OldPack, u64)| {
-            old.run.blocks > 1 && (*used < WINDOW || old.run.blocks > WINDOW * WORTH_EIGHTHS / 8)
+            old.run.blocks > 1 && (*used < WINDOW || old.run.blocks > most_worth(WINDOW))
         };
         Ok(packs.into_iter().filter(is_candidate).map(|(old, _)| old).collect())
     }

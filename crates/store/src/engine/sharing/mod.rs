@@ -468,9 +468,7 @@ impl Engine {
         if self.log.has_shares() {
             return Ok(());
         }
-        let _checkpoints = self.log.lock_checkpoints();
-        self.check_owner()?;
-        self.log.raise_version(VERSION_SHARES).map_err(|error| self.stop(error))
+        self.require_version(VERSION_SHARES)
     }
 }
 

@@ -376,7 +376,7 @@ impl Engine {
         }
         let refused = self.finish_others(head, others, fetch)?;
         let mut buffer = head.lock();
-        buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
+        buffer.cursor = pieces.last().map_or(0, DirtyPiece::end);
         let (layer, closed) = buffer.layers.oldest();
         if closed && layer.is_empty() {
             self.seal_oldest(&mut buffer, fetch)?;

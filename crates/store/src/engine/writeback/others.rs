@@ -52,7 +52,7 @@ impl Engine {
     ) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
-            let end = piece.logical + piece.entry.blocks;
+            let end = piece.end();
             let mut at = piece.logical;
             while at < end {
                 if steps == STEPS_MAX {

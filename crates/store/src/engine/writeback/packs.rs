@@ -16,7 +16,7 @@ use super::plan::{BlockWrite, Origin};
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::log::VERSION_WRITTEN_PACKS;
 use crate::engine::metadata::Fetch;
-use crate::engine::packing::{WINDOW, is_worth};
+use crate::engine::packing::{WINDOW, most_worth};
 use crate::engine::placement::Placement;
 use crate::engine::{Buffer as EngineBuffer, Engine, Head};
 use crate::pack::{Codec, Packer};
@@ -129,7 +129,7 @@ impl WritePacker {
         }
         let blocks: Vec<Option<&[u8]>> = blocks.into_iter().map(Some).collect();
         let pack = NewPack { blocks: window, bytes: Buffer::copy_of(&packer.pack(&blocks)) };
-        is_worth(pack.stored(), WINDOW).then_some(pack)
+        (pack.stored() <= most_worth(WINDOW)).then_some(pack)
     }
 
     /// Compresses windows of consecutive blocks. `data` begins with logical block `first`. If the codec cannot be
@@ -260,12 +260,16 @@ impl Engine {
         may
     }
 
-    /// Compresses new blocks of a disk, which must not be thick, when they are written.
+    /// Compresses new blocks of these disks, of which none may be thick, when they are written.
     ///
     /// # Errors
     /// Those of writing the superblock, which says from then on that the datastore may have such packs.
-    pub fn pack_writes(&self, disk: u64, codec: Codec) -> Result<()> {
-        self.add_packed_writes(&[(disk, codec)])
+    pub fn pack_writes(&self, disks: &[(u64, Codec)]) -> Result<()> {
+        if !disks.is_empty() && !self.log.has_written_packs() {
+            self.require_version(VERSION_WRITTEN_PACKS)?;
+        }
+        self.writeback.packed.add(disks);
+        Ok(())
     }
 
     /// As [`Engine::pack_writes`], for these disks, and for no other disk.
@@ -273,18 +277,8 @@ impl Engine {
     /// # Errors
     /// Those of [`Engine::pack_writes`].
     pub fn pack_writes_of(&self, disks: &[(u64, Codec)]) -> Result<()> {
-        self.add_packed_writes(disks)?;
+        self.pack_writes(disks)?;
         self.writeback.packed.retain(disks);
-        Ok(())
-    }
-
-    fn add_packed_writes(&self, disks: &[(u64, Codec)]) -> Result<()> {
-        if !disks.is_empty() && !self.log.has_written_packs() {
-            let _checkpoints = self.log.lock_checkpoints();
-            self.check_owner()?;
-            self.log.raise_version(VERSION_WRITTEN_PACKS).map_err(|error| self.stop(error))?;
-        }
-        self.writeback.packed.add(disks);
         Ok(())
     }
 }

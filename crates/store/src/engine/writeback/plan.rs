@@ -121,7 +121,7 @@ impl Engine {
                 // is then free or belongs to another tree.
                 root = meta.catalog.get(head.id)?.root;
             }
-            let range = piece.logical..piece.logical + piece.entry.blocks;
+            let range = piece.logical..piece.end();
             fetch.require(meta, |meta| meta.placements(root, range, &mut placements))?;
             let new = placements.iter().filter(|(_, placement, _)| *placement == Placement::New);
             let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();

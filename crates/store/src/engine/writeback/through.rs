@@ -94,13 +94,14 @@ impl Engine {
             }
         };
         // Compressed before the write delays reads of its range, and flushes and snapshots, which wait for it.
-        let packs = self.packs_of(head, logical..logical + blocks, data);
+        let range = logical..logical + blocks;
+        let packs = self.packs_of(head, range.clone(), data);
         let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
         while attempts > 0 {
             let _surveyed = self.meta.bring_in_for(&fetch, survey);
-            let outcome = self.try_through(head, logical, data, checksums, &packs, &mut fetch);
+            let outcome = self.try_through(head, &range, data, checksums, &packs, &mut fetch);
             if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
                 continue;
             }
@@ -117,32 +118,30 @@ impl Engine {
     fn try_through(
         &self,
         head: &Head,
-        logical: u64,
+        range: &Range<u64>,
         data: &SharedSlice,
         checksums: &Checksums,
         packs: &[NewPack],
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
-        let range = logical..logical + (data.len() / BLOCK_SIZE) as u64;
         let _through = self.writeback.share_through();
-        if !head.lock().enter_through(&range)? {
+        if !head.lock().enter_through(range)? {
             return Ok(Outcome::Buffer);
         }
-        let outcome = self.through_entered(head, logical, data, checksums, packs, fetch);
-        head.lock().leave_through(&range);
+        let outcome = self.through_entered(head, range, data, checksums, packs, fetch);
+        head.lock().leave_through(range);
         outcome
     }
 
     fn through_entered(
         &self,
         head: &Head,
-        logical: u64,
+        range: &Range<u64>,
         data: &SharedSlice,
         checksums: &Checksums,
         packs: &[NewPack],
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
-        let range = logical..logical + (data.len() / BLOCK_SIZE) as u64;
         let (parts, losses, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
