@@ -179,7 +179,7 @@ fn thick_disk(action: Action) -> bool {
         || matches!(action, Write(0, _) | Discard(0, _) | Snapshot | Delete(2) | Drop)
 }
 
-const SCENARIOS: [Scenario; 20] = [
+const SCENARIOS: [Scenario; 22] = [
     Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
     Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
     Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
@@ -199,6 +199,8 @@ const SCENARIOS: [Scenario; 20] = [
     Scenario { name: "equal blocks, nodes apart", begin: sharing::equal_divided, allowed: sharing::sharing },
     Scenario { name: "equal blocks with permits", begin: sharing::equal, allowed: sharing::permitted },
     Scenario { name: "equal blocks after payload", begin: sharing::equal_after_payload, allowed: sharing::sharing },
+    Scenario { name: "equal blocks, one packed", begin: sharing::equal_packed, allowed: sharing::shared_packs },
+    Scenario { name: "packing a shared block", begin: sharing::one_block, allowed: sharing::shared_packs },
     Scenario { name: "a thick disk", begin: ModelState::thick, allowed: thick_disk },
 ];
 

@@ -61,7 +61,7 @@ pub enum Op {
     Written { disk: usize, logical: usize, block: usize, value: Value },
     Unwritten { disk: usize, logical: usize, block: usize },
     MapPack { disk: usize, logical: usize, block: usize, value: Value },
-    Pack { from: usize, to: usize, content: Content },
+    Pack { logical: usize, from: usize, to: usize, content: Content },
     Share { logical: usize, from: usize, to: usize },
 }
 
@@ -249,6 +249,19 @@ impl Metadata {
         self.nodes[node as usize].unwritten[logical] = unwritten;
     }
 
+    /// Maps another block in every leaf that maps a block at this logical block.
+    fn redirect(&mut self, logical: usize, from: usize, to: usize, effects: &mut Effects) {
+        let mut moved = 0;
+        for node in self.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
+            if node.slots[logical] == Some(from as u8) {
+                node.slots[logical] = Some(to as u8);
+                moved += 1;
+            }
+        }
+        self.entries[to].references += moved;
+        (0..moved).for_each(|_| self.drop_data(from as u8, effects));
+    }
+
     fn refer(&mut self, root: Option<u8>) {
         root.into_iter().for_each(|root| self.nodes[root as usize].references += 1);
     }
@@ -313,30 +326,14 @@ impl Metadata {
                 self.entries[block].sum = Content::default();
             }
             Op::Backed { block, backed } => self.entries[block].unbacked = !backed,
-            Op::Pack { from, to, content } => {
+            Op::Pack { logical, from, to, content } => {
                 self.given_twice |= self.entries[to].references > 0;
-                let mut references = 0;
-                for node in self.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
-                    for slot in node.slots.iter_mut().filter(|slot| **slot == Some(from as u8)) {
-                        *slot = Some(to as u8);
-                        references += 1;
-                    }
-                }
-                self.entries[to] = ModelEntry { references, sum: content, packed: true, ..ModelEntry::default() };
-                self.entries[from].references = 0;
-                effects.freed.push(from);
+                self.entries[to] = ModelEntry { sum: content, packed: true, ..ModelEntry::default() };
+                self.redirect(logical, from, to, effects);
             }
             Op::Share { logical, from, to } => {
-                let mut moved = 0;
-                for node in self.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
-                    if node.slots[logical] == Some(from as u8) {
-                        node.slots[logical] = Some(to as u8);
-                        moved += 1;
-                    }
-                }
                 self.given_twice |= self.entries[to].references == 0;
-                self.entries[to].references += moved;
-                (0..moved).for_each(|_| self.drop_data(from as u8, effects));
+                self.redirect(logical, from, to, effects);
             }
             Op::Trash { object } => self.objects[TRASH] = std::mem::take(&mut self.objects[object]),
             Op::Drop => {

@@ -1,5 +1,5 @@
-//! Packing in the model: the content of a block is copied to a new block, which is then mapped instead in every leaf.
-//! A pack of the model has one block. It is never overwritten in place. Writes that need new blocks may get packs at
+//! Packing in the model: the content of a block is copied to a new block, which is then mapped instead in every leaf:
+//! by one operation for each logical block. A pack of the model has one block. It is never overwritten in place. Writes that need new blocks may get packs at
 //! once.
 
 use super::metadata::*;
@@ -9,6 +9,7 @@ use super::*;
 /// A pack that is being written.
 #[derive(Clone, Copy)]
 pub struct Packing {
+    pub logical: usize,
     pub from: usize,
     pub to: usize,
     pub content: Content,
@@ -76,14 +77,17 @@ impl Rules {
             }
             state.cells[to].unflushed.push(content);
             let references = state.now.entries[from].references;
-            state.packing = Some(Packing { from, to, content, references });
+            state.packing = Some(Packing { logical, from, to, content, references });
             return Ok(Some(next));
         }
-        let Some(Packing { from, to, content, references }) = state.packing.take() else { return Ok(None) };
+        let Some(Packing { logical, from, to, content, references }) = state.packing.take() else { return Ok(None) };
         state.written += 1;
         let gate = if self.has(Fault::PackedBeforeDurable) { 0 } else { state.written };
         if self.is_packable(state, from, true) && state.now.entries[from].references == references {
-            self.enqueue(state, Op::Pack { from, to, content }, gate);
+            self.enqueue(state, Op::Pack { logical, from, to, content }, gate);
+            if state.now.entries[from].references > 0 {
+                self.enqueue(state, Op::Share { logical: 1 - logical, from, to }, 0);
+            }
         } else {
             state.taken[to] = false;
         }

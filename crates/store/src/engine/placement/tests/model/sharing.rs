@@ -14,6 +14,16 @@ pub struct Sharing {
     /// The block that is kept.
     pub to: usize,
     pub content: Content,
+    /// Whether the duplicate and the kept block are packs.
+    pub packed: [bool; 2],
+}
+
+impl Sharing {
+    /// The blocks that are no packs.
+    fn plain(&self) -> impl Iterator<Item = Run> + '_ {
+        let both = [self.from, self.to].into_iter().zip(self.packed);
+        both.filter(|(_, packed)| !packed).map(|(block, _)| Run { start: block as u64, blocks: 1 })
+    }
 }
 
 /// Makes the second block of each object equal to the first one.
@@ -33,6 +43,48 @@ pub fn equal() -> ModelState {
 /// As [`equal`], with a clone that shares only the blocks.
 pub fn equal_divided() -> ModelState {
     with_equal_blocks(ModelState::divided())
+}
+
+/// As [`equal`], with the second block in a pack.
+pub fn equal_packed() -> ModelState {
+    let mut state = equal();
+    state.now.entries[1].packed = true;
+    state.base = state.now.clone();
+    state
+}
+
+/// A disk of which both blocks are one block of the medium, and a clone that shares only this block.
+pub fn one_block() -> ModelState {
+    let mut state = equal_divided();
+    for node in state.now.nodes.iter_mut().filter(|node| node.references > 0 && node.level == 0) {
+        node.slots.iter_mut().filter(|slot| **slot == Some(1)).for_each(|slot| *slot = Some(0));
+    }
+    let references = std::mem::take(&mut state.now.entries[1].references);
+    state.now.entries[0].references += references;
+    state.taken[1] = false;
+    state.base = state.now.clone();
+    state
+}
+
+/// The actions of a scenario with packs of shared blocks, and shares of packed blocks.
+pub fn shared_packs(action: Action) -> bool {
+    use Action::*;
+    matches!(
+        action,
+        Write(..)
+            | Discard(0, 0)
+            | Plan(_)
+            | Go
+            | Finish
+            | SyncBegin
+            | SyncEnd
+            | Append
+            | Crash(_)
+            | PackBegin(..)
+            | PackEnd
+            | ShareBegin(..)
+            | ShareEnd
+    )
 }
 
 /// The actions of a scenario with sharing.
@@ -81,6 +133,16 @@ impl Rules {
         }
     }
 
+    /// Whether a block, which is `packed`, can be shared. A pack needs neither a mark nor settled content, because it is
+    /// never overwritten.
+    fn is_sharable(&self, state: &ModelState, block: usize, packed: bool, claimed: bool) -> bool {
+        let entry = &state.now.entries[block];
+        match packed {
+            true => entry.packed && (entry.references > 0 || claimed && self.has(Fault::SharedWithFreedPack)),
+            false => self.is_settled(state, block, claimed),
+        }
+    }
+
     fn is_settled(&self, state: &ModelState, block: usize, claimed: bool) -> bool {
         let entry = &state.now.entries[block];
         let in_flight = state.in_flight.contains(block as u64) && !claimed;
@@ -97,28 +159,33 @@ impl Rules {
         if let Action::ShareBegin(disk, logical, to) = action {
             let from = state.now.lookup(disk, logical).0?;
             let content = state.cells[from].visible();
+            let packed = [from, to].map(|block| state.now.entries[block].packed);
             let equal = content == state.cells[to].visible()
                 && [from, to].into_iter().all(|block| state.now.entries[block].sum == content);
-            let settled = [from, to].into_iter().all(|block| self.is_settled(state, block, false));
-            if from == to || !equal || !settled {
+            let sharable = |side: usize| self.is_sharable(state, [from, to][side], packed[side], false);
+            if from == to || packed == [true, false] || !equal || !(0..2).all(sharable) {
                 return None;
             }
+            let sharing = Sharing { logical, from, to, content, packed };
             if !self.has(Fault::SharedUnclaimed) {
-                [from, to].into_iter().for_each(|block| state.in_flight.claim(Run { start: block as u64, blocks: 1 }));
+                sharing.plain().for_each(|run| state.in_flight.claim(run));
             }
-            state.sharing = Some(Sharing { logical, from, to, content });
+            state.sharing = Some(sharing);
             return Some(next);
         }
-        let Sharing { logical, from, to, content } = state.sharing.take()?;
-        let still = [from, to]
-            .into_iter()
-            .all(|block| self.is_settled(state, block, true) && state.now.entries[block].sum == content);
+        let sharing = state.sharing.take()?;
+        let Sharing { logical, from, to, content, packed } = sharing;
+        let still = (0..2).all(|side| {
+            let block = [from, to][side];
+            self.is_sharable(state, block, packed[side], true) && state.now.entries[block].sum == content
+        });
         if still {
-            let gate = if self.has(Fault::SharedBeforeDurable) { 0 } else { state.written };
+            // The operation that mapped a pack precedes this one in the journal, and waits until the pack is durable.
+            let gate = if packed[1] || self.has(Fault::SharedBeforeDurable) { 0 } else { state.written };
             self.enqueue(state, Op::Share { logical, from, to }, gate);
         }
         if !self.has(Fault::SharedUnclaimed) {
-            [from, to].into_iter().for_each(|block| state.in_flight.release(Run { start: block as u64, blocks: 1 }));
+            sharing.plain().for_each(|run| state.in_flight.release(run));
         }
         Some(next)
     }
@@ -187,4 +254,15 @@ fn finds_overwrites_of_a_block_that_became_exclusive_while_its_share_is_pending(
 #[test]
 fn finds_payload_from_before_a_share_that_returns() {
     finds(Fault::SharedKeepsPayload, equal_after_payload, kept_payload);
+}
+
+#[test]
+fn finds_shares_with_a_pack_that_was_freed_meanwhile() {
+    finds(Fault::SharedWithFreedPack, equal_packed, shared_packs);
+}
+
+/// The duplicate of a packed block, which is plain.
+#[test]
+fn finds_shares_with_packs_of_blocks_that_are_overwritten_meanwhile() {
+    finds(Fault::SharedUnclaimed, equal_packed, |action| writing(action) && !matches!(action, Action::Write(0, 1)));
 }

@@ -341,11 +341,12 @@ impl ModelState {
             key.value(through.value);
         }
         if let Some(packing) = self.packing {
-            key.bytes.extend([8, packing.from as u8, packing.to as u8, packing.references]);
+            key.bytes.extend([8, packing.logical as u8, packing.from as u8, packing.to as u8, packing.references]);
             key.content(packing.content);
         }
         if let Some(sharing) = self.sharing {
             key.bytes.extend([9, sharing.logical as u8, sharing.from as u8, sharing.to as u8]);
+            key.bytes.extend(sharing.packed.map(u8::from));
             key.content(sharing.content);
         }
         if let Some((block, value)) = self.payload_home {
@@ -453,9 +454,9 @@ impl Key {
             Op::Backed { block, backed } => (16, block, usize::from(backed), 0, 0),
             Op::Written { disk, logical, block, value } => (17, disk, logical, block, value),
             Op::Unwritten { disk, logical, block } => (18, disk, logical, block, 0),
-            Op::Pack { from, to, content } => {
+            Op::Pack { logical, from, to, content } => {
                 self.value(content.1);
-                (19, from, to, 0, content.0)
+                (19, from, to, logical, content.0)
             }
             Op::Share { logical, from, to } => (20, logical, from, to, 0),
             Op::MapPack { disk, logical, block, value } => (21, disk, logical, block, value),

@@ -103,6 +103,7 @@ pub enum Fault {
     SharedUnclaimed,
     SharedBeforeDurable,
     SharedKeepsPayload,
+    SharedWithFreedPack,
 }
 
 /// A description of the error.
