@@ -11,7 +11,7 @@ use error::{ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use store::catalog::Provisioning;
-use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, PRINTS_MAX, Salvage, SharePass};
+use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, PRINTS_MAX, PackPass, Salvage, SharePass};
 use store::pack::{Codec, Packer};
 use store::{Engine, EngineOptions};
 use testkit::Random;
@@ -61,11 +61,12 @@ fn reduce(engine: &Engine, model: &Model, random: &mut Random) {
         while !engine.share_step(&mut pass).unwrap().ended {}
         return;
     }
-    let mut packer = Packer::new(if random.below(2) == 0 { Codec::Lz4 } else { Codec::Zstd(1) }).unwrap();
+    let packer = Packer::new(if random.below(2) == 0 { Codec::Lz4 } else { Codec::Zstd(1) }).unwrap();
+    let mut pass = PackPass::new(packer, 1 << 20, Vec::new());
     let (id, mut at) = (*random.pick(&ids), 0);
     let end = 1 + random.below(BLOCKS);
     while at < end {
-        at = engine.pack_step(id, at..end, &mut packer).unwrap().next;
+        at = engine.pack_step(id, at..end, &mut pass).unwrap().next;
     }
 }
 

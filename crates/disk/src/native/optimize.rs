@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::Ordering;
 use store::catalog::{Object, ObjectState, Provisioning};
-use store::engine::{PRINT_BYTES, SharePass};
+use store::engine::{PRINT_BYTES, PackPass, SharePass};
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
@@ -105,14 +105,15 @@ impl Native {
         let mut steps = Steps::new(progress, total, "stopped; what was done so far is kept");
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
+        let memory = memory.unwrap_or_else(|| self.dedup_memory.load(Ordering::Relaxed));
         if !domain.is_empty() {
-            let memory = memory.unwrap_or_else(|| self.dedup_memory.load(Ordering::Relaxed));
             let done = self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true);
             done.map_err(|error| error.context(name))?;
         }
         if let Some(codec) = codec {
-            let mut packer = Packer::new(codec)?;
-            let done = self.compress(disk.id, own, &mut packer, before, &mut steps, &mut reclaimed);
+            let work = own.iter().map(|(object, blocks)| (*object, 0..*blocks)).collect();
+            let mut pass = PackPass::new(Packer::new(codec)?, memory, work);
+            let done = self.compress(disk.id, own, &mut pass, before, &mut steps, &mut reclaimed);
             done.map_err(|error| error.context(name))?;
         }
         // The old blocks become free when the changes are durable.
@@ -181,14 +182,14 @@ impl Native {
         &self,
         disk: u64,
         objects: Objects,
-        packer: &mut Packer,
+        pass: &mut PackPass,
         mut before: u64,
         steps: &mut Steps<'_>,
         reclaimed: &mut Reclaimed,
     ) -> Result<()> {
         for (object, blocks) in objects {
             let mut pace = |at: u64, moved: u64| steps.step(before.saturating_add(bytes(at)), bytes(moved));
-            match self.pack(object, 0..blocks, packer, reclaimed, &mut pace) {
+            match self.pack(object, 0..blocks, pass, reclaimed, &mut pace) {
                 // The snapshot was deleted meanwhile.
                 Err(error) if error.kind() == ErrorKind::NotFound && object != disk => {}
                 packed => packed?,
@@ -204,13 +205,13 @@ impl Native {
         &self,
         object: u64,
         blocks: Range<u64>,
-        packer: &mut Packer,
+        pass: &mut PackPass,
         reclaimed: &mut Reclaimed,
         pace: &mut dyn FnMut(u64, u64) -> Result<()>,
     ) -> Result<()> {
         let mut at = blocks.start;
         while at < blocks.end {
-            let step = self.engine.pack_step(object, at..blocks.end, packer)?;
+            let step = self.engine.pack_step(object, at..blocks.end, pass)?;
             at = step.next;
             reclaimed.freed += bytes(step.packed.saturating_sub(step.stored));
             reclaimed.moved += bytes(step.packed);

@@ -3,7 +3,7 @@
 use crate::store::{Checked, Store};
 use error::{ErrorKind, Result};
 use scheduled_store::Engine;
-use scheduled_store::engine::{PRINTS_MAX, SharePass};
+use scheduled_store::engine::{PRINTS_MAX, PackPass, SharePass};
 use scheduled_store::pack::{Codec, Packer};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -91,13 +91,13 @@ impl Reduction {
 
 /// Returns the number of blocks that became free.
 fn pack(engine: &Engine, object: u64, blocks: u64, steps: u64, codec: Codec) -> Result<u64> {
-    let mut packer = Packer::new(codec)?;
+    let mut pass = PackPass::new(Packer::new(codec)?, 1 << 20, Vec::new());
     let (mut at, mut packed) = (0, 0);
     for _ in 0..steps {
         if at >= blocks {
             break;
         }
-        let step = engine.pack_step(object, at..blocks, &mut packer)?;
+        let step = engine.pack_step(object, at..blocks, &mut pass)?;
         packed += step.packed;
         at = step.next;
     }

@@ -5,7 +5,7 @@ use error::Result;
 use std::ops::Range;
 use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
-use store::engine::{PRINTS_MAX, SharePass};
+use store::engine::{PRINTS_MAX, PackPass, SharePass};
 use store::pack::{Codec, Packer};
 
 /// The most blocks that one operation compresses.
@@ -78,13 +78,13 @@ fn pack_writes(engine: &Engine, choice: u64, codec: Codec) -> Result<()> {
 }
 
 fn pack(engine: &Engine, object: u64, range: Range<u64>, steps: u64, codec: Codec) -> Result<u64> {
-    let mut packer = Packer::new(codec)?;
+    let mut pass = PackPass::new(Packer::new(codec)?, 1 << 20, Vec::new());
     let (mut at, mut packed) = (range.start, 0);
     for _ in 0..steps {
         if at >= range.end {
             break;
         }
-        let step = engine.pack_step(object, at..range.end, &mut packer)?;
+        let step = engine.pack_step(object, at..range.end, &mut pass)?;
         packed += step.packed;
         at = step.next;
     }

@@ -61,6 +61,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
         | Operation::Resolve { .. }
         | Operation::Pack { .. }
         | Operation::Share { .. }
+        | Operation::SharePack { .. }
         | Operation::Backed { .. } => return None,
     })
 }
@@ -147,7 +148,10 @@ impl LeftOut {
         let (readable, lost): (Vec<u64>, Vec<u64>) = all.into_iter().partition(|id| is_whole(&mut *meta, *id));
         lost.into_iter().for_each(|id| self.lose(id, range.clone()));
         let mut rest = operation.clone();
-        if let Operation::Pack { objects, .. } | Operation::Share { objects, .. } = &mut rest {
+        if let Operation::Pack { objects, .. }
+        | Operation::Share { objects, .. }
+        | Operation::SharePack { objects, .. } = &mut rest
+        {
             *objects = readable;
         }
         Some(rest)

@@ -112,6 +112,7 @@ pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::{Owner, wait_until_idle};
+pub use packing::PackPass;
 pub use packing::PackStep;
 pub use read::{Packed, Part, Planned, Stored};
 pub use read_cache::ReadCacheStatistics;

@@ -151,10 +151,14 @@ impl ColdParts {
         self.parts.clear();
     }
 
+    /// The parts that remain, of a disk of that many blocks.
+    pub fn all(&self, blocks: u64) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.parts.iter().map(move |(index, _)| self.written.range(*index, blocks))
+    }
+
     /// Blocks of the parts that remain, of a disk of that many blocks.
     pub fn blocks(&self, blocks: u64) -> u64 {
-        let ranges = self.parts.iter().map(|(index, _)| self.written.range(*index, blocks));
-        ranges.map(|range| range.end - range.start).sum()
+        self.all(blocks).map(|range| range.end - range.start).sum()
     }
 }
 

@@ -12,9 +12,9 @@ use std::ops::Range;
 /// The longest run of one operation, in blocks (64 MiB).
 pub const RUN_MAX: u64 = 16_384;
 
-/// The bytes of a source in [`Operation::Pack`].
+/// The bytes of a source in [`Operation::Pack`] and [`Operation::SharePack`].
 const SOURCE_BYTES: usize = 13;
-/// The most trees that one [`Operation::Pack`] or [`Operation::Share`] changes.
+/// The most trees that one [`Operation::Pack`], [`Operation::Share`] or [`Operation::SharePack`] changes.
 pub const PACK_OBJECTS_MAX: usize = 512;
 
 /// A change of the datastore. Replay applies operations in the order of the journal.
@@ -68,6 +68,9 @@ pub enum Operation {
     /// The trees of `objects` map logical blocks to the run, where they mapped them to the blocks from `from` on. Both
     /// have the same content, and that of the run is durable.
     Share { logical: u64, run: Run, from: u64, objects: Vec<u64> },
+    /// The trees of `objects` map the blocks from `logical` on to a part of a pack that is in use: where they mapped them
+    /// to `source`, which has the same content and names the part. The blocks of the pack have these checksums.
+    SharePack { logical: u64, source: Source, run: Run, checksums: Vec<u32>, objects: Vec<u64> },
 }
 
 impl Operation {
@@ -85,6 +88,7 @@ impl Operation {
                 32 + 4 * run.blocks as usize + SOURCE_BYTES * sources.len() + 8 * objects.len()
             }
             Self::Share { objects, .. } => 32 + 8 * objects.len(),
+            Self::SharePack { run, objects, .. } => 32 + 4 * run.blocks as usize + SOURCE_BYTES + 8 * objects.len(),
             _ => 32,
         }
     }
@@ -112,6 +116,9 @@ impl Operation {
         match self {
             Self::Pack { logical, blocks, objects, .. } => Some((*logical..logical.saturating_add(*blocks), objects)),
             Self::Share { logical, run, objects, .. } => Some((*logical..logical.saturating_add(run.blocks), objects)),
+            Self::SharePack { logical, source, objects, .. } => {
+                Some((*logical..logical.saturating_add(source.run.blocks), objects))
+            }
             _ => None,
         }
     }
@@ -153,6 +160,7 @@ impl Operation {
                 | Self::Written { .. }
                 | Self::Pack { .. }
                 | Self::Share { .. }
+                | Self::SharePack { .. }
         )
     }
 }
@@ -241,6 +249,23 @@ impl Writer {
             self.length += slice.len();
             self.parts.push(Part::Data(slice.clone()));
         }
+    }
+
+    /// Appends a source of a pack. One that may be in another pack has two more fields, which are 0 for a plain one.
+    fn source(&mut self, source: &Source, may_be_packed: bool) {
+        self.u8(source.index);
+        self.u64(source.run.physical);
+        self.u16(source.run.blocks as u16);
+        if may_be_packed {
+            let Packed { index, stored } = source.packed.unwrap_or(Packed { index: 0, stored: 0 });
+            self.u8(index);
+            self.u8(stored);
+        }
+    }
+
+    fn objects(&mut self, objects: &[u64]) {
+        self.u16(objects.len() as u16);
+        objects.iter().for_each(|object| self.u64(*object));
     }
 
     /// Appends an operation.
@@ -349,18 +374,8 @@ impl Writer {
                 self.checksums(checksums);
                 self.u16(*blocks as u16);
                 self.u16(sources.len() as u16);
-                for Source { index, run, packed } in sources {
-                    self.u8(*index);
-                    self.u64(run.physical);
-                    self.u16(run.blocks as u16);
-                    if repacks {
-                        let Packed { index, stored } = packed.unwrap_or(Packed { index: 0, stored: 0 });
-                        self.u8(index);
-                        self.u8(stored);
-                    }
-                }
-                self.u16(objects.len() as u16);
-                objects.iter().for_each(|object| self.u64(*object));
+                sources.iter().for_each(|source| self.source(source, repacks));
+                self.objects(objects);
             }
             Operation::MapPack { disk, logical, blocks, first, run, checksums } => {
                 self.u8(22);
@@ -376,8 +391,15 @@ impl Writer {
                 self.u64(*logical);
                 self.run(*run);
                 self.u64(*from);
-                self.u16(objects.len() as u16);
-                objects.iter().for_each(|object| self.u64(*object));
+                self.objects(objects);
+            }
+            Operation::SharePack { logical, source, run, checksums, objects } => {
+                self.u8(23);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+                self.source(source, true);
+                self.objects(objects);
             }
         }
     }
@@ -454,6 +476,26 @@ impl<'a> Reader<'a> {
         Ok(self.take(length)?.to_vec())
     }
 
+    /// A source of a pack, which may be in another pack only if the fields for that are there.
+    fn source(&mut self, may_be_packed: bool) -> Result<Source> {
+        let (index, physical, blocks) = (self.u8()?, self.u64()?, self.u16()?);
+        let (old, stored) = if may_be_packed { (self.u8()?, self.u8()?) } else { (0, 0) };
+        let packed = (stored > 0).then_some(Packed { index: old, stored });
+        let source = Source { index, run: PhysicalRun { physical, blocks }, packed };
+        let is_place = match packed {
+            None => old == 0,
+            Some(_) => u64::from(old) + blocks <= EXTENT_BLOCKS_MAX,
+        };
+        if blocks == 0 || !is_place || physical > PHYSICAL_LIMIT - source.stored().blocks {
+            return Err(damaged());
+        }
+        Ok(source)
+    }
+
+    fn objects(&mut self) -> Result<Vec<u64>> {
+        (0..self.u16()?).map(|_| self.u64()).collect()
+    }
+
     /// A pack. If it `repacks`, its sources may be in other packs.
     fn pack(&mut self, repacks: bool) -> Result<Operation> {
         let (logical, run) = (self.u64()?, self.run()?);
@@ -466,19 +508,9 @@ impl<'a> Reader<'a> {
         let mut sources = Vec::new();
         let mut from = 0;
         for _ in 0..self.u16()? {
-            let (index, physical, length) = (self.u8()?, self.u64()?, self.u16()?);
-            let (old, stored) = if repacks { (self.u8()?, self.u8()?) } else { (0, 0) };
-            let (end, run) = (u64::from(index) + length, PhysicalRun { physical, blocks: length });
-            let packed = (stored > 0).then_some(Packed { index: old, stored });
-            let source = Source { index, run, packed };
-            let is_place = match packed {
-                None => old == 0,
-                Some(_) => u64::from(old) + length <= EXTENT_BLOCKS_MAX,
-            };
-            if u64::from(index) < from || length == 0 || end > blocks || !is_place {
-                return Err(damaged());
-            }
-            if physical > PHYSICAL_LIMIT - source.stored().blocks {
+            let source = self.source(repacks)?;
+            let (first, end) = (u64::from(source.index), u64::from(source.index) + source.run.blocks);
+            if first < from || end > blocks {
                 return Err(damaged());
             }
             sources.push(source);
@@ -487,7 +519,7 @@ impl<'a> Reader<'a> {
         if repacks && sources.iter().all(|source| source.packed.is_none()) {
             return Err(damaged());
         }
-        let objects = (0..self.u16()?).map(|_| self.u64()).collect::<Result<_>>()?;
+        let objects = self.objects()?;
         Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
     }
 
@@ -509,8 +541,23 @@ impl<'a> Reader<'a> {
         if run.blocks > EXTENT_BLOCKS_MAX || from > PHYSICAL_LIMIT - run.blocks || overlap {
             return Err(damaged());
         }
-        let objects = (0..self.u16()?).map(|_| self.u64()).collect::<Result<_>>()?;
+        let objects = self.objects()?;
         Ok(Operation::Share { logical, run, from, objects })
+    }
+
+    fn share_pack(&mut self) -> Result<Operation> {
+        let (logical, run) = (self.u64()?, self.run()?);
+        let checksums = self.checksums(run)?;
+        let source = self.source(true)?;
+        let logical = self.logical(logical, source.run.blocks)?;
+        let stored = source.stored();
+        let overlap = stored.physical < run.start + run.blocks && run.start < stored.physical + stored.blocks;
+        let end = u64::from(source.index) + source.run.blocks;
+        if end > EXTENT_BLOCKS_MAX || run.blocks >= EXTENT_BLOCKS_MAX || overlap {
+            return Err(damaged());
+        }
+        let objects = self.objects()?;
+        Ok(Operation::SharePack { logical, source, run, checksums, objects })
     }
 
     /// The next operation; `None` at the end.
@@ -565,6 +612,7 @@ impl<'a> Reader<'a> {
             20 => self.pack(true)?,
             21 => self.share()?,
             22 => self.map_pack()?,
+            23 => self.share_pack()?,
             _ => return Err(damaged()),
         }))
     }

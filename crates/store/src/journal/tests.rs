@@ -339,6 +339,12 @@ fn operation(random: &mut Random, code: u64) -> Operation {
             let logical = logical.min((1 << 40) - 32);
             Operation::MapPack { disk, logical, blocks: 32, first: random.below(225) as u8, run, checksums }
         }
+        23 => {
+            let (logical, physical) = (logical.min((1 << 40) - 6), if run.start > 16 { run.start - 8 } else { 1000 });
+            let packed = random.percent(50).then_some(Packed { index: 250, stored: 7 });
+            let source = Source { index: 3, run: PhysicalRun { physical, blocks: 6 }, packed };
+            Operation::SharePack { logical, source, run, checksums, objects: vec![disk, random.next()] }
+        }
         _ => {
             let physical = run.start.min((1 << 48) - 6);
             let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
@@ -354,7 +360,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 22;
+const CODES: u64 = 23;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -393,6 +399,12 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
         }
         Operation::MapPack { .. } => {
             ("map pack", Operation::MapPack { disk, logical, blocks: 32, first: 3, run, checksums: checksums() })
+        }
+        Operation::SharePack { .. } => {
+            let packed = Some(Packed { index: 9, stored: 8 });
+            let source = Source { index: 3, run: PhysicalRun { physical: 0x77, blocks: 5 }, packed };
+            let (checksums, objects) = (checksums(), vec![disk, snapshot]);
+            ("share pack", Operation::SharePack { logical, source, run, checksums, objects })
         }
         Operation::Share { .. } => {
             ("share", Operation::Share { logical, run, from: 0x77, objects: vec![disk, snapshot] })

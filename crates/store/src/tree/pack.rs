@@ -97,6 +97,36 @@ pub fn pack<S: NodeStore + ?Sized>(
     redirect::redirect(store, root, range, &|page, range| pack_in_leaf(page, range, logical, pack, sources))
 }
 
+/// Whether a leaf has room for the entries of all these sources of a pack, each mapped from a logical block on.
+pub fn all_fit<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, sources: &[(u64, Source)]) -> Result<bool> {
+    let mut copy = *store.node(leaf)?;
+    let pack = PhysicalRun { physical: 0, blocks: 1 };
+    Ok(sources.iter().all(|(logical, source)| {
+        let range = *logical..logical + source.run.blocks;
+        matches!(share_in_leaf(&mut copy, range, *logical, pack, source), Redirect::Done { .. })
+    }))
+}
+
+/// Maps the blocks of `source` in a range to a part of a pack that is in use, in the leaves of one tree. The first block
+/// of the source is mapped at logical block `logical`. Returns the new root.
+pub fn share_pack<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: NodeId,
+    range: Range<u64>,
+    logical: u64,
+    pack: PhysicalRun,
+    source: &Source,
+) -> Result<NodeId> {
+    redirect::redirect(store, root, range, &|page, range| share_in_leaf(page, range, logical, pack, source))
+}
+
+fn share_in_leaf(page: &mut Block, range: Range<u64>, logical: u64, pack: PhysicalRun, source: &Source) -> Redirect {
+    page::pack_in_leaf(page, range, pack, &|one| {
+        let within = one.logical.checked_sub(logical)?;
+        (within < source.run.blocks && source.is_mapped_by(within, one)).then(|| source.index + within as u8)
+    })
+}
+
 fn pack_in_leaf(page: &mut Block, range: Range<u64>, logical: u64, pack: PhysicalRun, sources: &[Source]) -> Redirect {
     page::pack_in_leaf(page, range, pack, &|one| {
         let index = one.logical.checked_sub(logical)?;

@@ -7,9 +7,10 @@ use crate::names;
 use crate::native::{Native, bytes};
 use error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use store::catalog::{Object, Provisioning};
-use store::engine::Purpose;
+use store::engine::{PackPass, Purpose};
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
@@ -113,7 +114,6 @@ impl Native {
         reclaimed: &mut Reclaimed,
     ) -> Result<()> {
         let Some(codec) = disk.compression.codec() else { return Ok(()) };
-        let mut packer = Packer::new(codec)?;
         let first = self.engine.recorded_writes(disk.id, Purpose::Sharing);
         let mut parts = self.engine.record_writes(disk.id, Purpose::Packing)?.take_cold(after, first.as_deref());
         let before = self.settings.of(&disk.uuid);
@@ -123,6 +123,12 @@ impl Native {
         self.engine.checkpoint()?;
         let objects = self.own_objects(disk.id);
         let blocks = objects.iter().map(|(_, blocks)| *blocks).max().unwrap_or(0);
+        let work = parts.all(blocks).flat_map(|part| {
+            let of_object = move |(object, end): &(u64, u64)| (*object, part.start.min(*end)..part.end.min(*end));
+            objects.iter().map(of_object)
+        });
+        let memory = self.dedup_memory.load(Ordering::Relaxed);
+        let mut pass = PackPass::new(Packer::new(codec)?, memory, work.collect());
         let (mut done, total) = (0, bytes(parts.blocks(blocks)));
         let throttle = Throttle::new(progress);
         while let Some(part) = parts.first(blocks) {
@@ -142,7 +148,7 @@ impl Native {
                         Err(Error::new(ErrorKind::Interrupted, text))
                     }
                 };
-                match self.pack(*object, within, &mut packer, reclaimed, &mut pace) {
+                match self.pack(*object, within, &mut pass, reclaimed, &mut pace) {
                     // The snapshot was deleted meanwhile.
                     Err(error) if error.kind() == ErrorKind::NotFound && *object != disk.id => {}
                     Err(error) => return Err(error.context(name)),

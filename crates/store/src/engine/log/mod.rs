@@ -15,7 +15,8 @@ pub use clocks::Clocks;
 pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
 pub use superblock::{
-    FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARES, VERSION_WRITTEN_PACKS,
+    FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARED_PACKS, VERSION_SHARES,
+    VERSION_WRITTEN_PACKS,
 };
 
 use crate::journal::{BatchKind, Journal, Place};
@@ -214,9 +215,9 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Whether the superblock says that the datastore may have packs.
-    pub fn has_packs(&self) -> bool {
-        self.lock().superblock.has_packs()
+    /// The version that the superblock says.
+    pub fn version(&self) -> u32 {
+        self.lock().superblock.version
     }
 
     /// Whether the superblock says that several logical blocks may map one block.

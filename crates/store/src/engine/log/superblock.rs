@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version: 2, 3 with packs, 4 with shares; version 1 is read, without the fields from 144 on |
+//! | 8 | 4 | format version: 2, 3 with packs, 4 with shares, 5 with packs of new data, 6 with shared packs; version 1 is read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |
@@ -40,8 +40,10 @@ pub const VERSION_PACKS: u32 = 3;
 /// The version of a datastore in which several logical blocks may map one block, and which may have packs too.
 pub const VERSION_SHARES: u32 = 4;
 /// The version of a datastore whose writes may go into packs at once, with everything that the versions before have.
-/// Every version up to this one can be read.
 pub const VERSION_WRITTEN_PACKS: u32 = 5;
+/// The version of a datastore in which several logical blocks may map one block of a pack, with everything that the
+/// versions before have. Every version up to this one can be read.
+pub const VERSION_SHARED_PACKS: u32 = 6;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -88,11 +90,6 @@ impl Superblock {
     /// True when the datastore has an images file.
     pub fn has_images_file(&self) -> bool {
         self.version > VERSION_RING_IMAGES
-    }
-
-    /// Whether the datastore may have packs. Programs that do not know them refuse the datastore.
-    pub fn has_packs(&self) -> bool {
-        self.version >= VERSION_PACKS
     }
 
     /// Whether several logical blocks may map one block of the datastore.
@@ -157,12 +154,12 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if !(VERSION_RING_IMAGES..=VERSION_WRITTEN_PACKS).contains(&version) {
+        if !(VERSION_RING_IMAGES..=VERSION_SHARED_PACKS).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
                     "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
-                     {VERSION_WRITTEN_PACKS}"
+                     {VERSION_SHARED_PACKS}"
                 ),
             ));
         }

@@ -238,6 +238,10 @@ impl Meta {
                 let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
                 tree::pack(&mut nodes, old, range, *logical, pack, sources)?
             }
+            Operation::SharePack { logical, source, run, .. } => {
+                let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
+                tree::share_pack(&mut nodes, old, range, *logical, pack, source)?
+            }
             Operation::Share { logical, run, from, .. } => {
                 let share = tree::Share { logical: *logical, blocks: run.blocks, from: *from, to: run.start };
                 tree::share(&mut nodes, old, range, &share)?
@@ -254,14 +258,24 @@ impl Meta {
 
     /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
     /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
-    /// reference when leaves refer to them. Those without a checksum get that of the blocks from `from` on, which have
-    /// the same content: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that
-    /// is there is right. The blocks from `from` on may have none, if the operation that wrote them was left out.
-    pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
+    /// reference when leaves refer to them. Those without a checksum get the one that the operation names, or that of
+    /// the block with the same content: a block that was unwritten, or whose owner is lost, has a reference already. A
+    /// checksum that is there is right. The block with the same content may have none, if the operation that wrote it
+    /// was left out.
+    pub(crate) fn adopt_left_out(&mut self, operation: &Operation) -> Result<Vec<Run>> {
+        let (run, from, named) = match operation {
+            Operation::Share { run, from, .. } => (*run, *from, None),
+            Operation::SharePack { run, checksums, .. } => (*run, 0, Some(checksums)),
+            _ => return Ok(Vec::new()),
+        };
         let mut adopted = Vec::new();
         for at in 0..run.blocks {
             let one = Run { start: run.start + at, blocks: 1 };
-            let (kept, checksum) = (self.entry(one.start)?, self.entry(from + at)?.checksum);
+            let kept = self.entry(one.start)?;
+            let checksum = match named {
+                Some(checksums) => checksums.get(at as usize).copied().unwrap_or(0),
+                None => self.entry(from + at)?.checksum,
+            };
             if kept.references == 0 {
                 self.data.adopt(&mut self.pages, one)?;
                 adopted.push(one);
@@ -453,7 +467,7 @@ impl Meta {
             Operation::MapPack { disk, logical, blocks, .. } => {
                 self.redirect_in(operation, std::iter::once((*disk, *logical..*logical + blocks)), effects)?;
             }
-            Operation::Pack { .. } | Operation::Share { .. } => {
+            Operation::Pack { .. } | Operation::Share { .. } | Operation::SharePack { .. } => {
                 let (range, objects) = operation.redirects().unwrap_or_default();
                 let all = objects.iter().map(|object| (*object, range.clone()));
                 self.redirect_in(operation, all, effects)?;

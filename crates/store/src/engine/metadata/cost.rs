@@ -97,8 +97,13 @@ impl Meta {
     fn pages_of_redirect(&self, objects: usize, mut touched: Touched) -> u64 {
         // Two leaves of each tree, and for those that are split: on each level the node, a new one and the table page
         // of the new one.
-        touched.nodes = 2 * objects as u64 + PACK_SPLITS_MAX * 3 * (self.levels() + 2);
+        touched.nodes = 2 * objects as u64 + PACK_SPLITS_MAX * self.pages_of_split();
         self.pages_of(&touched)
+    }
+
+    /// The most pages that the split of a leaf dirties.
+    fn pages_of_split(&self) -> u64 {
+        3 * (self.levels() + 2)
     }
 
     /// An upper limit of the cost of an operation, including its bytes in a batch.
@@ -126,13 +131,8 @@ impl Meta {
             Operation::Drop { steps, .. } => {
                 (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
             }
-            Operation::Pack { run, sources, objects, .. } => {
-                let mut touched = Touched::default();
-                touched.touch_run(*run);
-                for stored in sources.iter().map(tree::Source::stored) {
-                    touched.touch_run(Run { start: stored.physical, blocks: stored.blocks });
-                }
-                self.pages_of_redirect(objects.len(), touched)
+            Operation::Pack { .. } | Operation::SharePack { .. } => {
+                return Ok(self.cost_of_pack(std::iter::once(operation), 0));
             }
             Operation::Share { run, from, objects, .. } => {
                 let mut touched = Touched::default();
@@ -148,6 +148,32 @@ impl Meta {
             | Operation::Trash { .. } => 2 * PAGES_BESIDE,
         };
         Ok(Cost { bytes: operation.size() as u64, pages })
+    }
+
+    /// An upper limit of the cost of the operations that map one pack, of which those after the first split this many
+    /// leaves.
+    pub fn cost_of_pack<'a>(&self, operations: impl Iterator<Item = &'a Operation>, splits: u64) -> Cost {
+        let (mut bytes, mut objects, mut runs) = (0, 0, Vec::new());
+        for operation in operations {
+            bytes += operation.size() as u64;
+            objects += operation.redirects().map_or(0, |(_, objects)| objects.len());
+            let sources = match operation {
+                Operation::Pack { sources, .. } => sources.as_slice(),
+                Operation::SharePack { source, .. } => std::slice::from_ref(source),
+                _ => &[],
+            };
+            let stored = sources.iter().map(tree::Source::stored);
+            runs.extend(stored.map(|stored| Run { start: stored.physical, blocks: stored.blocks }));
+            if let Operation::Pack { run, .. } | Operation::SharePack { run, .. } = operation {
+                runs.push(*run);
+            }
+        }
+        runs.sort_unstable_by_key(|run| (run.start, run.blocks));
+        runs.dedup();
+        let mut touched = Touched::default();
+        runs.into_iter().for_each(|run| touched.touch_run(run));
+        let pages = self.pages_of_redirect(objects, touched) + splits * self.pages_of_split();
+        Cost { bytes, pages }
     }
 
     /// The most nodes that an operation allocates.
@@ -169,7 +195,9 @@ impl Meta {
                 self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
                 self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;
             }
-            Operation::Pack { .. } | Operation::Share { .. } => return Ok(super::NODES_PER_OPERATION),
+            Operation::Pack { .. } | Operation::Share { .. } | Operation::SharePack { .. } => {
+                return Ok(super::NODES_PER_OPERATION);
+            }
             _ => return Ok(0),
         }
         Ok(touched.nodes + tree::NODES_PER_TREE)

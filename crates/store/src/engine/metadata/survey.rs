@@ -165,6 +165,14 @@ impl Meta {
                     self.survey_disk(*object, *logical..*logical + *blocks, Aim::Map);
                 }
             }
+            Operation::SharePack { logical, source, run, objects, .. } => {
+                let stored = source.stored();
+                self.data.survey_entries(&mut self.pages, *run);
+                self.data.survey_drop(&mut self.pages, Run { start: stored.physical, blocks: stored.blocks });
+                for object in objects {
+                    self.survey_disk(*object, *logical..*logical + source.run.blocks, Aim::Map);
+                }
+            }
             Operation::Share { logical, run, from, objects } => {
                 self.data.survey_entries(&mut self.pages, *run);
                 self.data.survey_drop(&mut self.pages, Run { start: *from, blocks: run.blocks });

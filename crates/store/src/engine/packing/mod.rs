@@ -2,7 +2,8 @@
 //!
 //! A step takes the plain blocks of a few adjacent logical blocks, writes a pack with their content to newly allocated
 //! blocks, and then maps the pack in every leaf that mapped the plain blocks, with one operation ([`Operation::Pack`]).
-//! The plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
+//! Where leaves map shared blocks at other logical blocks, further operations do the same ([`Operation::SharePack`]). The
+//! plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
 //! nothing. A pack with few blocks in use is replaced in the same way (`repack`).
 //!
 //! What must hold:
@@ -23,24 +24,28 @@
 //!    content that is worth it: other programs refuse the datastore from then on. Because of 5 the superblock is not
 //!    written while blocks are marked: the plan is carried out again afterwards.
 
+mod elsewhere;
 mod examined;
 mod leaves;
+mod places;
 mod plan;
 mod repack;
 
 pub(crate) use examined::Examined;
+pub use places::PackPass;
 
 use super::Engine;
-use super::log::{Cost, VERSION_PACKS};
+use super::log::Cost;
 use super::reserve::KEPT;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::journal::Operation;
-use crate::pack::{BLOCKS_MAX, Packer};
+use crate::pack::BLOCKS_MAX;
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
 pub(super) use leaves::PlannedLeaves;
+use places::Places;
 use plan::{Plan, Planned};
 pub(super) use plan::{Tree, Unsettled};
 use std::ops::Range;
@@ -100,13 +105,22 @@ enum Outcome {
     Nodes(u64),
 }
 
+/// A pack that is written, and not in the map yet.
+struct NewPack {
+    run: Run,
+    checksums: Vec<u32>,
+    /// The operation waits until this many writes to the data files are durable.
+    gate: u64,
+}
+
 impl Engine {
     /// Packs the next blocks of a disk or snapshot between `range.start` and `range.end`, or packs again those of a
-    /// pack there. The caller repeats the call until `next` has reached the end of the range.
+    /// pack there. The caller repeats the call until `next` has reached the end of the range. Steps that look for the
+    /// places of shared blocks leave `next` at the start of the range.
     ///
     /// # Errors
     /// `Unsupported` for a thick disk, because its writes must never need new space.
-    pub fn pack_step(&self, object: u64, range: Range<u64>, packer: &mut Packer) -> Result<PackStep> {
+    pub fn pack_step(&self, object: u64, range: Range<u64>, pass: &mut PackPass) -> Result<PackStep> {
         let mut examined = self.packing.lock();
         self.check_running()?;
         self.pace()?;
@@ -120,7 +134,10 @@ impl Engine {
                 "a thick disk is not compressed: its space is reserved so that its writes never need new space",
             ));
         }
-        match self.pack_next(object, range.clone(), packer, &mut examined) {
+        if let Some(step) = self.find_places(object, &range, &mut pass.places)? {
+            return Ok(step);
+        }
+        match self.pack_next(object, range.clone(), pass, &mut examined) {
             // A lost page describes these blocks, or belongs to another tree that may share their leaf. Others can be
             // packed.
             Err(error) if is_lost(&error) && self.running.goes_on() => {
@@ -137,7 +154,7 @@ impl Engine {
         &self,
         object: u64,
         range: Range<u64>,
-        packer: &mut Packer,
+        pass: &mut PackPass,
         examined: &mut Examined,
     ) -> Result<PackStep> {
         let Some(first) = self.meta.look(|meta| meta.first_mapped(object, range.clone()))? else {
@@ -147,18 +164,18 @@ impl Engine {
         let mut step = PackStep { next: around(WINDOW).end, ..PackStep::default() };
         for old in self.meta.look(|meta| meta.packs_to_examine(object, around(WINDOW)))? {
             let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old))? else { continue };
-            match self.try_plan(object, &plan, packer, examined, &mut step)? {
+            match self.try_plan(object, &plan, pass, examined, &mut step)? {
                 Tried::Left => {}
                 Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
             }
         }
         for window in [around(WINDOW), around(WINDOW_WIDE)] {
-            let plan = match self.meta.look(|meta| meta.plan_pack(object, window.clone(), false))? {
+            let plan = match self.meta.look(|meta| meta.plan_pack(object, window.clone(), &pass.places, false))? {
                 Planned::Nothing => break,
                 Planned::NoRoom => continue,
                 Planned::Pack(plan) => plan,
             };
-            if self.try_plan(object, &plan, packer, examined, &mut step)? == Tried::Again {
+            if self.try_plan(object, &plan, pass, examined, &mut step)? == Tried::Again {
                 step.next = first;
             }
             break;
@@ -171,19 +188,19 @@ impl Engine {
         &self,
         object: u64,
         plan: &Plan,
-        packer: &mut Packer,
+        pass: &mut PackPass,
         examined: &mut Examined,
         step: &mut PackStep,
     ) -> Result<Tried> {
-        let key = Examined::key(packer.codec(), &plan.checksums, plan.place());
+        let key = Examined::key(pass.packer.codec(), &plan.checksums, plan.place());
         if examined.contains(key) {
             return Ok(Tried::Left);
         }
         step.read += plan.checksums.len() as u64;
-        let mut outcome = self.pack_planned(object, plan, packer)?;
+        let mut outcome = self.pack_planned(object, plan, pass)?;
         if matches!(outcome, Outcome::NotAllowed) {
-            self.allow_packs()?;
-            outcome = self.pack_planned(object, plan, packer)?;
+            self.require_version(plan.version())?;
+            outcome = self.pack_planned(object, plan, pass)?;
         }
         match outcome {
             Outcome::NotAllowed => {}
@@ -205,7 +222,7 @@ impl Engine {
     }
 
     /// Marks the plain blocks of a plan as in flight, and writes the pack.
-    fn pack_planned(&self, object: u64, plan: &Plan, packer: &mut Packer) -> Result<Outcome> {
+    fn pack_planned(&self, object: u64, plan: &Plan, pass: &mut PackPass) -> Result<Outcome> {
         let most = plan.most();
         let _claim = match self.claim_blocks(most) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
@@ -215,18 +232,18 @@ impl Engine {
             }
             claim => claim?,
         };
-        let allowed = self.log.has_packs();
+        let allowed = self.log.version() >= plan.version();
         let _bulk = self.writeback.share_bulk();
         let _guard = {
             let mut meta = self.meta.lock();
-            match meta.plan_again(object, plan, false)? {
+            match meta.plan_again(object, plan, &pass.places, false)? {
                 Planned::Pack(now) if now == *plan => {}
                 _ => return Ok(Outcome::Left),
             }
             plan.runs().for_each(|run| meta.in_flight.claim(run));
             meta.freed.guard()
         };
-        let outcome = self.pack_claimed(object, plan, packer, allowed);
+        let outcome = self.pack_claimed(object, plan, pass, allowed);
         let mut meta = self.meta.lock();
         plan.runs().for_each(|run| meta.in_flight.release(run));
         drop(meta);
@@ -234,7 +251,7 @@ impl Engine {
     }
 
     /// Writes the pack, if it is worth it and `allowed`, and maps it.
-    fn pack_claimed(&self, object: u64, plan: &Plan, packer: &mut Packer, allowed: bool) -> Result<Outcome> {
+    fn pack_claimed(&self, object: u64, plan: &Plan, pass: &mut PackPass, allowed: bool) -> Result<Outcome> {
         let content = match plan.old {
             Some(old) => self.read_pack(plan, old)?,
             None => self.read_sources(plan)?.ok_or(Outcome::Left),
@@ -249,7 +266,7 @@ impl Engine {
             let first = usize::from(source.index);
             blocks[first..first + source.run.blocks as usize].fill_with(|| parts.next());
         }
-        let pack = Buffer::copy_of(&packer.pack(&blocks));
+        let pack = Buffer::copy_of(&pass.packer.pack(&blocks));
         let stored = (pack.len() / BLOCK_SIZE) as u64;
         if stored > plan.most() || stored >= BLOCKS_MAX as u64 {
             return Ok(Outcome::NotWorth);
@@ -272,11 +289,14 @@ impl Engine {
         self.files.touch(run);
         self.counters.blocks_written.fetch_add(run.blocks, Ordering::Relaxed);
         let gate = self.log.clocks.wrote_home();
-        self.map_pack(object, plan, run, pack.chunks_exact(BLOCK_SIZE).map(checksum).collect(), gate)
+        let checksums = pack.chunks_exact(BLOCK_SIZE).map(checksum).collect();
+        self.map_pack(object, plan, &pass.places, NewPack { run, checksums, gate })
     }
 
     /// Maps the written pack, unless the plan is no longer valid.
-    fn map_pack(&self, object: u64, plan: &Plan, run: Run, checksums: Vec<u32>, gate: u64) -> Result<Outcome> {
+    fn map_pack(&self, object: u64, plan: &Plan, places: &Places, new: NewPack) -> Result<Outcome> {
+        let NewPack { run, checksums, gate } = new;
+        let others = plan.others.parts.iter().map(|part| part.operation(run, &checksums)).collect::<Vec<_>>();
         let operation = Operation::Pack {
             logical: plan.logical,
             blocks: plan.blocks,
@@ -285,34 +305,44 @@ impl Engine {
             sources: plan.sources.clone(),
             objects: plan.objects.clone(),
         };
-        let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
-        let mut disks = plan.objects.clone();
+        let all = || std::iter::once(&operation).chain(&others);
+        let _fetch = self.meta.bring_in(|meta| all().for_each(|operation| meta.survey_operation(operation)));
+        let mut disks: Vec<u64> = plan.changed().map(|(disk, _)| disk).collect();
         disks.sort_unstable();
+        disks.dedup();
         let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
         let heads = find();
         let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
         let mut meta = self.meta.lock();
         // A disk that was opened or reverted since has a buffer that is not locked.
         let same = find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr));
-        if !same || !buffers.iter().all(|buffer| buffer.layers.is_free(&plan.window())) {
+        let is_free = |(disk, window): (u64, Range<u64>)| {
+            let buffer = heads.iter().zip(&buffers).find(|(head, _)| head.id == disk);
+            buffer.is_none_or(|(_, buffer)| buffer.layers.is_free(&window))
+        };
+        if !same || !plan.changed().all(is_free) {
             self.release_new(&mut meta, Some(run));
             return Ok(Outcome::Left);
         }
-        let checked = meta.plan_again(object, plan, true).and_then(|now| {
+        let checked = meta.plan_again(object, plan, places, true).and_then(|now| {
             let still = matches!(now, Planned::Pack(now) if now == *plan);
-            Ok((still, meta.nodes_of(&operation)?))
+            let nodes = meta.nodes_of(&operation)? * (1 + plan.others.splits);
+            Ok((still, nodes, meta.cost_of_pack(all(), plan.others.splits)))
         });
-        let (still, nodes) = checked.inspect_err(|_| self.release_new(&mut meta, Some(run)))?;
+        let (still, nodes, cost) = checked.inspect_err(|_| self.release_new(&mut meta, Some(run)))?;
         if !still || !self.are_spare(&meta, nodes, KEPT) {
             self.release_new(&mut meta, Some(run));
             return Ok(if still { Outcome::Nodes(nodes) } else { Outcome::Left });
         }
-        let refused = self.try_carry_out_new(&mut meta, operation, gate)?;
+        let Some(_grant) = self.log.admission.try_admit(cost) else {
+            self.release_new(&mut meta, Some(run));
+            return Ok(Outcome::Refused(cost));
+        };
+        self.carry_out_new(&mut meta, operation, gate)?;
+        // The operation that maps the pack at its own blocks precedes these in the journal, and waits for its gate.
+        let carried_out = others.into_iter().try_for_each(|other| self.carry_out(&mut meta, other, 0));
         self.update_headroom(&meta);
-        Ok(match refused {
-            None => Outcome::Packed { stored: run.blocks },
-            Some(cost) => Outcome::Refused(cost),
-        })
+        carried_out.map(|()| Outcome::Packed { stored: run.blocks })
     }
 
     /// Reads and verifies the plain blocks of a plan. `None` if a block is damaged: it stays where it is, so that reads
@@ -331,11 +361,6 @@ impl Engine {
         }
         let matches = content.chunks_exact(BLOCK_SIZE).map(checksum).eq(plan.checksums.iter().copied());
         Ok(matches.then_some(content))
-    }
-
-    /// Makes the datastore one that may have packs. Must not be called while blocks are marked as in flight.
-    fn allow_packs(&self) -> Result<()> {
-        self.require_version(VERSION_PACKS)
     }
 
     /// Gives the datastore at least this version, because it is about to use what earlier versions do not know. Must

@@ -3,23 +3,27 @@
 //! What must hold:
 //!
 //! 1. A block is packed only if every leaf that maps it is known, because only then the block becomes free: as many
-//!    leaves map it as it has references.
+//!    leaves map it as it has references. Leaves that map it at other logical blocks get operations of their own
+//!    (`elsewhere`).
 //! 2. A block with content that is not settled is not packed: a suspect block, a block with a write under way, with
 //!    journalled payload that is not written to it, or that a pending operation concerns.
 //! 3. A block that a thick disk or a snapshot of one maps is not packed, because a later write of the disk, perhaps
 //!    after it was reverted, would need new space.
 
+use super::elsewhere::Others;
 use super::leaves::PlannedLeaves;
-use super::most_worth;
+use super::places::Places;
 use super::repack::OldPack;
+use super::{WINDOW, most_worth};
 use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
+use crate::engine::log::{VERSION_PACKS, VERSION_SHARED_PACKS};
 use crate::engine::metadata::Effects;
 use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
-use rustc_hash::FxBuildHasher;
+use rustc_hash::{FxBuildHasher, FxHashSet};
 use std::hash::BuildHasher;
 use std::ops::Range;
 
@@ -38,6 +42,8 @@ pub(super) struct Plan {
     pub objects: Vec<u64>,
     /// The pack that contains the blocks, if they are packed again.
     pub old: Option<OldPack>,
+    /// Where the blocks are mapped at other logical blocks.
+    pub others: Others,
 }
 
 impl Plan {
@@ -55,6 +61,20 @@ impl Plan {
     /// The logical blocks of the new pack.
     pub fn window(&self) -> Range<u64> {
         self.logical..self.logical + self.blocks
+    }
+
+    /// The disks and snapshots of which leaves are changed, with their logical blocks.
+    pub fn changed(&self) -> impl Iterator<Item = (u64, Range<u64>)> + '_ {
+        let here = self.objects.iter().map(|object| (*object, self.window()));
+        here.chain(self.others.parts.iter().flat_map(|part| {
+            let window = part.window();
+            part.objects.iter().map(move |object| (*object, window.clone()))
+        }))
+    }
+
+    /// The version that a datastore needs for the operations of the plan.
+    pub fn version(&self) -> u32 {
+        if self.others.parts.is_empty() { VERSION_PACKS } else { VERSION_SHARED_PACKS }
     }
 
     /// Describes where the content lies, for [`super::Examined::key`].
@@ -89,11 +109,11 @@ pub(super) enum Planned {
 
 /// A plain block that may be packed.
 #[derive(Clone, Copy)]
-struct Candidate {
-    physical: u64,
+pub(super) struct Candidate {
+    pub physical: u64,
     checksum: u32,
     /// Its references from leaves that were not found yet.
-    left: u32,
+    pub left: u32,
 }
 
 /// Why the content of a block is not settled.
@@ -130,16 +150,22 @@ impl Meta {
     }
 
     /// Plans again what was planned before.
-    pub(super) fn plan_again(&mut self, object: u64, plan: &Plan, claimed: bool) -> Result<Planned> {
+    pub(super) fn plan_again(&mut self, object: u64, plan: &Plan, places: &Places, claimed: bool) -> Result<Planned> {
         match plan.old {
             Some(old) => self.plan_repack(object, old),
-            None => self.plan_pack(object, plan.window(), claimed),
+            None => self.plan_pack(object, plan.window(), places, claimed),
         }
     }
 
     /// Plans a pack of the plain blocks of an object in a window. With `claimed` the caller has marked the blocks as in
     /// flight.
-    pub(super) fn plan_pack(&mut self, object: u64, window: Range<u64>, claimed: bool) -> Result<Planned> {
+    pub(super) fn plan_pack(
+        &mut self,
+        object: u64,
+        window: Range<u64>,
+        places: &Places,
+        claimed: bool,
+    ) -> Result<Planned> {
         let mut candidates = self.candidates(object, &window, claimed)?;
         if candidates.iter().flatten().count() < 2 {
             return Ok(Planned::Nothing);
@@ -187,10 +213,16 @@ impl Meta {
         if let Some(error) = missing {
             return Err(error);
         }
+        // The logical blocks beside the window of a wide pack are mapped by leaves without room.
+        let others = match window.end - window.start {
+            ..=WINDOW => self.find_elsewhere(&window, &mut candidates, &leaves, places)?,
+            _ => Others::default(),
+        };
         let (sources, checksums) = sources(&candidates);
         if checksums.len() < 2 || !leaves.are_few() {
             return Ok(Planned::Nothing);
         }
+        let mut nodes = self.nodes(&mut effects);
         if !leaves.have_room(|leaf| tree::fits(&mut nodes, leaf, window.clone(), &sources))? {
             return Ok(Planned::NoRoom);
         }
@@ -202,6 +234,7 @@ impl Meta {
             checksums,
             objects: leaves.into_objects(),
             old: None,
+            others,
         }))
     }
 
@@ -221,10 +254,14 @@ impl Meta {
         let Some(root) = self.catalog.whole(object)?.root else { return Ok(candidates) };
         let mut extents = Vec::new();
         tree::lookup(&mut self.nodes(&mut Effects::default()), root, window.clone(), &mut extents)?;
+        // A block that the window maps again is in the pack once, and the other logical block is another place.
+        let mut known = FxHashSet::default();
         for extent in extents.iter().filter(|extent| extent.packed.is_none() && !extent.unwritten) {
             for at in 0..extent.blocks {
                 let physical = extent.physical + at;
-                if let Ok(entry) = self.settled(physical, claimed)? {
+                if let Ok(entry) = self.settled(physical, claimed)?
+                    && known.insert(physical)
+                {
                     let candidate = Candidate { physical, checksum: entry.checksum, left: entry.references };
                     candidates[(extent.logical + at - window.start) as usize] = Some(candidate);
                 }
@@ -235,7 +272,7 @@ impl Meta {
 }
 
 /// The candidates of which all leaves were found, as runs, and their checksums.
-fn sources(candidates: &[Option<Candidate>]) -> (Vec<Source>, Vec<u32>) {
+pub(super) fn sources(candidates: &[Option<Candidate>]) -> (Vec<Source>, Vec<u32>) {
     let (mut sources, mut checksums) = (Vec::<Source>::new(), Vec::new());
     for (index, candidate) in candidates.iter().enumerate() {
         let Some(candidate) = candidate.filter(|candidate| candidate.left == 0) else { continue };

@@ -12,6 +12,7 @@
 //! 4. The content is verified against the checksums in the table and the index of the old pack.
 //! 5. An entry becomes one entry again, because all its blocks are in use. So no leaf needs more room.
 
+use super::elsewhere::Others;
 use super::leaves::PlannedLeaves;
 use super::plan::{Plan, Planned, Tree};
 use super::{Outcome, WINDOW, most_worth};
@@ -113,7 +114,15 @@ impl Meta {
         }
         let sources = sources(&used, first, old.run);
         let (logical, blocks) = (old.logical + first as u64, (last - first + 1) as u64);
-        let plan = Plan { logical, blocks, sources, checksums, objects: leaves.into_objects(), old: Some(old) };
+        let plan = Plan {
+            logical,
+            blocks,
+            sources,
+            checksums,
+            objects: leaves.into_objects(),
+            old: Some(old),
+            others: Others::default(),
+        };
         Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(plan) } else { Planned::Nothing })
     }
 

@@ -82,7 +82,11 @@ impl Engine {
         parts: impl Iterator<Item = (u64, Range<u64>)>,
     ) -> Result<()> {
         let mut effects = Effects::default();
-        if let Operation::Pack { run, .. } | Operation::MapPack { run, .. } | Operation::Share { run, .. } = operation {
+        if let Operation::Pack { run, .. }
+        | Operation::MapPack { run, .. }
+        | Operation::Share { run, .. }
+        | Operation::SharePack { run, .. } = operation
+        {
             // The content of a pack is new, and that of a shared block was durable before: earlier payload is not home.
             meta.forget_logged(*run);
         }
@@ -93,7 +97,7 @@ impl Engine {
                 (run.start..run.start + run.blocks).for_each(|block| state.doubts.told(block));
                 meta.doubt(&state.doubts, *run)
             }
-            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run),
+            Operation::Share { run, .. } | Operation::SharePack { run, .. } => meta.doubt(&state.doubts, *run),
             _ => Ok(()),
         }
     }

@@ -40,6 +40,10 @@ fn replaced(operation: &Operation) -> Option<(Vec<Run>, Run)> {
             let stored = sources.iter().map(Source::stored);
             Some((stored.map(|stored| Run { start: stored.physical, blocks: stored.blocks }).collect(), *run))
         }
+        Operation::SharePack { source, run, .. } => {
+            let stored = source.stored();
+            Some((vec![Run { start: stored.physical, blocks: stored.blocks }], *run))
+        }
         Operation::Share { from, run, .. } => Some((vec![Run { start: *from, blocks: run.blocks }], *run)),
         _ => None,
     }
@@ -61,11 +65,9 @@ impl Engine {
     ) -> Result<()> {
         // In an ordinary opening every operation is replayed that mapped or wrote the kept blocks. If they have no
         // reference there, the metadata is damaged, and the opening fails.
-        let adopted = match operation {
-            Operation::Share { run, from, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
-                meta.adopt_left_out(*run, *from)?
-            }
-            _ => Vec::new(),
+        let adopted = match state.left_out.tolerance() {
+            Tolerance::Nothing => Vec::new(),
+            Tolerance::LostObjects | Tolerance::Everything => meta.adopt_left_out(operation)?,
         };
         if state.left_out.leaves_out_parts() {
             if !self.redirect_parts(meta, state, operation)? {

@@ -349,7 +349,7 @@ fn a_pack_with_other_content_than_at_the_moment_of_the_view_is_not_examined() {
     assert_eq!(accounts.distinct(&[1], 1).unwrap().fill.examined, 1);
     // Another pack in the place of the first.
     let other = slice(9, 1);
-    let bytes = super::packed::packer().pack(&[Some(&other[..])]);
+    let bytes = crate::pack::Packer::new(crate::pack::Codec::Lz4).unwrap().pack(&[Some(&other[..])]);
     let (file, offset) = engine.files.locate(run).unwrap();
     file.write_at(&[&bytes], offset, false).unwrap();
     let after = accounts.distinct(&[1], 10).unwrap();

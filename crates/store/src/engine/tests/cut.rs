@@ -195,10 +195,10 @@ impl History {
                 let object = self.pick(None).unwrap();
                 self.engine.settle(&self.engine.head(on))?;
                 let codec = if self.random.percent(50) { Codec::Lz4 } else { Codec::Zstd(3) };
-                let mut packer = Packer::new(codec)?;
+                let mut pass = PackPass::new(Packer::new(codec)?, 1 << 20, Vec::new());
                 let mut at = 0;
                 while at < DISK_BLOCKS {
-                    let step = self.engine.pack_step(object, at..DISK_BLOCKS, &mut packer)?;
+                    let step = self.engine.pack_step(object, at..DISK_BLOCKS, &mut pass)?;
                     self.done.packed += step.packed;
                     // A step that packs a pack again does not go on to the next blocks.
                     self.done.repacked += u64::from(step.packed > 0 && step.next == at);

@@ -13,8 +13,12 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use backend::simulated::{Request, SimulatedOptions};
 use std::time::Duration;
 
-pub(super) fn packer() -> Packer {
-    Packer::new(Codec::Lz4).unwrap()
+pub(super) fn packing(codec: Codec) -> PackPass {
+    PackPass::new(Packer::new(codec).unwrap(), 1 << 20, Vec::new())
+}
+
+pub(super) fn packer() -> PackPass {
+    packing(Codec::Lz4)
 }
 
 /// Packs a range of an object. Returns how many blocks were packed, and into how many.
@@ -88,7 +92,7 @@ fn packed_blocks_take_less_space_and_are_read_as_before() {
     for codec in [Codec::Lz4, Codec::Zstd(3)] {
         let (disk, engine) = filled(100);
         let before = engine.counts().data.used;
-        let mut packer = Packer::new(codec).unwrap();
+        let mut packer = packing(codec);
         let mut at = 0;
         while at < BLOCKS {
             at = engine.pack_step(1, at..BLOCKS, &mut packer).unwrap().next;
@@ -483,7 +487,7 @@ fn data_that_is_not_worth_packing_is_read_by_one_pass_only() {
     write_noise(&engine, 1, 0..128, 5);
     quiet(&engine);
     let reads = count_reads(&disk);
-    let pass = |packer: &mut Packer| {
+    let pass = |packer: &mut PackPass| {
         let before = reads.load(Ordering::SeqCst);
         let mut at = 0;
         while at < 128 {
@@ -494,7 +498,7 @@ fn data_that_is_not_worth_packing_is_read_by_one_pass_only() {
     assert_eq!(pass(&mut packer()), 4);
     assert_eq!(pass(&mut packer()), 0);
     // Another method may be worth it, and so may other content.
-    assert_eq!(pass(&mut Packer::new(Codec::Zstd(3)).unwrap()), 4);
+    assert_eq!(pass(&mut packing(Codec::Zstd(3))), 4);
     write_noise(&engine, 1, 40..41, 6);
     quiet(&engine);
     assert!((1..=2).contains(&pass(&mut packer())));

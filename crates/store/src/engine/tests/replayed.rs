@@ -1,9 +1,9 @@
 //! Openings after a kill, with a page or a block that the medium has lost: each loses no more than its own content.
 
 use super::between::{lose_page, overwritten};
+use super::packed::packer;
 use super::unreadable::{grown, leaves};
 use super::*;
-use crate::pack::{Codec, Packer};
 use crate::sync::atomic::Ordering;
 
 pub(super) fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
@@ -358,7 +358,7 @@ fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
     let root = root_of(snapshot);
     assert_ne!(root, root_of(1));
     let before = checkpoints(&engine);
-    let step = engine.pack_step(snapshot, 0..64, &mut Packer::new(Codec::Lz4).unwrap()).unwrap();
+    let step = engine.pack_step(snapshot, 0..64, &mut packer()).unwrap();
     assert_eq!((step.packed, step.stored), (16, 1));
     engine.commit_changes().unwrap();
     let (new, blocks) = reuse(&engine, &[plain]);
@@ -414,7 +414,7 @@ fn a_pack_is_replayed_in_a_full_leaf_that_a_damaged_deleted_snapshot_shares() {
         while engine.drop_all_trash().unwrap() {}
         assert!(engine.with_catalog(|catalog| catalog.find(snapshot).is_none()));
         let (plain, nodes) = (own_block(&engine, 1, 0).start, engine.counts().map.used);
-        let step = engine.pack_step(1, 0..32, &mut Packer::new(Codec::Lz4).unwrap()).unwrap();
+        let step = engine.pack_step(1, 0..32, &mut packer()).unwrap();
         assert_eq!((step.packed, engine.counts().map.used), (32, nodes + 1), "the leaf is split");
         engine.commit_changes().unwrap();
         let (new, blocks) = reuse(&engine, &[plain]);
@@ -482,7 +482,7 @@ fn a_salvage_returns_no_block_that_another_disk_got_after_a_pack_that_is_left_ou
     engine.settle(&head).unwrap();
     engine.commit_changes().unwrap();
     free(&engine, true);
-    let step = engine.pack_step(1, 0..32, &mut Packer::new(Codec::Lz4).unwrap()).unwrap();
+    let step = engine.pack_step(1, 0..32, &mut packer()).unwrap();
     assert_eq!((step.packed, step.stored), (32, 1));
     assert!((reused..reused + 32).contains(&stored(&engine, 1, 0)));
     engine.commit_changes().unwrap();

@@ -6,13 +6,15 @@ mod divided;
 mod histories;
 mod obstacles;
 mod opened;
+mod packed;
 mod repaired;
 mod replayed;
 
 use super::between::before_next;
-use super::packed::{cut_at_each_operation, holds, packer, quiet, references};
+use super::packed::{cut_at_each_operation, holds, pack, packer, quiet, references};
 use super::*;
 use crate::engine::log::VERSION_SHARES;
+use crate::pack::{Codec, Packer};
 use backend::simulated::{Request, SimulatedOptions};
 
 /// A whole pass over objects. Returns how many blocks were replaced.
@@ -389,13 +391,15 @@ fn unwritten_blocks_and_packed_blocks_are_not_shared() {
     is_whole(&engine);
 }
 
-/// A block with references from several places is not packed, because it would be stored twice.
+/// Without memory for its places, a block with references from several places is not packed, because it would be stored
+/// twice.
 #[test]
 fn shared_blocks_are_not_packed_away_from_their_other_owners() {
     let (_disk, engine) = filled((0..64).map(|block| (block % 32) as u8));
     assert_eq!(share(&engine, &[1]), 32);
     quiet(&engine);
-    assert_eq!(engine.pack_step(1, 0..32, &mut packer()).unwrap().packed, 0);
+    let mut pass = PackPass::new(Packer::new(Codec::Lz4).unwrap(), 0, Vec::new());
+    assert_eq!(engine.pack_step(1, 0..32, &mut pass).unwrap().packed, 0);
     quiet(&engine);
     (0..64).for_each(|block| assert_eq!(value(&engine, block).unwrap(), (block % 32) as u8));
     is_whole(&engine);
@@ -580,7 +584,7 @@ fn the_superblock_has_the_version_of_shares_from_the_first_share_on() {
     // Packs do not lower it.
     (0..32).for_each(|block| write(&engine, 100 + block, 1));
     quiet(&engine);
-    assert!(engine.pack_step(1, 96..192, &mut packer()).unwrap().packed > 0);
+    assert!(pack(&engine, 1, 96..192).0 > 0);
     engine.close().unwrap();
     assert_eq!(version(), VERSION_SHARES);
     drop(open(&disk).unwrap());

@@ -1,6 +1,5 @@
 //! What keeps some blocks where they are does not keep the others.
 
-use super::super::packed::pack;
 use super::super::unreadable::lose_entries;
 use super::*;
 
@@ -44,9 +43,9 @@ fn blocks_with_lost_entries_are_left_and_the_others_are_shared_and_packed() {
     }
     assert!(shared >= 50 && (512..600).contains(&lost), "{shared} {lost}");
     // The lost blocks do not end the packing of the disk either.
-    let (mut at, mut lost) = (0, 0);
+    let (mut at, mut lost, mut packing) = (0, 0, packer());
     while at < BLOCKS {
-        let step = engine.pack_step(1, at..BLOCKS, &mut packer()).unwrap();
+        let step = engine.pack_step(1, at..BLOCKS, &mut packing).unwrap();
         (at, lost) = (step.next, lost + step.lost);
     }
     assert!(lost >= 512, "{lost}");

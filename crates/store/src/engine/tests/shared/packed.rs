@@ -1,0 +1,171 @@
+//! Packs of shared blocks: one pack replaces them wherever they are mapped.
+
+use super::*;
+use crate::engine::log::VERSION_SHARED_PACKS;
+
+/// The blocks of a disk of which the second half is a copy of the first one.
+const HALF: u64 = 64;
+
+fn value_of(block: u64) -> u8 {
+    (block % HALF) as u8 + 1
+}
+
+/// A store with a disk of two equal halves, which are shared.
+fn halved() -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = filled((0..2 * HALF).map(value_of));
+    assert_eq!(share(&engine, &[1]), HALF);
+    quiet(&engine);
+    (disk, engine)
+}
+
+fn is_kept(engine: &Engine) {
+    (0..2 * HALF).for_each(|block| assert_eq!(value(engine, block).unwrap(), value_of(block), "block {block}"));
+    is_whole(engine);
+}
+
+fn version(engine: &Engine) -> u32 {
+    engine.log.version()
+}
+
+#[test]
+fn shared_blocks_are_packed_wherever_they_are_mapped() {
+    let (disk, engine) = halved();
+    assert_eq!((used(&engine), version(&engine)), (HALF, VERSION_SHARES));
+    assert_eq!(pack(&engine, 1, 0..BLOCKS), (HALF, 2));
+    quiet(&engine);
+    assert_eq!((used(&engine), version(&engine)), (2, VERSION_SHARED_PACKS));
+    is_kept(&engine);
+    for block in [0, HALF] {
+        let (run, packed) = super::super::packed::place(&engine, 1, block);
+        assert!(packed && references(&engine, run.start) == 2, "{run:?}");
+    }
+    // An overwritten block leaves the pack at one place only.
+    write(&engine, HALF + 3, 200);
+    quiet(&engine);
+    assert_eq!((value(&engine, HALF + 3).unwrap(), value(&engine, 3).unwrap()), (200, value_of(3)));
+    write(&engine, HALF + 3, value_of(3));
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 0..BLOCKS), (0, 0));
+    engine.close().unwrap();
+    let engine = open(&disk).unwrap();
+    is_kept(&engine);
+    // What no place maps any more is free.
+    engine.discard_blocks(&engine.head(1), 0..2 * HALF).unwrap();
+    quiet(&engine);
+    assert_eq!(used(&engine), 0);
+    is_whole(&engine);
+}
+
+#[test]
+fn blocks_that_disks_snapshots_and_clones_share_are_packed_once() {
+    let (_disk, engine) = filled((0..HALF).map(value_of));
+    let other = add_disk(&engine, "other", BLOCKS, Provisioning::Thin);
+    (0..HALF).for_each(|block| put(&engine, other, 100 + 2 * block, value_of(block)));
+    quiet(&engine);
+    let snapshot = take(&engine, other, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", BLOCKS)]).unwrap()[0];
+    // The snapshot has a leaf of its own afterwards, and the disk and the clone have one too.
+    put(&engine, other, 0, 77);
+    put(&engine, clone, 0, 78);
+    quiet(&engine);
+    assert_eq!(share(&engine, &[1, other, snapshot, clone]), HALF);
+    quiet(&engine);
+    assert_eq!(used(&engine), HALF + 2);
+    assert_eq!(pack(&engine, other, 0..BLOCKS).0, HALF);
+    quiet(&engine);
+    // The pack of each window of the disk, and the two blocks of their own.
+    assert_eq!(used(&engine), 5 + 2);
+    let are_kept = |disks: &[u64]| {
+        (0..HALF).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), value_of(block)));
+        for disk in disks {
+            (0..HALF).for_each(|block| assert_eq!(holds(&engine, *disk, 100 + 2 * block).unwrap(), value_of(block)));
+        }
+        is_whole(&engine);
+    };
+    are_kept(&[other, snapshot, clone]);
+    // A count of what a deletion frees is exact.
+    let mut accounts = engine.accounts(&[1, other, snapshot, clone], &|| true).unwrap();
+    assert_eq!(accounts.space_of(clone).unwrap().exclusive, 1);
+    drop(accounts);
+    let (free, before) = (engine.would_free(&[other, snapshot, clone], &|| true).unwrap().data, used(&engine));
+    assert_eq!(free, 2, "the first disk keeps the packs");
+    engine.detach(clone).unwrap();
+    engine.delete_disk(clone, &[]).unwrap();
+    engine.delete_snapshot(snapshot).unwrap();
+    engine.delete_disk(other, &[]).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    quiet(&engine);
+    assert_eq!(before - used(&engine), free);
+    are_kept(&[]);
+}
+
+#[test]
+fn a_small_memory_only_prolongs_a_pass() {
+    let (_disk, engine) = halved();
+    let mut pass = PackPass::new(Packer::new(Codec::Lz4).unwrap(), 600, vec![(1, 0..BLOCKS)]);
+    let (mut at, mut packed, mut steps) = (0, 0, 0);
+    while at < BLOCKS {
+        let step = engine.pack_step(1, at..BLOCKS, &mut pass).unwrap();
+        (at, packed, steps) = (step.next, packed + step.packed, steps + 1);
+        assert!(steps < 1000);
+    }
+    assert!(packed > HALF / 4, "{packed}");
+    is_kept(&engine);
+    assert!(pack(&engine, 1, 0..BLOCKS).0 < HALF);
+    quiet(&engine);
+    is_kept(&engine);
+}
+
+#[test]
+fn shared_blocks_of_a_thick_disk_and_blocks_of_too_many_places_stay_plain() {
+    let (_disk, engine) = filled((0..100).map(|_| 5));
+    assert_eq!(share(&engine, &[1]), 99);
+    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
+    (0..32).for_each(|block| put(&engine, thick, block, 10 + block as u8));
+    quiet(&engine);
+    let snapshot = take(&engine, thick, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", 64)]).unwrap()[0];
+    (0..32).for_each(|block| put(&engine, clone, 32 + block, 10 + block as u8));
+    quiet(&engine);
+    share(&engine, &[1, clone]);
+    quiet(&engine);
+    let before = used(&engine);
+    assert_eq!(pack(&engine, 1, 0..BLOCKS), (0, 0));
+    pack(&engine, clone, 0..64);
+    quiet(&engine);
+    (0..32).for_each(|block| assert!(!super::super::packed::place(&engine, thick, block).1));
+    assert!(used(&engine) <= before);
+    (0..32).for_each(|block| assert_eq!(holds(&engine, clone, 32 + block).unwrap(), 10 + block as u8));
+    is_whole(&engine);
+}
+
+#[test]
+fn a_power_cut_at_any_operation_of_packing_shared_blocks_loses_nothing() {
+    cut_at_each_operation(cut_off);
+}
+
+/// Packs shared blocks, flushes, and cuts the power after `cut` operations of the medium. True if everything was done
+/// before.
+fn cut_off(seed: u64, cut: u64) -> bool {
+    let (disk, engine) = made_on(SimulatedDisk::new(seed, SimulatedOptions::default()));
+    (0..64).for_each(|block| write(&engine, block, block as u8 % 32 + 1));
+    quiet(&engine);
+    assert_eq!(share(&engine, &[1]), 32);
+    quiet(&engine);
+    disk.cut_after(disk.operations() + cut);
+    let mut pass = packer();
+    let mut at = 0;
+    let packed = loop {
+        match engine.pack_step(1, at..64, &mut pass) {
+            Ok(step) if step.next < 64 => at = step.next,
+            Ok(_) => break engine.commit_changes().is_ok(),
+            Err(_) => break false,
+        }
+    };
+    let ended = !disk.is_off();
+    let engine = open(&disk.crash()).unwrap();
+    (0..64).for_each(|block| assert_eq!(value(&engine, block).unwrap(), block as u8 % 32 + 1, "cut {cut}"));
+    is_whole(&engine);
+    assert!(!ended || packed && super::super::packed::place(&engine, 1, 32).1);
+    ended
+}
