@@ -209,6 +209,12 @@ pub fn stored_bytes(first: &[u8], blocks: u64) -> Result<Vec<u64>> {
     Ok(fragments.into_iter().map(|fragment| fragment.place.len() as u64).collect())
 }
 
+/// The checksum of the content of each index of a pack of `blocks` blocks, of which `first` is the first one.
+pub fn checksums(first: &[u8], blocks: u64) -> Result<Vec<Option<u32>>> {
+    let fragments = index(first, blocks as usize * BLOCK_SIZE)?;
+    Ok(fragments.into_iter().map(|fragment| (fragment.codec != ABSENT).then_some(fragment.checksum)).collect())
+}
+
 impl<'a> Pack<'a> {
     /// Decodes head and index of a pack.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {

@@ -142,7 +142,7 @@ impl Mapping {
     }
 
     /// The part of the mapping in `[start, end)`. The mapping must overlap this range.
-    fn clipped(self, start: u64, end: u64) -> Self {
+    pub(crate) fn clipped(self, start: u64, end: u64) -> Self {
         let first = self.logical.max(start);
         let last = self.end().min(end);
         let (mut physical, mut packed) = (self.physical, self.packed);

@@ -1,15 +1,16 @@
 //! Sharing: deduplicates cold blocks of disks and snapshots in the background.
 //!
-//! A pass collects the checksums of plain blocks ([`prints`]), and pairs blocks with equal checksums. For a run of
-//! pairs both sides are read and compared. Then one operation ([`Operation::Share`]) maps the kept blocks in every leaf
-//! that mapped the duplicates, which are then free. The content of no disk or snapshot changes, so an interrupted or
+//! A pass collects the checksums of blocks ([`scan`], [`prints`]), and pairs blocks with equal checksums. For a run of
+//! pairs both sides are read and compared. Then one operation ([`Operation::Share`](crate::journal::Operation::Share),
+//! or `SharePack` if the kept blocks are in a pack) maps the kept blocks in every leaf that mapped the duplicates, which
+//! are then free. A pack is free when no entry maps any of its blocks. The content of no disk or snapshot changes, so an interrupted or
 //! repeated pass loses nothing. A pass needs no index that remains: what it remembers is only a hint, and may be out of
 //! date.
 //!
 //! What must hold:
 //!
 //! 1. A block replaces another one only if both have been read, match their checksums, and are equal byte for byte.
-//! 2. From the plan to the end of the operation, the blocks of both sides are marked as in flight. So no other write of
+//! 2. From the plan to the end of the operation, the plain blocks of both sides are marked as in flight. So no other write of
 //!    these blocks begins, and journalled payload waits. The operation is carried out only if the leaves still map the
 //!    blocks, and no payload was journalled for them meanwhile.
 //! 3. The operation waits until all writes to the data files that have ended are durable: the kept blocks may have been
@@ -27,18 +28,17 @@
 
 mod plan;
 mod prints;
+mod scan;
 
-use super::log::{Cost, VERSION_SHARES};
-use super::metadata::Effects;
+use super::Engine;
+use super::log::{Cost, VERSION_SHARED_PACKS, VERSION_SHARES};
 use super::reserve::KEPT;
-use super::{Engine, Meta};
-use crate::journal::Operation;
-use crate::space::{BlockEntry, Run};
-use crate::tree::{self, NodeId};
+use crate::pack::Pack;
+use crate::tree::{self, NodeId, Packed};
 use crate::{Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
-use plan::{Plan, Planned};
-use prints::{KEPT_REFERENCES_MAX, Print, Prints, SUMS};
+use plan::{Plan, Planned, Stored};
+use prints::{Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
 
@@ -233,16 +233,6 @@ impl SharePass {
     }
 }
 
-/// What a step of a scan has found.
-struct Scanned {
-    /// The logical block at which the scan of the object continues.
-    next: u64,
-    /// The leaf, if several trees share it.
-    leaf: Option<(NodeId, u64)>,
-    /// Plain blocks.
-    blocks: Vec<(u64, BlockEntry)>,
-}
-
 /// The outcome of an attempt to share the first blocks of a pair. The numbers are those of the blocks.
 enum Outcome {
     Shared(u64),
@@ -276,39 +266,6 @@ impl Engine {
         };
         pass.note_position();
         step
-    }
-
-    /// Collects the prints of the next blocks.
-    fn scan_next(&self, pass: &mut SharePass) -> Result<ShareStep> {
-        let (number, at) = pass.at;
-        let Some((object, end)) = pass.objects.get(number).copied() else {
-            pass.begin_sharing(false);
-            return Ok(ShareStep::default());
-        };
-        let seen = &pass.seen;
-        let scanned = match self.meta.look(|meta| meta.scan(object, at, end, seen)) {
-            Err(error) if is_lost(&error) && self.running.goes_on() => {
-                let next = (at - at % SCAN_BLOCKS + SCAN_BLOCKS).min(end);
-                tracing::debug!(%error, object, block = at, "equal blocks are not looked for");
-                pass.at = (number, next);
-                return Ok(ShareStep { lost: next - at, ..ShareStep::default() });
-            }
-            scanned => scanned?,
-        };
-        let Some(scanned) = scanned else {
-            pass.at = (number + 1, 0);
-            return Ok(ShareStep::default());
-        };
-        for (logical, entry) in scanned.blocks {
-            if !pass.prints.add(Print::new(entry.checksum, number as u32, logical, entry.references)) {
-                // The blocks of this step are scanned again after those before.
-                pass.begin_sharing(true);
-                return Ok(ShareStep::default());
-            }
-        }
-        pass.seen.extend(scanned.leaf);
-        pass.at = (number, scanned.next);
-        Ok(ShareStep::default())
     }
 
     /// Shares the blocks of the next pair.
@@ -361,7 +318,7 @@ impl Engine {
         Ok(step)
     }
 
-    /// Marks the blocks of both sides as in flight, and shares them.
+    /// Marks the plain blocks of both sides as in flight, and shares them.
     fn share_pair(&self, pair: &Pair, read: &mut u64) -> Result<Outcome> {
         let plan = match self.meta.look(|meta| meta.plan_share(pair, false))? {
             Planned::Share(plan) => plan,
@@ -370,32 +327,38 @@ impl Engine {
             Planned::NotKept => return Ok(Outcome::NotKept),
             Planned::Held => return Ok(Outcome::Held),
         };
-        let pair = &Pair { blocks: plan.run.blocks, ..*pair };
-        self.allow_shares()?;
-        let runs = [plan.run, plan.duplicates()];
+        let pair = &Pair { blocks: plan.blocks, ..*pair };
+        let version = if plan.kept.packed.is_some() { VERSION_SHARED_PACKS } else { VERSION_SHARES };
+        if self.log.version() < version {
+            self.require_version(version)?;
+        }
         let _guard = {
             let mut meta = self.meta.lock();
             match meta.plan_share(pair, false)? {
                 Planned::Share(now) if now == plan => {}
-                _ => return Ok(Outcome::Left(plan.run.blocks)),
+                _ => return Ok(Outcome::Left(plan.blocks)),
             }
-            runs.iter().for_each(|run| meta.in_flight.claim(*run));
+            plan.plain().for_each(|run| meta.in_flight.claim(run));
             meta.freed.guard()
         };
         let outcome = self.share_claimed(pair, &plan, read);
         let mut meta = self.meta.lock();
-        runs.iter().for_each(|run| meta.in_flight.release(*run));
+        plan.plain().for_each(|run| meta.in_flight.release(run));
         drop(meta);
         outcome
     }
 
     /// Compares the blocks, and carries out the operation.
     fn share_claimed(&self, pair: &Pair, plan: &Plan, read: &mut u64) -> Result<Outcome> {
-        let blocks = plan.run.blocks;
-        *read += 2 * blocks;
-        let kept = self.read_settled(plan.run, &plan.checksums)?;
-        let duplicates = self.read_settled(plan.duplicates(), &plan.checksums)?;
-        let (Some(kept), Some(duplicates)) = (kept, duplicates) else {
+        let blocks = plan.blocks;
+        let runs = plan.runs();
+        *read += runs.iter().map(|run| run.blocks).sum::<u64>();
+        let sides = [plan.from, plan.kept].into_iter().zip(&plan.checksums);
+        let mut contents = Vec::new();
+        for (side, checksums) in sides {
+            contents.extend(self.read_stored(side, blocks, checksums)?);
+        }
+        let [duplicates, kept] = contents.as_slice() else {
             // The blocks are compared one by one, because others than the damaged one can be shared.
             return Ok(if blocks > 1 { Outcome::Shorter(blocks / 2) } else { Outcome::NotKept });
         };
@@ -409,97 +372,69 @@ impl Engine {
 
     /// Maps the kept blocks instead of the duplicates, unless the plan is no longer valid.
     fn map_shared(&self, pair: &Pair, plan: &Plan) -> Result<Outcome> {
-        let Plan { logical, from, run, objects, .. } = plan;
-        let operation = Operation::Share { logical: *logical, run: *run, from: *from, objects: objects.clone() };
+        let operation = plan.operation();
         let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
-        let mut disks = objects.clone();
+        let mut disks = plan.objects.clone();
         disks.push(pair.kept.0);
         disks.sort_unstable();
         disks.dedup();
         let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
         let heads = find();
         let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
-        let of_kept = pair.kept.1..pair.kept.1 + run.blocks;
-        let of_duplicates = *logical..*logical + run.blocks;
+        let of_kept = pair.kept.1..pair.kept.1 + plan.blocks;
+        let of_duplicates = plan.logical..plan.logical + plan.blocks;
         for (head, buffer) in heads.iter().zip(&buffers) {
             let is_kept = head.id != pair.kept.0 || buffer.layers.is_free(&of_kept);
-            if !is_kept || objects.contains(&head.id) && !buffer.layers.is_free(&of_duplicates) {
-                return Ok(Outcome::Left(run.blocks));
+            if !is_kept || plan.objects.contains(&head.id) && !buffer.layers.is_free(&of_duplicates) {
+                return Ok(Outcome::Left(plan.blocks));
             }
         }
         let mut meta = self.meta.lock();
         // A disk that was opened or reverted since has a buffer that is not locked, and may have a write already.
         if !find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr)) {
-            return Ok(Outcome::Left(run.blocks));
+            return Ok(Outcome::Left(plan.blocks));
         }
         let still = matches!(meta.plan_share(pair, true)?, Planned::Share(now) if now == *plan);
         let nodes = meta.nodes_of(&operation)?;
         if !still {
-            return Ok(Outcome::Left(run.blocks));
+            return Ok(Outcome::Left(plan.blocks));
         }
         if !self.are_spare(&meta, nodes, KEPT) {
             return Ok(Outcome::Nodes(nodes));
         }
-        // Journalled payload of the kept blocks may have been written to them, and such a write is not counted.
-        let gate = self.log.clocks.wrote_home();
+        // Journalled payload of plain kept blocks may have been written to them, and such a write is not counted. The
+        // operation that mapped a pack precedes this one in the journal.
+        let gate = if plan.kept.packed.is_some() { 0 } else { self.log.clocks.wrote_home() };
         let refused = self.try_carry_out(&mut meta, operation, gate)?;
         self.update_headroom(&meta);
         Ok(match refused {
-            None => Outcome::Shared(run.blocks),
+            None => Outcome::Shared(plan.blocks),
             Some(cost) => Outcome::Refused(cost),
         })
     }
 
-    /// Reads blocks with these checksums. `None` if one of them is damaged: it stays where it is, so that reads and
-    /// checks report it.
-    fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
+    /// Reads blocks, of which the physical blocks have these checksums. `None` if one of them is damaged: it stays
+    /// where it is, so that reads and checks report it.
+    fn read_stored(&self, first: Stored, blocks: u64, checksums: &[u32]) -> Result<Option<Buffer>> {
+        let run = first.run(blocks);
         let (file, offset) = self.files.locate(run)?;
-        let mut content = Buffer::recycled(run.blocks as usize);
-        if let Err(error) = file.read_at(&mut content, offset) {
+        let mut stored = Buffer::recycled(run.blocks as usize);
+        if let Err(error) = file.read_at(&mut stored, offset) {
             tracing::warn!(%error, block = run.start, "blocks are not shared, because they cannot be read");
             return Ok(None);
         }
-        let matches = content.chunks_exact(BLOCK_SIZE).map(checksum).eq(checksums.iter().copied());
-        Ok(matches.then_some(content))
-    }
-
-    /// Makes the datastore one that may have shared blocks.
-    fn allow_shares(&self) -> Result<()> {
-        if self.log.has_shares() {
-            return Ok(());
+        if !stored.chunks_exact(BLOCK_SIZE).map(checksum).eq(checksums.iter().copied()) {
+            return Ok(None);
         }
-        self.require_version(VERSION_SHARES)
-    }
-}
-
-impl Meta {
-    /// The plain blocks of the next part of an object, within one leaf. `None` if nothing is mapped from `at` to `end`,
-    /// or if the object was deleted.
-    fn scan(&mut self, object: u64, at: u64, end: u64, seen: &FxHashSet<(NodeId, u64)>) -> Result<Option<Scanned>> {
-        let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(None) };
-        let mut effects = Effects::default();
-        let mut nodes = self.nodes(&mut effects);
-        let Some(first) = tree::first_mapped(&mut nodes, root, at..end)? else { return Ok(None) };
-        // The steps within a leaf are the same for each tree that shares it.
-        let step = first / SCAN_BLOCKS;
-        let stop = end.min((step + 1) * SCAN_BLOCKS);
-        let leaf = tree::leaf_of(&mut nodes, root, first..stop)?;
-        let mut scanned = Scanned { next: leaf.upper.min(stop), leaf: None, blocks: Vec::new() };
-        if leaf.shared {
-            if seen.contains(&(leaf.id, step)) {
-                return Ok(Some(scanned));
-            }
-            scanned.leaf = Some((leaf.id, step));
-        }
-        for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
-            for within in 0..mapping.blocks {
-                let entry = self.entry(mapping.physical + within)?;
-                // A block with all its references stays: it can neither replace other blocks nor be replaced.
-                if (1..KEPT_REFERENCES_MAX).contains(&entry.references) && !entry.suspect {
-                    scanned.blocks.push((mapping.logical + within, entry));
-                }
+        let Some(Packed { index, .. }) = first.packed else { return Ok(Some(stored)) };
+        let mut content = Buffer::recycled(blocks as usize);
+        let indexes = usize::from(index)..usize::from(index) + blocks as usize;
+        match Pack::decode(&stored).and_then(|pack| pack.read(indexes, &mut content)) {
+            Ok(_) => Ok(Some(content)),
+            Err(error) => {
+                tracing::warn!(%error, block = run.start, "blocks of a pack are not shared");
+                Ok(None)
             }
         }
-        Ok(Some(scanned))
     }
 }

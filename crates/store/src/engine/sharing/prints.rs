@@ -18,6 +18,8 @@ pub const SUMS: u64 = 1 << 32;
 pub const KEPT_REFERENCES_MAX: u32 = if cfg!(test) { 256 } else { 1 << 14 };
 /// Bits of [`Print::place`] that hold the logical block.
 const LOGICAL_BITS: u32 = 40;
+/// The bit of [`Print::place`] of a block in a pack.
+const IN_PACK: u64 = 1 << 63;
 
 /// A block that a disk or snapshot maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +27,7 @@ pub struct Print {
     pub sum: u32,
     /// The number of the disk or snapshot in the pass.
     pub object: u32,
-    /// The logical block in bits 0 to 39, and above them the references of the block.
+    /// The logical block in bits 0 to 39, above them the references of the block, and [`IN_PACK`].
     place: u64,
 }
 
@@ -35,12 +37,21 @@ impl Print {
         Self { sum, object, place: logical | u64::from(references.min(KEPT_REFERENCES_MAX)) << LOGICAL_BITS }
     }
 
+    /// The print of a block in a pack.
+    pub fn in_pack(self) -> Self {
+        Self { place: self.place | IN_PACK, ..self }
+    }
+
+    fn is_in_pack(&self) -> bool {
+        self.place & IN_PACK != 0
+    }
+
     pub fn logical(&self) -> u64 {
         self.place & ((1 << LOGICAL_BITS) - 1)
     }
 
     fn references(&self) -> u32 {
-        (self.place >> LOGICAL_BITS) as u32
+        ((self.place & !IN_PACK) >> LOGICAL_BITS) as u32
     }
 
     /// Whether the other print is of the next block of the same disk or snapshot.
@@ -123,12 +134,13 @@ impl Prints {
         kept
     }
 
-    /// Determines for each of these prints which of them is kept instead: of those with the same checksum the one with
-    /// the most references, as long as it can get more, then the next one.
+    /// Determines for each of these prints which of them is kept instead: of those with the same checksum one in a pack,
+    /// because no plain block replaces it, and of these the one with the most references, as long as it can get more,
+    /// then the next one.
     pub fn assign(&self, indexes: &mut [u32], kept: &mut [Option<u32>]) {
         indexes.sort_unstable_by_key(|index| {
             let print = self.get(*index);
-            (print.sum, Reverse(print.references()), *index)
+            (print.sum, !print.is_in_pack(), Reverse(print.references()), *index)
         });
         for group in indexes.chunk_by(|a, b| self.get(*a).sum == self.get(*b).sum) {
             let mut rest = group;

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::log::VERSION_SHARED_PACKS;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The blocks of a disk of which the second half is a copy of the first one.
 const HALF: u64 = 64;
@@ -168,4 +169,117 @@ fn cut_off(seed: u64, cut: u64) -> bool {
     is_whole(&engine);
     assert!(!ended || packed && super::super::packed::place(&engine, 1, 32).1);
     ended
+}
+
+/// A store with a disk of two equal halves, of which the first one is packed.
+fn half_packed_on(disk: SimulatedDisk) -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = made_on(disk);
+    (0..2 * HALF).for_each(|block| write(&engine, block, value_of(block)));
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 0..HALF), (HALF, 2));
+    quiet(&engine);
+    assert_eq!(used(&engine), HALF + 2);
+    (disk, engine)
+}
+
+fn half_packed() -> (SimulatedDisk, Arc<Engine>) {
+    half_packed_on(SimulatedDisk::new(1, SimulatedOptions::default()))
+}
+
+#[test]
+fn plain_blocks_are_shared_with_equal_ones_in_packs() {
+    let (disk, engine) = half_packed();
+    assert_eq!(share(&engine, &[1]), HALF);
+    quiet(&engine);
+    assert_eq!((used(&engine), version(&engine)), (2, VERSION_SHARED_PACKS));
+    is_kept(&engine);
+    // A second pass finds nothing to do, and neither does packing.
+    assert_eq!((share(&engine, &[1]), pack(&engine, 1, 0..BLOCKS)), (0, (0, 0)));
+    write(&engine, 3, 200);
+    quiet(&engine);
+    assert_eq!((value(&engine, 3).unwrap(), value(&engine, HALF + 3).unwrap()), (200, value_of(3)));
+    engine.close().unwrap();
+    let engine = open(&disk).unwrap();
+    assert_eq!((value(&engine, 3).unwrap(), value(&engine, HALF + 3).unwrap()), (200, value_of(3)));
+    is_whole(&engine);
+}
+
+/// The copies are at other positions in their packs, of disks, snapshots and clones.
+#[test]
+fn blocks_in_packs_are_shared_with_equal_ones_in_other_packs() {
+    let (_disk, engine) = filled((0..HALF).map(value_of));
+    let other = add_disk(&engine, "other", BLOCKS, Provisioning::Thin);
+    (0..HALF).for_each(|block| put(&engine, other, 5 + block, value_of(block)));
+    put(&engine, other, 0, 99);
+    quiet(&engine);
+    let snapshot = take(&engine, other, "s");
+    put(&engine, other, 1, 98);
+    quiet(&engine);
+    for object in [1, other, snapshot] {
+        pack(&engine, object, 0..BLOCKS);
+    }
+    quiet(&engine);
+    let before = used(&engine);
+    assert!(share(&engine, &[1, other, snapshot]) >= HALF);
+    quiet(&engine);
+    assert!(used(&engine) < before, "{} of {before}", used(&engine));
+    for object in [other, snapshot] {
+        (0..HALF).for_each(|block| assert_eq!(holds(&engine, object, 5 + block).unwrap(), value_of(block)));
+        assert_eq!(holds(&engine, object, 0).unwrap(), 99);
+    }
+    (0..HALF).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), value_of(block)));
+    is_whole(&engine);
+    assert_eq!(share(&engine, &[1, other, snapshot]), 0);
+}
+
+#[test]
+fn a_duplicate_that_is_overwritten_while_it_is_compared_with_a_packed_block_keeps_its_new_content() {
+    let (disk, engine) = half_packed();
+    let mut pass = SharePass::new(vec![(1, BLOCKS)], PRINTS_MAX);
+    let (other, reads) = (Arc::clone(&engine), AtomicU64::new(0));
+    // The first reads are those of the indexes of packs, one for each step of the scan.
+    disk.set_pace(Arc::new(move |request| {
+        if request == Request::Read && reads.fetch_add(1, Ordering::Relaxed) == HALF / 16 {
+            write(&other, HALF + 2, 222);
+            other.settle(&other.head(1)).unwrap();
+        }
+    }));
+    while !engine.share_step(&mut pass).unwrap().ended {}
+    disk.set_pace(Arc::new(|_| {}));
+    assert_eq!(value(&engine, HALF + 2).unwrap(), 222);
+    quiet(&engine);
+    assert_eq!((value(&engine, HALF + 2).unwrap(), value(&engine, 2).unwrap()), (222, value_of(2)));
+    is_whole(&engine);
+}
+
+#[test]
+fn a_damaged_pack_replaces_nothing() {
+    let (disk, engine) = half_packed();
+    let (run, _) = super::super::packed::place(&engine, 1, 0);
+    disk.flip_bit("data.0000", run.start * BLOCK_SIZE as u64 + 3000, 1).unwrap();
+    let shared = share(&engine, &[1]);
+    assert!(shared <= 32, "{shared}");
+    quiet(&engine);
+    (HALF..HALF + 32).for_each(|block| assert_eq!(value(&engine, block).unwrap(), value_of(block)));
+}
+
+#[test]
+fn a_power_cut_at_any_operation_of_sharing_packed_blocks_loses_nothing() {
+    cut_at_each_operation(|seed, cut| {
+        let (disk, engine) = half_packed_on(SimulatedDisk::new(seed, SimulatedOptions::default()));
+        disk.cut_after(disk.operations() + cut);
+        let mut pass = SharePass::new(vec![(1, BLOCKS)], PRINTS_MAX);
+        let shared = loop {
+            match engine.share_step(&mut pass) {
+                Ok(step) if !step.ended => {}
+                Ok(_) => break engine.commit_changes().is_ok(),
+                Err(_) => break false,
+            }
+        };
+        let ended = !disk.is_off();
+        let engine = open(&disk.crash()).unwrap();
+        is_kept(&engine);
+        assert!(!ended || shared && super::super::packed::place(&engine, 1, HALF).1);
+        ended
+    });
 }
