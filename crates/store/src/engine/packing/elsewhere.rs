@@ -21,8 +21,12 @@ use std::ops::Range;
 
 /// The most operations of one pack, beside the one for its own logical blocks.
 const OPERATIONS_MAX: usize = 256;
-/// The most parts of a pack that one leaf gets. A leaf that is split has room for all of them.
-const PARTS_PER_LEAF_MAX: usize = 48;
+/// The most places that are verified for one pack.
+const PLACES_MAX: usize = 4096;
+/// The most parts of a pack that a leaf gets if it has to be split. Each half has room for all of them.
+const PARTS_PER_SPLIT_MAX: usize = 48;
+/// The most leaves that are split for one pack, beside those of its own logical blocks.
+const SPLITS_MAX: u64 = 8 * PACK_SPLITS_MAX;
 /// Logical blocks of a leaf that are looked up at once.
 const LEAF_BLOCKS: u64 = 256;
 
@@ -86,7 +90,7 @@ impl Meta {
         places: &Places,
     ) -> Result<Others> {
         let claimed = claimed_places(window, candidates, places);
-        if claimed.is_empty() {
+        if claimed.is_empty() || claimed.len() > PLACES_MAX {
             return Ok(Others::default());
         }
         let before = candidates.to_vec();
@@ -183,12 +187,9 @@ impl Meta {
         }
         let mut splits = 0;
         for (leaf, (shared, parts)) in leaves {
-            if parts.len() > PARTS_PER_LEAF_MAX {
-                return Ok(None);
-            }
             if !tree::all_fit(&mut nodes, leaf, &parts)? {
                 splits += 1;
-                if shared || splits > 8 * PACK_SPLITS_MAX {
+                if shared || parts.len() > PARTS_PER_SPLIT_MAX || splits > SPLITS_MAX {
                     return Ok(None);
                 }
             }

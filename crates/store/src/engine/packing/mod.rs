@@ -54,8 +54,11 @@ use std::sync::Arc;
 /// Blocks that are packed together (128 KiB). A read of one block reads the whole pack.
 pub(super) const WINDOW: u64 = 32;
 /// Blocks that are packed together if a leaf that several trees share has no room for more entries: an extent of any
-/// length then becomes one entry.
+/// length then becomes one entry. Also if each window within has few blocks that can be packed: the index and the
+/// rounding of small packs would take much of what they save.
 const WINDOW_WIDE: u64 = BLOCKS_MAX as u64;
+/// A window with fewer blocks that can be packed is packed together with others.
+const FEW: u64 = WINDOW / 2;
 /// A pack is written only if it takes at most this many of eight parts of the plain blocks.
 const WORTH_EIGHTHS: u64 = 7;
 
@@ -169,18 +172,35 @@ impl Engine {
                 Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
             }
         }
-        for window in [around(WINDOW), around(WINDOW_WIDE)] {
-            let plan = match self.meta.look(|meta| meta.plan_pack(object, window.clone(), &pass.places, false))? {
-                Planned::Nothing => break,
-                Planned::NoRoom => continue,
-                Planned::Pack(plan) => plan,
-            };
-            if self.try_plan(object, &plan, pass, examined, &mut step)? == Tried::Again {
-                step.next = first;
-            }
-            break;
+        let plan = self.plan_next(object, around(WINDOW), around(WINDOW_WIDE), &pass.places)?;
+        if let Some(plan) = plan
+            && self.try_plan(object, &plan, pass, examined, &mut step)? == Tried::Again
+        {
+            step.next = first;
         }
         Ok(step)
+    }
+
+    /// Plans a pack of the blocks of a window, or of a wider one around it if the window has few of them, or if its leaf
+    /// has no room.
+    fn plan_next(
+        &self,
+        object: u64,
+        window: Range<u64>,
+        wide: Range<u64>,
+        places: &Places,
+    ) -> Result<Option<Box<Plan>>> {
+        let plan = |window: Range<u64>| self.meta.look(|meta| meta.plan_pack(object, window.clone(), places, false));
+        let narrow = match plan(window)? {
+            Planned::Pack(plan) if plan.count() >= FEW => return Ok(Some(plan)),
+            narrow => narrow,
+        };
+        Ok(match (narrow, plan(wide)?) {
+            (Planned::NoRoom, Planned::Pack(wide)) => Some(wide),
+            (_, Planned::Pack(wide)) if wide.count() <= 2 * WINDOW => Some(wide),
+            (Planned::Pack(narrow), _) => Some(narrow),
+            _ => None,
+        })
     }
 
     /// Carries out a plan, unless a pass has examined the same content before, and adds what was done to `step`.
@@ -237,7 +257,7 @@ impl Engine {
         let _guard = {
             let mut meta = self.meta.lock();
             match meta.plan_again(object, plan, &pass.places, false)? {
-                Planned::Pack(now) if now == *plan => {}
+                Planned::Pack(now) if *now == *plan => {}
                 _ => return Ok(Outcome::Left),
             }
             plan.runs().for_each(|run| meta.in_flight.claim(run));
@@ -325,7 +345,7 @@ impl Engine {
             return Ok(Outcome::Left);
         }
         let checked = meta.plan_again(object, plan, places, true).and_then(|now| {
-            let still = matches!(now, Planned::Pack(now) if now == *plan);
+            let still = matches!(now, Planned::Pack(now) if *now == *plan);
             let nodes = meta.nodes_of(&operation)? * (1 + plan.others.splits);
             Ok((still, nodes, meta.cost_of_pack(all(), plan.others.splits)))
         });

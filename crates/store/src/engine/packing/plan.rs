@@ -12,9 +12,9 @@
 
 use super::elsewhere::Others;
 use super::leaves::PlannedLeaves;
+use super::most_worth;
 use super::places::Places;
 use super::repack::OldPack;
-use super::{WINDOW, most_worth};
 use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
@@ -104,7 +104,7 @@ pub(super) enum Planned {
     Nothing,
     /// The entries of the pack do not fit into a leaf.
     NoRoom,
-    Pack(Plan),
+    Pack(Box<Plan>),
 }
 
 /// A plain block that may be packed.
@@ -213,11 +213,7 @@ impl Meta {
         if let Some(error) = missing {
             return Err(error);
         }
-        // The logical blocks beside the window of a wide pack are mapped by leaves without room.
-        let others = match window.end - window.start {
-            ..=WINDOW => self.find_elsewhere(&window, &mut candidates, &leaves, places)?,
-            _ => Others::default(),
-        };
+        let others = self.find_elsewhere(&window, &mut candidates, &leaves, places)?;
         let (sources, checksums) = sources(&candidates);
         if checksums.len() < 2 || !leaves.are_few() {
             return Ok(Planned::Nothing);
@@ -227,7 +223,7 @@ impl Meta {
             return Ok(Planned::NoRoom);
         }
         let blocks = window.end - window.start;
-        Ok(Planned::Pack(Plan {
+        Ok(Planned::Pack(Box::new(Plan {
             logical: window.start,
             blocks,
             sources,
@@ -235,7 +231,7 @@ impl Meta {
             objects: leaves.into_objects(),
             old: None,
             others,
-        }))
+        })))
     }
 
     /// The entry of a block with settled content. With `claimed` the caller has marked the block as in flight.

@@ -123,7 +123,7 @@ impl Meta {
             old: Some(old),
             others: Others::default(),
         };
-        Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(plan) } else { Planned::Nothing })
+        Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(Box::new(plan)) } else { Planned::Nothing })
     }
 
     /// The number of entries that map a pack, unless its blocks differ in it or are not settled.

@@ -95,7 +95,8 @@ impl Engine {
             last.read += 1;
             let mut first = Buffer::recycled(1);
             let (file, offset) = self.files.locate(Run { blocks: 1, ..run })?;
-            let read = file.read_at(&mut first, offset).during(|| format!("reading the index of a pack at {}", run.start));
+            let read =
+                file.read_at(&mut first, offset).during(|| format!("reading the index of a pack at {}", run.start));
             match read.and_then(|()| pack::checksums(&first, run.blocks)) {
                 Ok(checksums) => last.checksums = checksums,
                 Err(error) => tracing::debug!(%error, block = run.start, "equal blocks of a pack are not looked for"),
@@ -128,7 +129,9 @@ impl Meta {
             for within in 0..mapping.blocks {
                 let (block, pack) = match mapping.packed {
                     None => (mapping.physical + within, None),
-                    Some(packed) => (mapping.physical, Some((packed.stored, packed.index.saturating_add(within as u8)))),
+                    Some(packed) => {
+                        (mapping.physical, Some((packed.stored, packed.index.saturating_add(within as u8))))
+                    }
                 };
                 let entry = self.entry(block)?;
                 // A block with all its references stays: it can neither replace other blocks nor be replaced.
@@ -137,9 +140,7 @@ impl Meta {
                 }
                 let content = match pack {
                     None => Content::Plain(entry.checksum),
-                    Some((stored, index)) => {
-                        Content::Packed(Run { start: block, blocks: u64::from(stored) }, index)
-                    }
+                    Some((stored, index)) => Content::Packed(Run { start: block, blocks: u64::from(stored) }, index),
                 };
                 let logical = mapping.logical + within;
                 scanned.blocks.push(Found { logical, references: entry.references, content });
