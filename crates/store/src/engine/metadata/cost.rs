@@ -45,6 +45,11 @@ pub(super) fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
 }
 
+/// The most leaves that an operation on 256 blocks changes in the trees of these objects.
+fn leaves_of(objects: &[u64]) -> u64 {
+    2 * objects.len() as u64
+}
+
 impl Meta {
     /// Number of pages that the next checkpoint would write.
     pub fn dirty_pages(&self) -> u64 {
@@ -92,12 +97,11 @@ impl Meta {
         touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
     }
 
-    /// The most pages that mapping blocks of this many objects elsewhere dirties. `touched` has the blocks before and
+    /// The most pages that mapping blocks elsewhere in this many leaves dirties. `touched` has the blocks before and
     /// after.
-    fn pages_of_redirect(&self, objects: usize, mut touched: Touched) -> u64 {
-        // Two leaves of each tree, and for those that are split: on each level the node, a new one and the table page
-        // of the new one.
-        touched.nodes = 2 * objects as u64 + PACK_SPLITS_MAX * self.pages_of_split();
+    fn pages_of_redirect(&self, leaves: u64, mut touched: Touched) -> u64 {
+        // For those that are split: on each level the node, a new one and the table page of the new one.
+        touched.nodes = leaves + PACK_SPLITS_MAX * self.pages_of_split();
         self.pages_of(&touched)
     }
 
@@ -131,14 +135,14 @@ impl Meta {
             Operation::Drop { steps, .. } => {
                 (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
             }
-            Operation::Pack { .. } | Operation::SharePack { .. } => {
-                return Ok(self.cost_of_pack(std::iter::once(operation), 0));
+            Operation::Pack { objects, .. } | Operation::SharePack { objects, .. } => {
+                return Ok(self.cost_of_pack(std::iter::once(operation), leaves_of(objects), 0));
             }
             Operation::Share { run, from, objects, .. } => {
                 let mut touched = Touched::default();
                 touched.touch_run(*run);
                 touched.touch_run(Run { start: *from, blocks: run.blocks });
-                self.pages_of_redirect(objects.len(), touched)
+                self.pages_of_redirect(leaves_of(objects), touched)
             }
             Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
             Operation::Put { .. }
@@ -150,13 +154,12 @@ impl Meta {
         Ok(Cost { bytes: operation.size() as u64, pages })
     }
 
-    /// An upper limit of the cost of the operations that map one pack, of which those after the first split this many
-    /// leaves.
-    pub fn cost_of_pack<'a>(&self, operations: impl Iterator<Item = &'a Operation>, splits: u64) -> Cost {
-        let (mut bytes, mut objects, mut runs) = (0, 0, Vec::new());
+    /// An upper limit of the cost of the operations that map one pack. They change this many leaves, and those after the
+    /// first split this many of them.
+    pub fn cost_of_pack<'a>(&self, operations: impl Iterator<Item = &'a Operation>, leaves: u64, splits: u64) -> Cost {
+        let (mut bytes, mut runs) = (0, Vec::new());
         for operation in operations {
             bytes += operation.size() as u64;
-            objects += operation.redirects().map_or(0, |(_, objects)| objects.len());
             let sources = match operation {
                 Operation::Pack { sources, .. } => sources.as_slice(),
                 Operation::SharePack { source, .. } => std::slice::from_ref(source),
@@ -172,7 +175,7 @@ impl Meta {
         runs.dedup();
         let mut touched = Touched::default();
         runs.into_iter().for_each(|run| touched.touch_run(run));
-        let pages = self.pages_of_redirect(objects, touched) + splits * self.pages_of_split();
+        let pages = self.pages_of_redirect(leaves, touched) + splits * self.pages_of_split();
         Cost { bytes, pages }
     }
 

@@ -1,5 +1,7 @@
 //! The parts of a pack that are mapped at other logical blocks than its own, because they replace shared blocks.
 //!
+//! The same holds for parts of a pack that is packed again.
+//!
 //! What must hold:
 //!
 //! 1. A block is packed only if all its references were found, at its own logical block and at others. Each leaf entry
@@ -10,17 +12,18 @@
 use super::leaves::PlannedLeaves;
 use super::places::{Place, Places};
 use super::plan::{Candidate, sources};
+use super::repack::OldPack;
 use crate::Result;
 use crate::engine::Meta;
 use crate::engine::metadata::{Effects, PACK_SPLITS_MAX};
 use crate::journal::{Operation, PACK_OBJECTS_MAX};
 use crate::space::Run;
-use crate::tree::{self, Leaf, Mapping, NodeId, PhysicalRun, Source};
+use crate::tree::{self, Leaf, Mapping, NodeId, Packed, PhysicalRun, Source};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 
 /// The most operations of one pack, beside the one for its own logical blocks.
-const OPERATIONS_MAX: usize = 256;
+const OPERATIONS_MAX: usize = 512;
 /// The most places that are verified for one pack.
 const PLACES_MAX: usize = 4096;
 /// The most parts of a pack that a leaf gets if it has to be split. Each half has room for all of them.
@@ -62,7 +65,8 @@ impl Elsewhere {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Others {
     pub parts: Vec<Elsewhere>,
-    /// Leaves that have to be split.
+    /// The number of leaves that change, and how many of them have to be split.
+    pub leaves: u64,
     pub splits: u64,
 }
 
@@ -73,6 +77,14 @@ struct Claimed {
     logical: u64,
     index: usize,
     physical: u64,
+}
+
+/// An entry that maps a part of a pack.
+pub(super) struct Entry {
+    object: u64,
+    logical: u64,
+    pub index: u8,
+    pub blocks: u64,
 }
 
 /// Looks up leaves of several trees, of which consecutive ones are often the same.
@@ -101,14 +113,56 @@ impl Meta {
         let (sources, _) = sources(candidates);
         let here: Vec<(u64, Source)> =
             sources.into_iter().map(|source| (window.start + u64::from(source.index), source)).collect();
-        let splits = if is_small { self.splits_of(&parts, &here, leaves)? } else { None };
-        match splits {
-            Some(splits) => Ok(Others { parts, splits }),
+        let room = if is_small { self.room_for(&parts, &here, leaves)? } else { None };
+        match room {
+            Some((leaves, splits)) => Ok(Others { parts, leaves, splits }),
             None => {
                 candidates.copy_from_slice(&before);
                 Ok(Others::default())
             }
         }
+    }
+
+    /// The entries that map parts of a pack at other logical blocks than those that begin with its first index, as far as
+    /// they are known.
+    pub(super) fn entries_elsewhere(&mut self, old: OldPack, places: &Places) -> Result<Vec<Entry>> {
+        let mut known: Vec<(u64, u64)> =
+            places.of(old.run.start).map(|place| (place.object, place.logical)).take(PLACES_MAX).collect();
+        known.sort_unstable();
+        let roots: Vec<(u64, u64, NodeId)> = known
+            .into_iter()
+            .filter_map(|(object, logical)| Some((object, logical, self.catalog.find(object)?.root?)))
+            .collect();
+        let (mut found, mut counted) = (Vec::new(), FxHashSet::default());
+        let mut missing = None;
+        let mut effects = Effects::default();
+        let mut nodes = self.nodes(&mut effects);
+        let of_pack = |leaf: &Leaf, logical: u64| {
+            let mut entries = leaf.mappings.iter().filter(|mapping| mapping.physical == old.run.start);
+            let entry = entries.find(|mapping| mapping.logical == logical)?;
+            entry
+                .packed
+                .filter(|packed| u64::from(packed.stored) == old.run.blocks)
+                .map(|packed| (packed.index, entry.blocks))
+        };
+        for (object, logical, root) in roots {
+            let Some(leaf) = nodes.leaf_of(root, logical..logical + LEAF_BLOCKS, 1, &mut missing)? else { continue };
+            let Some((index, blocks)) = of_pack(&leaf, logical) else { continue };
+            if logical.checked_sub(u64::from(index)) == Some(old.logical) {
+                continue;
+            }
+            if let (Some(before), Some(index)) = (logical.checked_sub(1), index.checked_sub(1)) {
+                // A step of the walk may have begun within an entry.
+                let same = nodes.leaf_of(root, before..logical, 1, &mut missing)?.filter(|other| other.id == leaf.id);
+                if same.and_then(|leaf| of_pack(&leaf, before)).is_some_and(|(other, _)| other == index) {
+                    continue;
+                }
+            }
+            if counted.insert((leaf.id, logical)) {
+                found.push(Entry { object, logical, index, blocks });
+            }
+        }
+        missing.map_or(Ok(found), Err)
     }
 
     /// The places that still map the blocks, with leaves that are not counted yet. Removes candidates that a thick disk
@@ -151,14 +205,14 @@ impl Meta {
         missing.map_or(Ok(found), Err)
     }
 
-    /// How many leaves have to be split for the entries of the parts. `None` if there is a leaf that cannot be split. The
-    /// leaves `of_window` get the parts `here` too.
-    fn splits_of(
+    /// The number of leaves that get the entries of the parts, and how many of them have to be split. `None` if there is
+    /// a leaf that cannot be split. The leaves `of_window` get the parts `here` too.
+    fn room_for(
         &mut self,
         parts: &[Elsewhere],
         here: &[(u64, Source)],
         of_window: &PlannedLeaves,
-    ) -> Result<Option<u64>> {
+    ) -> Result<Option<(u64, u64)>> {
         let mut leaves = FxHashMap::<NodeId, (bool, Vec<(u64, Source)>)>::default();
         let all: Vec<(NodeId, &Elsewhere)> = parts
             .iter()
@@ -185,7 +239,7 @@ impl Meta {
         if let Some(error) = missing {
             return Err(error);
         }
-        let mut splits = 0;
+        let (count, mut splits) = (leaves.len() as u64, 0);
         for (leaf, (shared, parts)) in leaves {
             if !tree::all_fit(&mut nodes, leaf, &parts)? {
                 splits += 1;
@@ -194,7 +248,7 @@ impl Meta {
                 }
             }
         }
-        Ok(Some(splits))
+        Ok(Some((count, splits)))
     }
 }
 
@@ -239,6 +293,17 @@ fn maps(mappings: &[Mapping], place: &Claimed) -> bool {
     })
 }
 
+/// The parts of a new pack that replace these entries of an old one, of which index `first` becomes index 0.
+pub(super) fn moved(entries: &[Entry], first: u8, old: Run) -> Vec<Elsewhere> {
+    let parts = entries.iter().map(|entry| {
+        let packed = Some(Packed { index: entry.index, stored: old.blocks as u8 });
+        let run = PhysicalRun { physical: old.start, blocks: entry.blocks };
+        let source = Source { index: entry.index - first, run, packed };
+        (entry.object, Elsewhere { logical: entry.logical, source, objects: vec![entry.object] })
+    });
+    joined(parts)
+}
+
 /// Joins adjacent places to parts, and the places of several objects at the same logical blocks.
 fn parts_of(places: impl Iterator<Item = Claimed>) -> Vec<Elsewhere> {
     let mut runs = Vec::<(u64, Elsewhere)>::new();
@@ -259,10 +324,16 @@ fn parts_of(places: impl Iterator<Item = Claimed>) -> Vec<Elsewhere> {
             }
         }
     }
+    joined(runs.into_iter())
+}
+
+/// Joins the equal parts of several objects.
+fn joined(all: impl Iterator<Item = (u64, Elsewhere)>) -> Vec<Elsewhere> {
     let mut parts = Vec::<Elsewhere>::new();
-    let mut known = FxHashMap::<(u64, u64, u64), usize>::default();
-    for (object, part) in runs {
-        let key = (part.logical, part.source.run.physical, part.source.run.blocks);
+    let mut known = FxHashMap::<(u64, u8, u64, u64), usize>::default();
+    for (object, part) in all {
+        let source = &part.source;
+        let key = (part.logical, source.index, source.run.physical, source.run.blocks);
         match known.get(&key) {
             Some(at) => parts[*at].objects.push(object),
             None => {

@@ -166,7 +166,9 @@ impl Engine {
         let around = |width: u64| first - first % width..(first - first % width + width).min(range.end.max(first + 1));
         let mut step = PackStep { next: around(WINDOW).end, ..PackStep::default() };
         for old in self.meta.look(|meta| meta.packs_to_examine(object, around(WINDOW)))? {
-            let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old))? else { continue };
+            let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old, &pass.places))? else {
+                continue;
+            };
             match self.try_plan(object, &plan, pass, examined, &mut step)? {
                 Tried::Left => {}
                 Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
@@ -347,7 +349,7 @@ impl Engine {
         let checked = meta.plan_again(object, plan, places, true).and_then(|now| {
             let still = matches!(now, Planned::Pack(now) if *now == *plan);
             let nodes = meta.nodes_of(&operation)? * (1 + plan.others.splits);
-            Ok((still, nodes, meta.cost_of_pack(all(), plan.others.splits)))
+            Ok((still, nodes, meta.cost_of_pack(all(), plan.leaves(), plan.others.splits)))
         });
         let (still, nodes, cost) = checked.inspect_err(|_| self.release_new(&mut meta, Some(run)))?;
         if !still || !self.are_spare(&meta, nodes, KEPT) {

@@ -1,9 +1,9 @@
-//! Places: the disks, snapshots and logical blocks that map shared blocks.
+//! Places: the disks, snapshots and logical blocks that map shared blocks and packs.
 //!
-//! A shared block can be packed only if all leaves that map it are known, and they may map it at any logical blocks. So
-//! before a pass packs a part of its work, it notes the shared blocks there, and then walks over all disks and
-//! snapshots to find where else these blocks are mapped. The memory is limited: if the notes of a part would exceed it,
-//! the part is smaller, and the walk is repeated for the rest.
+//! A shared block can be packed, and a pack can be packed again, only if all leaves that map it are known, and they may
+//! map it at any logical blocks. So before a pass packs a part of its work, it notes the shared blocks and packs there,
+//! and then walks over all disks and snapshots to find where else they are mapped. The memory is limited: if the notes
+//! of a part would exceed it, the part is smaller, and the walk is repeated for the rest.
 //!
 //! What was found is a hint and may be out of date. The plan of a pack verifies each place, and packs a block only if
 //! it has found all its references.
@@ -45,7 +45,7 @@ impl PackPass {
     }
 }
 
-/// A place where a shared block is mapped.
+/// A place where a shared block is mapped, or the first logical block of an entry that maps a part of a pack.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Place {
     pub physical: u64,
@@ -233,12 +233,13 @@ impl Meta {
         Ok(Some((leaf, step, next)))
     }
 
-    /// The plain blocks with a few references in the next part of an object.
+    /// The plain blocks, and the first blocks of packs, with a few references in the next part of an object.
     fn shared_blocks(&mut self, object: u64, range: Range<u64>) -> Result<Option<Visited<u64>>> {
         let Some((leaf, _, next)) = self.next_leaf(object, range)? else { return Ok(None) };
         let mut found = Vec::new();
-        for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
-            for physical in mapping.physical..mapping.physical + mapping.blocks {
+        for mapping in leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
+            let blocks = if mapping.packed.is_some() { 1 } else { mapping.blocks };
+            for physical in mapping.physical..mapping.physical + blocks {
                 if (2..=REFERENCES_MAX).contains(&self.entry(physical)?.references) {
                     found.push(physical);
                 }
@@ -261,9 +262,11 @@ impl Meta {
         if part.is_some_and(|part| seen.contains(&part)) {
             return Ok(Some(Visited { next, found, part: None }));
         }
-        for mapping in leaf.mappings.iter().filter(|mapping| mapping.packed.is_none() && !mapping.unwritten) {
+        for mapping in leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
+            // An entry of a pack is one place, whichever part of the pack it maps.
+            let blocks = if mapping.packed.is_some() { 1 } else { mapping.blocks };
             let first = wanted.partition_point(|physical| *physical < mapping.physical);
-            let within = wanted[first..].iter().take_while(|physical| **physical < mapping.physical + mapping.blocks);
+            let within = wanted[first..].iter().take_while(|physical| **physical < mapping.physical + blocks);
             found.extend(within.map(|physical| {
                 let logical = mapping.logical + (physical - mapping.physical);
                 Place { physical: *physical, object, logical }

@@ -72,6 +72,11 @@ impl Plan {
         }))
     }
 
+    /// The most leaves that the operations of the plan change.
+    pub fn leaves(&self) -> u64 {
+        2 * self.objects.len() as u64 + self.others.leaves
+    }
+
     /// The version that a datastore needs for the operations of the plan.
     pub fn version(&self) -> u32 {
         if self.others.parts.is_empty() { VERSION_PACKS } else { VERSION_SHARED_PACKS }
@@ -152,7 +157,7 @@ impl Meta {
     /// Plans again what was planned before.
     pub(super) fn plan_again(&mut self, object: u64, plan: &Plan, places: &Places, claimed: bool) -> Result<Planned> {
         match plan.old {
-            Some(old) => self.plan_repack(object, old),
+            Some(old) => self.plan_repack(object, old, places),
             None => self.plan_pack(object, plan.window(), places, claimed),
         }
     }

@@ -6,14 +6,16 @@
 //!
 //! 1. A pack is replaced only if every entry that maps a part of it is known: as many entries map it as it has
 //!    references. Otherwise the old pack would keep its space, and its blocks would be stored twice.
-//! 2. Index 0 is the same logical block in all these entries, so that one index of the new pack has one content.
+//! 2. An index of the old pack becomes one index of the new pack, at whatever logical blocks entries map it: at those
+//!    that begin with the first index, or at others, which get operations of their own (`elsewhere`).
 //! 3. The old pack needs no mark: none of its blocks is ever overwritten in place, and the guard of the step prevents
 //!    that they are reused. The operation is carried out only if the same entries map the pack at its end.
 //! 4. The content is verified against the checksums in the table and the index of the old pack.
 //! 5. An entry becomes one entry again, because all its blocks are in use. So no leaf needs more room.
 
-use super::elsewhere::Others;
+use super::elsewhere::{Others, moved};
 use super::leaves::PlannedLeaves;
+use super::places::Places;
 use super::plan::{Plan, Planned, Tree};
 use super::{Outcome, WINDOW, most_worth};
 use crate::engine::metadata::Effects;
@@ -62,7 +64,7 @@ impl Meta {
     }
 
     /// Plans to pack the blocks of a pack that are in use again. `object` has a tree that maps the pack.
-    pub(super) fn plan_repack(&mut self, object: u64, old: OldPack) -> Result<Planned> {
+    pub(super) fn plan_repack(&mut self, object: u64, old: OldPack, places: &Places) -> Result<Planned> {
         let Some(mut left) = self.references_of_pack(old.run)? else { return Ok(Planned::Nothing) };
         let mut checksums = Vec::with_capacity(old.run.blocks as usize);
         self.data.checksums(&mut self.pages, old.run, &mut checksums)?;
@@ -87,11 +89,12 @@ impl Meta {
                 let mut maps_here = false;
                 for mapping in leaf.mappings.iter().filter(|mapping| mapping.physical == old.run.start) {
                     let Some(Packed { index, stored }) = mapping.packed else { return Ok(Planned::Nothing) };
-                    let is_expected = u64::from(stored) == old.run.blocks
-                        && old.logical + u64::from(index) == mapping.logical
-                        && left > 0;
-                    if !is_expected {
+                    if u64::from(stored) != old.run.blocks || left == 0 {
                         return Ok(Planned::Nothing);
+                    }
+                    if old.logical + u64::from(index) != mapping.logical {
+                        // The entry is one of those at other logical blocks.
+                        continue;
                     }
                     left -= 1;
                     used[usize::from(index)..][..mapping.blocks as usize].fill(true);
@@ -105,11 +108,18 @@ impl Meta {
         if let Some(error) = missing {
             return Err(error);
         }
+        let others = if left > 0 { self.entries_elsewhere(old, places)? } else { Vec::new() };
+        if others.len() != left as usize {
+            return Ok(Planned::Nothing);
+        }
+        for entry in &others {
+            used[usize::from(entry.index)..][..entry.blocks as usize].fill(true);
+        }
         let (Some(first), Some(last)) = (used.iter().position(|used| *used), used.iter().rposition(|used| *used))
         else {
             return Ok(Planned::Nothing);
         };
-        if left > 0 || !leaves.are_few() {
+        if !leaves.are_few() {
             return Ok(Planned::Nothing);
         }
         let sources = sources(&used, first, old.run);
@@ -121,7 +131,8 @@ impl Meta {
             checksums,
             objects: leaves.into_objects(),
             old: Some(old),
-            others: Others::default(),
+            // An entry becomes one entry, so no leaf is split.
+            others: Others { parts: moved(&others, first as u8, old.run), leaves: others.len() as u64, splits: 0 },
         };
         Ok(if plan.count() * 2 < BLOCKS_MAX as u64 { Planned::Pack(Box::new(plan)) } else { Planned::Nothing })
     }
