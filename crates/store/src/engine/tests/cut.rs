@@ -5,6 +5,7 @@
 
 use super::packed::mixed;
 use super::*;
+use crate::engine::log::VERSION_SHARED_PACKS;
 use crate::pack::{Codec, Packer};
 use backend::simulated::SimulatedOptions;
 use std::collections::BTreeMap;
@@ -44,6 +45,8 @@ pub(super) struct Histories {
     pub shared: u64,
     /// Blocks that were found in packs after power cuts.
     pub found_packed: u64,
+    /// Histories in which several logical blocks mapped one block of a pack.
+    pub shared_packs: u64,
 }
 
 #[test]
@@ -76,6 +79,7 @@ pub(super) fn cut_histories(seeds: std::ops::Range<u64>, features: Features) -> 
             history.cut(&format!("seed {seed}, round {round}"));
         }
         done = history.done;
+        done.shared_packs += u64::from(history.engine.log.version() >= VERSION_SHARED_PACKS);
     }
     done
 }
@@ -190,7 +194,9 @@ impl History {
                     }
                 }
             }
-            9..=11 if self.features.packs_writes => self.engine.settle(&self.engine.head(on))?,
+            9..=11 if self.features.packs_writes && !(self.features.shares && self.random.percent(50)) => {
+                self.engine.settle(&self.engine.head(on))?
+            }
             8..=11 => {
                 let object = self.pick(None).unwrap();
                 self.engine.settle(&self.engine.head(on))?;

@@ -22,8 +22,8 @@ fn random_histories_with_packs_keep_every_content() {
 }
 
 /// A random history. With `shares`, equal blocks are shared, the contents are few, and restarts may be power cuts.
-/// Returns how many blocks were shared.
-pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> u64 {
+/// Returns how many blocks were shared, and the version that the datastore has at the end.
+pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> (u64, u32) {
     const DISK_BLOCKS: u64 = 600;
     let shares = features.shares;
     let mut disk = if shares { format(SimulatedDisk::new(seed, SimulatedOptions::default())) } else { formatted() };
@@ -108,9 +108,13 @@ pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> u64 {
             _ if shares => {
                 let value = 1 + random.below(3) as u8;
                 let content = |block: u64| value + (block % 7) as u8 * 8;
-                let bytes: Vec<u8> = range.clone().flat_map(|block| vec![content(block); BLOCK_SIZE]).collect();
-                let length = bytes.len();
-                let data = SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length);
+                let data = if random.percent(50) {
+                    super::mixed(range.clone().map(content))
+                } else {
+                    let bytes: Vec<u8> = range.clone().flat_map(|block| vec![content(block); BLOCK_SIZE]).collect();
+                    let length = bytes.len();
+                    SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length)
+                };
                 engine.write_blocks(&engine.head(on), range.start, data).unwrap();
                 model.get_mut(&on).unwrap().extend(range.map(|block| (block, content(block))));
             }
@@ -135,5 +139,5 @@ pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> u64 {
             is_whole(&engine);
         }
     }
-    shared
+    (shared, engine.log.version())
 }
