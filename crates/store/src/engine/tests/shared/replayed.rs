@@ -312,3 +312,41 @@ fn payload_from_before_a_share_does_not_return_to_the_kept_block() {
         assert!([2, 3].contains(&found), "{found}");
     }
 }
+
+/// The leaf is lost at whose logical blocks shared blocks were packed. The other owner has the pack.
+#[test]
+fn a_repair_keeps_a_pack_of_shared_blocks_for_its_other_owner() {
+    for salvaged in [false, true] {
+        let (disk, engine) = filled((0..32).map(|block| block + 1));
+        let other = add_disk(&engine, "other", 64, Provisioning::Thin);
+        (0..32).for_each(|block| put(&engine, other, 7 + block, block as u8 + 1));
+        quiet(&engine);
+        assert_eq!(share(&engine, &[1, other]), 32);
+        quiet(&engine);
+        let before = checkpoints(&engine);
+        let root = engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap());
+        assert_eq!(pack(&engine, 1, 0..64), (32, 1));
+        engine.commit_changes().unwrap();
+        assert_eq!(checkpoints(&engine), before);
+        // The engine is dropped without closing, as by a kill.
+        drop(engine);
+        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
+        let at = root.0 * BLOCK_SIZE as u64;
+        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        if salvaged {
+            let salvage = Salvage::open(disk.directory()).unwrap();
+            let found = salvage.contents(other, 7..39).unwrap();
+            let found = found.into_iter().map(|bytes| bytes.unwrap()[0]);
+            assert!(found.eq(1..=32));
+        }
+        let mut engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+        for _ in 0..2 {
+            (0..32).for_each(|block| assert_eq!(get(&engine, other, 7 + block).unwrap(), block as u8 + 1));
+            assert_eq!(value(&engine, 1).unwrap_err().kind(), ErrorKind::Corrupt);
+            engine.close().unwrap();
+            drop(engine);
+            engine = open(&disk).unwrap();
+        }
+    }
+}
