@@ -76,7 +76,7 @@ pub use freed::{DataReferences, Freed, Left, Repeats, freed, freed_after, freed_
 pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use mapped::{MappedBlocks, MappedCounter};
-pub use pack::{Leaf, Source, all_fit, fits, leaf_of, pack, share_pack};
+pub use pack::{Leaf, Source, fits, leaf_of, pack, share_pack, splits_for};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun, validate};
 pub use reach::{Reach, Seen, reach};
 pub use remove::{check_drop, drop_step};

@@ -16,11 +16,11 @@
 //!    the leaf is copied for this tree, and the copy is split. If this tree kept the old blocks instead, it would map
 //!    blocks that belong to other trees afterwards.
 
-use super::page::{self, PhysicalRun, Redirect};
+use super::page::{self, ENTRIES_MAX, PhysicalRun, Redirect};
 use super::path::Path;
 use super::{Mapping, NodeId, NodeStore, Packed, redirect};
 use crate::Result;
-use backend::Block;
+use backend::{BLOCK_SIZE, Block};
 use std::ops::Range;
 
 /// Consecutive blocks that a new pack contains.
@@ -97,14 +97,35 @@ pub fn pack<S: NodeStore + ?Sized>(
     redirect::redirect(store, root, range, &|page, range| pack_in_leaf(page, range, logical, pack, sources))
 }
 
-/// Whether a leaf has room for the entries of all these sources of a pack, each mapped from a logical block on.
-pub fn all_fit<S: NodeStore + ?Sized>(store: &mut S, leaf: NodeId, sources: &[(u64, Source)]) -> Result<bool> {
-    let mut copy = *store.node(leaf)?;
+/// How often a leaf has to be split for the entries of all these sources of a pack, each mapped from a logical block on.
+/// `None` if that is more than `most` times, or if splits do not help.
+pub fn splits_for<S: NodeStore + ?Sized>(
+    store: &mut S,
+    leaf: NodeId,
+    sources: &[(u64, Source)],
+    most: u64,
+) -> Result<Option<u64>> {
     let pack = PhysicalRun { physical: 0, blocks: 1 };
-    Ok(sources.iter().all(|(logical, source)| {
-        let range = *logical..logical + source.run.blocks;
-        matches!(share_in_leaf(&mut copy, range, *logical, pack, source), Redirect::Done { .. })
-    }))
+    let mut leaves = vec![*store.node(leaf)?];
+    for (logical, source) in sources {
+        let mut at = 0;
+        while let Some(page) = leaves.get_mut(at) {
+            let range = *logical..logical + source.run.blocks;
+            if matches!(share_in_leaf(page, range, *logical, pack, source), Redirect::Done { .. }) {
+                at += 1;
+                continue;
+            }
+            let count = page::count(page);
+            if count <= ENTRIES_MAX / 2 || leaves.len() as u64 > most {
+                return Ok(None);
+            }
+            let mut right = Block([0; BLOCK_SIZE]);
+            page::initialise(&mut right, leaf, 0);
+            page::move_tail(page, count / 2, &mut right);
+            leaves.insert(at + 1, right);
+        }
+    }
+    Ok(Some(leaves.len() as u64 - 1))
 }
 
 /// Maps the blocks of `source` in a range to a part of a pack that is in use, in the leaves of one tree. The first block

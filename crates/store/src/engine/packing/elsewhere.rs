@@ -26,8 +26,6 @@ use std::ops::Range;
 const OPERATIONS_MAX: usize = 512;
 /// The most places that are verified for one pack.
 const PLACES_MAX: usize = 4096;
-/// The most parts of a pack that a leaf gets if it has to be split. Each half has room for all of them.
-const PARTS_PER_SPLIT_MAX: usize = 48;
 /// The most leaves that are split for one pack, beside those of its own logical blocks.
 const SPLITS_MAX: u64 = 8 * PACK_SPLITS_MAX;
 /// Logical blocks of a leaf that are looked up at once.
@@ -241,11 +239,12 @@ impl Meta {
         }
         let (count, mut splits) = (leaves.len() as u64, 0);
         for (leaf, (shared, parts)) in leaves {
-            if !tree::all_fit(&mut nodes, leaf, &parts)? {
-                splits += 1;
-                if shared || parts.len() > PARTS_PER_SPLIT_MAX || splits > SPLITS_MAX {
-                    return Ok(None);
-                }
+            let most = if shared { 0 } else { SPLITS_MAX - splits };
+            match tree::splits_for(&mut nodes, leaf, &parts, most)? {
+                None => return Ok(None),
+                Some(0) => {}
+                // At run time the halves may have other sizes.
+                Some(more) => splits = (splits + more + 1).min(SPLITS_MAX),
             }
         }
         Ok(Some((count, splits)))

@@ -297,7 +297,7 @@ impl Meta {
         let have_room = leaves.are_few()
             && leaves.have_room(|leaf| match to.packed {
                 None => tree::share_fits(&mut nodes, leaf, &share),
-                Some(_) => tree::all_fit(&mut nodes, leaf, &sources),
+                Some(_) => Ok(tree::splits_for(&mut nodes, leaf, &sources, 0)?.is_some()),
             })?;
         Ok(have_room.then(|| leaves.into_objects()).filter(|objects| !objects.is_empty()))
     }
