@@ -109,14 +109,15 @@ pub fn splits_for<S: NodeStore + ?Sized>(
     let mut leaves = vec![*store.node(leaf)?];
     for (logical, source) in sources {
         let mut at = 0;
-        while let Some(page) = leaves.get_mut(at) {
+        while at < leaves.len() {
+            let (count_of_leaves, page) = (leaves.len() as u64, &mut leaves[at]);
             let range = *logical..logical + source.run.blocks;
             if matches!(share_in_leaf(page, range, *logical, pack, source), Redirect::Done { .. }) {
                 at += 1;
                 continue;
             }
             let count = page::count(page);
-            if count <= ENTRIES_MAX / 2 || leaves.len() as u64 > most {
+            if count <= ENTRIES_MAX / 2 || count_of_leaves > most {
                 return Ok(None);
             }
             let mut right = Block([0; BLOCK_SIZE]);
