@@ -13,8 +13,8 @@
 //!    recorded ([`Written`](store::engine::Written)).
 //! 3. What is to be processed is in memory only. After a restart, each disk and domain with a setting gets one whole
 //!    pass, which skips what is compressed or shared already.
-//! 4. A part of a disk with both settings is compressed only after it was deduplicated, because compressed blocks are
-//!    not compared.
+//! 4. A part of a disk with both settings is compressed only after it was deduplicated, because a share of a compressed
+//!    block frees space only when most of its pack is shared.
 
 mod compress;
 mod deduplicate;

@@ -45,6 +45,14 @@ impl PackPass {
     }
 }
 
+#[cfg(test)]
+impl PackPass {
+    /// Whether the next step looks for places.
+    pub fn finds_places(&self) -> bool {
+        !matches!(self.places.phase, Phase::Ready)
+    }
+}
+
 /// A place where a shared block is mapped, or the first logical block of an entry that maps a part of a pack.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Place {
