@@ -11,7 +11,7 @@ mod parts;
 mod redirects;
 
 use self::drops::Drops;
-use super::left_out::LeftOut;
+use super::left_out::{LeftOut, Tolerance};
 use super::metadata::Effects;
 use super::placement::Doubts;
 use super::{Engine, Meta};
@@ -87,6 +87,9 @@ impl Engine {
         let replayed = ready.and_then(|()| match operation {
             Operation::Drop { object, steps } => self.drop_again(meta, state, *object, *steps),
             Operation::Pack { .. } | Operation::Share { .. } => self.redirect_again(meta, state, operation),
+            Operation::MapShared { run, checksums, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
+                self.map_shared_again(meta, state, operation, *run, checksums)
+            }
             _ if state.left_out.leaves_out_parts() => self.carry_out_parts(meta, state, operation),
             _ => self.carry_out_again(meta, state, operation),
         });
@@ -114,7 +117,8 @@ impl Engine {
         if let Operation::Map { run, .. }
         | Operation::MapPack { run, .. }
         | Operation::Pack { run, .. }
-        | Operation::Share { run, .. } = operation
+        | Operation::Share { run, .. }
+        | Operation::MapShared { run, .. } = operation
         {
             // Payload from before may be kept: if the operation that freed the blocks was left out, or because nothing
             // else says that an overwrite of a shared block was durable before the share.
@@ -135,7 +139,7 @@ impl Engine {
                 meta.doubt(&state.doubts, *run)
             }
             // Blocks that the map of another disk refers to from now on stay in doubt.
-            Operation::Share { run, .. } => meta.doubt(&state.doubts, *run),
+            Operation::Share { run, .. } | Operation::MapShared { run, .. } => meta.doubt(&state.doubts, *run),
             // The read that resolved the block may have overlapped an overwrite, so a later announcement still leaves
             // the block in doubt.
             Operation::Resolve { block, .. } => {

@@ -339,6 +339,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
             let logical = logical.min((1 << 40) - 32);
             Operation::MapPack { disk, logical, blocks: 32, first: random.below(225) as u8, run, checksums }
         }
+        24 => Operation::MapShared { disk, logical, run, checksums },
         _ => {
             let physical = run.start.min((1 << 48) - 6);
             let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
@@ -353,8 +354,10 @@ fn operation(random: &mut Random, code: u64) -> Operation {
     }
 }
 
-/// Operations have the codes from 1 to this number.
-const CODES: u64 = 22;
+/// The codes of operations.
+fn codes() -> Vec<u64> {
+    (1..=22).chain([24]).collect()
+}
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -394,6 +397,9 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
         Operation::MapPack { .. } => {
             ("map pack", Operation::MapPack { disk, logical, blocks: 32, first: 3, run, checksums: checksums() })
         }
+        Operation::MapShared { .. } => {
+            ("map shared", Operation::MapShared { disk, logical, run, checksums: checksums() })
+        }
         Operation::Share { .. } => {
             ("share", Operation::Share { logical, run, from: 0x77, objects: vec![disk, snapshot] })
         }
@@ -405,7 +411,7 @@ fn the_format_page_describes_every_journal_operation() {
     let page = include_str!("../../../../docs/format/native.md");
     let mut random = Random(1);
     let mut names = std::collections::BTreeSet::new();
-    for code in 1..=CODES {
+    for code in codes() {
         let (name, example) = example(&operation(&mut random, code));
         names.insert(name);
         let body = encode(std::slice::from_ref(&example));
@@ -416,11 +422,17 @@ fn the_format_page_describes_every_journal_operation() {
         assert!(page.contains(&row), "the page lacks {row}");
         assert!(page.contains(&format!("\n| {code} {name} | ")), "the page does not say what {name} means");
     }
-    assert_eq!(names.len() as u64, CODES);
+    assert_eq!(names.len(), codes().len());
     // Codes without a row on the page are refused.
-    for code in (0..=u8::MAX).filter(|code| !(1..=CODES).contains(&u64::from(*code))) {
+    for code in (0..=u8::MAX).filter(|code| !codes().contains(&u64::from(*code))) {
         assert!(decode(&[&[code][..], &[1; 64]].concat()).is_err(), "code {code}");
     }
+}
+
+/// One of the codes, for any number.
+fn code_at(number: usize) -> u64 {
+    let codes = codes();
+    codes[number % codes.len()]
 }
 
 fn encode(operations: &[Operation]) -> Vec<u8> {
@@ -447,7 +459,7 @@ fn journal_operations_are_decoded_as_encoded() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let operations: Vec<Operation> =
-            (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % CODES)).collect();
+            (0..random.below(20)).map(|i| operation(&mut random, code_at((i + seed) as usize))).collect();
         let body = encode(&operations);
         let again = decode(&body).unwrap();
         assert_eq!(again.len(), operations.len());
@@ -461,7 +473,7 @@ fn journal_operations_are_decoded_as_encoded() {
 #[test]
 fn a_truncated_operation_is_an_error() {
     let mut random = Random(6);
-    for code in 1..=CODES {
+    for code in codes() {
         let whole = operation(&mut random, code);
         let body = encode(&[whole.clone(), whole]);
         assert_eq!(decode(&body).unwrap().len(), 2);
@@ -508,7 +520,7 @@ fn damage_to_a_body_never_panics() {
         let mut random = Random(seed);
         let operations: Vec<Operation> = (0..3)
             .map(|_| {
-                let code = 1 + random.below(CODES);
+                let code = code_at(random.next() as usize);
                 operation(&mut random, code)
             })
             .collect();

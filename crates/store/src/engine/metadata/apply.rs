@@ -252,16 +252,16 @@ impl Meta {
         Ok(())
     }
 
-    /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
-    /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
-    /// reference when leaves refer to them. Those without a checksum get that of the blocks from `from` on, which have
-    /// the same content: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that
-    /// is there is right. The blocks from `from` on may have none, if the operation that wrote them was left out.
-    pub(crate) fn adopt_left_out(&mut self, run: Run, from: u64) -> Result<Vec<Run>> {
+    /// Called before a repair or a salvage replays an operation that maps a run which is in use, because it may have
+    /// left out the operation that mapped or wrote the run. Blocks without a reference get a first one, and are
+    /// returned: the caller drops this reference when leaves refer to them. Those without a checksum get the given one,
+    /// or none if it is 0: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that
+    /// is there is right.
+    pub(crate) fn adopt_left_out(&mut self, run: Run, checksums: &[u32]) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
-        for at in 0..run.blocks {
-            let one = Run { start: run.start + at, blocks: 1 };
-            let (kept, checksum) = (self.entry(one.start)?, self.entry(from + at)?.checksum);
+        for (block, &checksum) in (run.start..run.start + run.blocks).zip(checksums) {
+            let one = Run { start: block, blocks: 1 };
+            let kept = self.entry(block)?;
             if kept.references == 0 {
                 self.data.adopt(&mut self.pages, one)?;
                 adopted.push(one);
@@ -345,6 +345,7 @@ impl Meta {
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
             }
             Operation::OverwriteData { run, data } => {
+                self.in_flight.end_watches(*run);
                 let sums = self.log(*run, data);
                 self.note_written(*run, &sums)?;
             }
@@ -366,6 +367,7 @@ impl Meta {
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
+                self.in_flight.end_watches(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
                 // Clears the checksums of earlier content, because a check takes a block without a checksum for
                 // unwritten.
@@ -450,6 +452,10 @@ impl Meta {
                     None => self.catalog.remove(*object),
                 }
             }
+            Operation::MapShared { disk, logical, run, .. } => {
+                self.data.add_references(&mut self.pages, *run)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
+            }
             Operation::MapPack { disk, logical, blocks, .. } => {
                 self.redirect_in(operation, std::iter::once((*disk, *logical..*logical + blocks)), effects)?;
             }
@@ -460,10 +466,9 @@ impl Meta {
             }
         }
         self.note_growth(operation, &effects.freed[first..]);
-        if !self.logged.is_empty() {
-            for run in &effects.freed[first..] {
-                self.forget_logged(*run);
-            }
+        for run in &effects.freed[first..] {
+            self.forget_logged(*run);
+            self.in_flight.end_watches(*run);
         }
         Ok(())
     }
@@ -476,7 +481,7 @@ impl Meta {
             | Operation::MapData { disk, run, .. }
             | Operation::MapPack { disk, run, .. }
             | Operation::Unwritten { disk, run, fresh: true, .. } => (*disk, run.blocks),
-            Operation::Unmap { disk, .. } => (*disk, 0),
+            Operation::Unmap { disk, .. } | Operation::MapShared { disk, .. } => (*disk, 0),
             Operation::Trash { object } => {
                 self.growth.remove(object);
                 return;

@@ -107,6 +107,7 @@ impl Meta {
             Operation::Map { .. }
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
+            | Operation::MapShared { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 let mut touched = Touched::default();
@@ -157,6 +158,7 @@ impl Meta {
             Operation::Map { .. }
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
+            | Operation::MapShared { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 if let Some((disk, range, run)) = operation.mapping() {
