@@ -249,6 +249,12 @@ impl InFlight {
         }
     }
 
+    /// True when no block is watched.
+    #[cfg(test)]
+    pub fn watches_nothing(&self) -> bool {
+        self.watched.is_empty()
+    }
+
     /// Ends the watches of blocks that are freed, or of which a write begins.
     pub fn end_watches(&mut self, run: Run) {
         if !self.watched.is_empty() {

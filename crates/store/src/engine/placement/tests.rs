@@ -110,7 +110,7 @@ fn a_watch_ends_when_its_block_is_written_or_freed_and_does_not_return() {
     assert!(!in_flight.is_watched(third));
     in_flight.unwatch(other);
     in_flight.unwatch(third);
-    assert!(in_flight.watched.is_empty());
+    assert!(in_flight.watches_nothing());
 }
 
 mod model;

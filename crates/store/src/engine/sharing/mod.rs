@@ -25,8 +25,10 @@
 //!    the operation. The kept block of several owners needs no such check, because writes of shared blocks have claims.
 //! 7. The superblock says that the datastore may have shared blocks before the first operation.
 
+mod hints;
 mod plan;
 mod prints;
+mod written;
 
 use super::log::{Cost, VERSION_SHARES};
 use super::metadata::Effects;
@@ -37,10 +39,13 @@ use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId};
 use crate::{Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
+pub use hints::HINT_BYTES;
+pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned};
 use prints::{KEPT_REFERENCES_MAX, Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
+pub(super) use written::Equal;
 
 /// Logical blocks of which the prints are collected in one step.
 const SCAN_BLOCKS: u64 = if cfg!(test) { 16 } else { 1024 };
@@ -299,6 +304,7 @@ impl Engine {
             pass.at = (number + 1, 0);
             return Ok(ShareStep::default());
         };
+        self.writeback.equal.note_found(object, &scanned.blocks);
         for (logical, entry) in scanned.blocks {
             if !pass.prints.add(Print::new(entry.checksum, number as u32, logical, entry.references)) {
                 // The blocks of this step are scanned again after those before.
@@ -452,7 +458,7 @@ impl Engine {
 
     /// Reads blocks with these checksums. `None` if one of them is damaged: it stays where it is, so that reads and
     /// checks report it.
-    fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
+    pub(super) fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
         let (file, offset) = self.files.locate(run)?;
         let mut content = Buffer::recycled(run.blocks as usize);
         if let Err(error) = file.read_at(&mut content, offset) {

@@ -68,7 +68,7 @@ pub(super) enum Planned {
 
 impl Meta {
     /// The plain, written blocks of an object in a range; `None` for each block that is not of this kind.
-    fn plain_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<u64>>> {
+    pub(super) fn plain_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<u64>>> {
         let mut plain = vec![None; blocks as usize];
         let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(plain) };
         let mut extents = Vec::new();
@@ -187,7 +187,13 @@ impl Meta {
 
     /// Whether a thick disk maps one of the kept blocks at its logical block. `several` says whether any of them has
     /// several references.
-    fn is_kept_by_thick(&mut self, kept: (u64, u64), start: u64, blocks: u64, several: bool) -> Result<bool> {
+    pub(super) fn is_kept_by_thick(
+        &mut self,
+        kept: (u64, u64),
+        start: u64,
+        blocks: u64,
+        several: bool,
+    ) -> Result<bool> {
         let range = kept.1..kept.1 + blocks;
         let trees = self.trees(kept.0);
         let mut effects = Effects::default();

@@ -8,6 +8,7 @@ mod obstacles;
 mod opened;
 mod repaired;
 mod replayed;
+mod written;
 
 use super::between::before_next;
 use super::packed::{cut_at_each_operation, holds, packer, quiet, references};

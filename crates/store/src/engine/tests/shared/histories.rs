@@ -14,7 +14,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn random_histories_with_shares_keep_every_content() {
     for seed in seeds() {
-        let shared = history(seed, Features { shares: true, packs_writes: false });
+        let shared = history(seed, Features { shares: true, ..Features::default() });
         assert!(shared > 200, "{shared}");
     }
 }
@@ -22,6 +22,6 @@ fn random_histories_with_shares_keep_every_content() {
 /// The power is cut at any operation of the medium, also between the steps of a pass.
 #[test]
 fn power_cuts_between_sharing_and_writes_lose_nothing_durable() {
-    let Histories { shared, packed, .. } = cut_histories(seeds(), Features { shares: true, packs_writes: false });
+    let Histories { shared, packed, .. } = cut_histories(seeds(), Features { shares: true, ..Features::default() });
     assert!(shared > 500 && packed > 10, "{shared} {packed}");
 }
