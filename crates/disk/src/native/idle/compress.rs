@@ -8,7 +8,7 @@ use crate::native::{Native, bytes};
 use error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
 use std::time::Duration;
-use store::catalog::{Object, Provisioning};
+use store::catalog::Object;
 use store::engine::Purpose;
 use store::pack::Packer;
 use work::{Progress, Throttle};
@@ -56,25 +56,20 @@ impl Native {
     ///
     /// # Errors
     /// Those of writing the superblock.
-    pub(crate) fn compress_writes(&self) -> Result<()> {
-        // A list that was made before the last change must not undo it.
-        let _one = self.packing_writes.lock();
+    pub(super) fn compress_writes(&self) -> Result<()> {
         let disk = |id, _: &str, _, compression: &Compression| compression.codec().map(|codec| (id, codec));
         let disks = self.idle_disks(&self.settings.compressed_at_write_back(), disk);
         self.engine.pack_writes_of(&disks.into_iter().flatten().collect::<Vec<_>>())
     }
 
-    /// Compresses new data of a disk that is being opened when it is written, if its setting says so.
+    /// Compresses new data of a thin disk that is being opened when it is written, if its setting says so.
     ///
     /// # Errors
     /// Those of writing the superblock.
-    pub(crate) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
-        let _one = self.packing_writes.lock();
+    pub(super) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
         let settings = self.settings.of(&names::uuid_text(&disk.uuid));
         match settings.compression.codec() {
-            Some(codec) if settings.compresses_writes() && disk.provisioning == Provisioning::Thin => {
-                self.engine.pack_writes(&[(disk.id, codec)])
-            }
+            Some(codec) if settings.compresses_writes() => self.engine.pack_writes(&[(disk.id, codec)]),
             _ => Ok(()),
         }
     }

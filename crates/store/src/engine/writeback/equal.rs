@@ -453,6 +453,11 @@ impl Engine {
         }
     }
 
+    /// Whether new data of any disk is looked for.
+    pub fn looks_for_writes(&self) -> bool {
+        self.writeback.equal.has_any()
+    }
+
     /// The number of blocks of data that were not written since the datastore was opened, because they were stored
     /// already.
     pub fn shared_writes(&self) -> u64 {
