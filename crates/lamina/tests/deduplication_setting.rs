@@ -140,7 +140,7 @@ fn new_data_that_is_stored_already_takes_no_space() {
     ["a", "b"].iter().for_each(|disk| {
         store.run(&format!("disk create {disk} 32M --dedup datastore")).ok();
     });
-    assert!(store.run("disk show a").ok().contains("deduplication: datastore at write-back, "));
+    assert!(store.run("disk show a").ok().contains("datastore at write-back, "));
     let data = content(1, 8 * MIB);
     write(&store, "a", 0, &data);
     write(&store, "b", 8, &data);
