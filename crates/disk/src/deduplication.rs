@@ -46,6 +46,73 @@ impl Deduplication {
     }
 }
 
+/// When new data of a disk with deduplication is compared with other data. Data that was not written for a while is
+/// compared by servers in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DedupAt {
+    /// Only once it was not written for a while.
+    #[default]
+    Idle,
+    /// When it is written to the data files and needs new blocks.
+    WriteBack,
+}
+
+impl DedupAt {
+    /// Whether new data is not compared at first.
+    pub fn is_idle(&self) -> bool {
+        *self == Self::Idle
+    }
+}
+
+impl fmt::Display for DedupAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "idle",
+            Self::WriteBack => "write-back",
+        })
+    }
+}
+
+impl FromStr for DedupAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "idle" => Ok(Self::Idle),
+            "write-back" => Ok(Self::WriteBack),
+            _ => Err(format!("'{text}' is neither idle nor write-back")),
+        }
+    }
+}
+
+/// Changes domain and time of deduplication; `None` leaves them as they are. Deduplication that is switched on is at
+/// write-back, unless another time is given.
+pub(crate) fn change_deduplication(
+    new: Option<&Deduplication>,
+    new_at: Option<DedupAt>,
+    dedup: &mut Deduplication,
+    at: &mut DedupAt,
+) -> Result<(), error::Error> {
+    let was_off = dedup.is_off();
+    let is_off = new.map_or(was_off, Deduplication::is_off);
+    *at = match (is_off, new_at) {
+        (true, Some(_)) => {
+            return Err(error::Error::new(
+                error::ErrorKind::Invalid,
+                "a time of deduplication is given, but deduplication is off: say among which disks too, such as \
+                 --dedup disk",
+            ));
+        }
+        (true, None) => DedupAt::Idle,
+        (false, Some(time)) => time,
+        (false, None) if was_off => DedupAt::WriteBack,
+        (false, None) => *at,
+    };
+    new.into_iter().for_each(|new| dedup.clone_from(new));
+    Ok(())
+}
+
 /// Data among which servers store equal blocks once. A disk belongs to it only by its own setting, so that no disk
 /// shares blocks with others because of the setting of another disk.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,6 +123,16 @@ pub(crate) enum Domain {
     Label(String, String),
     /// The disks with this setting, and their snapshots.
     Datastore,
+}
+
+impl fmt::Display for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disk(uuid) => write!(f, "disk:{uuid}"),
+            Self::Label(key, value) => write!(f, "{LABEL}{key}={value}"),
+            Self::Datastore => f.write_str("datastore"),
+        }
+    }
 }
 
 impl fmt::Display for Deduplication {
@@ -121,6 +198,15 @@ mod tests {
         assert_ne!(domain(&Deduplication::Datastore, "1", "a"), domain(&of_label, "1", "a"));
         assert_eq!(Deduplication::Off.domain("1", &labels("a")), None);
         assert_eq!(of_label.domain("1", &[("other".to_owned(), "a".to_owned())].into()), None);
+    }
+
+    #[test]
+    fn a_time_is_read_as_it_is_shown() {
+        for time in [DedupAt::Idle, DedupAt::WriteBack] {
+            assert_eq!(time.to_string().parse(), Ok(time));
+            assert_eq!(serde_json::to_string(&time).unwrap(), format!("\"{time}\""));
+        }
+        assert!("noon".parse::<DedupAt>().unwrap_err().contains("noon"));
     }
 
     #[test]

@@ -292,7 +292,7 @@ pub struct DeduplicationStatus {
     pub running: Option<String>,
     /// Bytes of the parts of these disks that were written and not compared since; 0 if no server does so.
     pub pending: u64,
-    /// Bytes of equal data that are no longer stored again, since the server was started.
+    /// Bytes of equal data that are not stored again, since the server was started: what passes and writes have found.
     pub shared: u64,
 }
 

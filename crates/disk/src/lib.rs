@@ -42,7 +42,7 @@ mod zeros;
 
 pub use compression::{CompressAt, Compression};
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
-pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, Deduplication};
+pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, DedupAt, Deduplication};
 pub use device::{
     Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict,
 };

@@ -215,6 +215,14 @@ impl Settings {
         of.collect()
     }
 
+    /// Those of [`Settings::deduplicated`] whose new data is compared at write-back.
+    pub fn deduplicated_at_write_back(&self) -> BTreeMap<String, Domain> {
+        let mut of = self.deduplicated();
+        let state = self.state.lock();
+        of.retain(|uuid, _| state.record.disks.get(uuid).is_some_and(|settings| !settings.dedup_at.is_idle()));
+        of
+    }
+
     /// As [`Settings::deduplicated`], for one disk.
     pub fn domain(&self, uuid: &str) -> Option<Domain> {
         let state = self.state.lock();

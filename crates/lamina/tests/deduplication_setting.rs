@@ -55,11 +55,11 @@ fn a_server_shares_equal_cold_data_of_a_tenant_and_shows_it() {
     let mut server = store.serve("--optimize-after 1s --dedup-memory 1M");
     let data = content(1, 4 * MIB);
     for (disk, settings) in [
-        ("a", "--label tenant=x --dedup label:tenant"),
-        ("b", "--label tenant=x --dedup label:tenant --compression lz4"),
-        ("other", "--label tenant=y --dedup label:tenant"),
+        ("a", "--label tenant=x --dedup label:tenant --dedup-at idle"),
+        ("b", "--label tenant=x --dedup label:tenant --dedup-at idle --compression lz4"),
+        ("other", "--label tenant=y --dedup label:tenant --dedup-at idle"),
         ("plain", "--label tenant=x"),
-        ("unlabelled", "--dedup label:tenant"),
+        ("unlabelled", "--dedup label:tenant --dedup-at idle"),
     ] {
         store.run(&format!("disk create {disk} 16M {settings}")).ok();
         write(&store, disk, 0, &data);
@@ -73,10 +73,11 @@ fn a_server_shares_equal_cold_data_of_a_tenant_and_shows_it() {
 
     let text = store.run("disk show a").ok();
     assert!(
-        text.contains("label:tenant, 0 B to be examined, last pass") && text.contains("4 MiB of equal data removed")
+        text.contains("label:tenant when idle, 0 B to be examined, last pass")
+            && text.contains("4 MiB of equal data removed")
     );
     let text = store.run("disk show unlabelled").ok();
-    assert!(text.contains("label:tenant, without effect, because the disk has no label 'tenant'"), "{text}");
+    assert!(text.contains("label:tenant when idle, without effect, because the disk has no label 'tenant'"), "{text}");
     let listed = store.run("disk list --json").json();
     let listed: Vec<&Value> = listed["disks"].as_array().unwrap().iter().map(|disk| &disk["deduplication"]).collect();
     assert_eq!((&listed[0]["shared"], listed[3]), (&json!(4 * MIB), &Value::Null));
@@ -121,7 +122,7 @@ fn a_pass_gives_way_to_commands_and_to_the_end_of_the_server() {
     store.run("disk migrate web -d sesparse").ok();
     until("the pass has ended", || running().is_none());
     assert!(passes(&store).iter().all(|job| job["state"] == "done"), "{:?}", passes(&store));
-    assert!(store.run("disk show web").ok().contains("datastore, without effect on images"));
+    assert!(store.run("disk show web").ok().contains("datastore at write-back, without effect on images"));
     std::thread::sleep(Duration::from_millis(10));
     assert_eq!(server.stop("TERM"), Some(0));
     let mut server = store.serve("--optimize-after never");
@@ -133,14 +134,47 @@ fn a_pass_gives_way_to_commands_and_to_the_end_of_the_server() {
 }
 
 #[test]
+fn new_data_that_is_stored_already_takes_no_space() {
+    let store = Store::new();
+    let mut server = store.serve("--optimize-after never");
+    ["a", "b"].iter().for_each(|disk| {
+        store.run(&format!("disk create {disk} 32M --dedup datastore")).ok();
+    });
+    assert!(store.run("disk show a").ok().contains("datastore at write-back, "));
+    let data = content(1, 8 * MIB);
+    write(&store, "a", 0, &data);
+    write(&store, "b", 8, &data);
+    // A flush appends what is still buffered to the journal, and that is not compared.
+    let exclusive = |disk: &str| shown(&store, disk)["exclusive"].as_u64().unwrap() as usize;
+    assert!(exclusive("b") <= 4 * MIB, "{}", exclusive("b"));
+    let shared = store.run("status --json").json()["deduplication"]["shared"].as_u64().unwrap();
+    assert!(shared >= 4 * MIB as u64, "{shared}");
+    store.run("disk edit b --dedup-at idle").ok();
+    let before = exclusive("b");
+    write(&store, "b", 16, &data);
+    assert_eq!(exclusive("b"), before + 8 * MIB);
+    server.kill();
+    let mut server = store.serve("--optimize-after never");
+    [("a", 0), ("b", 8), ("b", 16)].into_iter().for_each(|(disk, mib)| reads(&store, disk, mib, &data));
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+    store.run("disk create plain 8M").ok();
+    store.run("disk edit plain --dedup-at write-back").fails(2, "deduplication is off");
+    store.run("disk create x 8M --dedup disk --dedup-at noon").fails(2, "neither idle nor write-back");
+}
+
+#[test]
 fn new_disks_get_the_default_and_clones_the_setting_of_their_source() {
     let (store, beside) = (Store::new(), tempfile::tempdir().unwrap());
     let raw = beside.path().join("raw").display().to_string();
     let settings = store.path().join("settings");
     store.run("disk create plain 8M").ok();
-    assert!(store.run("disk defaults --dedup disk").ok().contains("deduplication: disk"));
-    assert!(std::fs::read_to_string(&settings).unwrap().starts_with("lamina settings 3 "));
-    assert_eq!(store.run("disk defaults --json").json(), json!({"compression": "off", "dedup": "disk"}));
+    assert!(store.run("disk defaults --dedup disk").ok().contains("deduplication: disk at write-back"));
+    assert!(std::fs::read_to_string(&settings).unwrap().starts_with("lamina settings 4 "));
+    assert_eq!(
+        store.run("disk defaults --json").json(),
+        json!({"compression": "off", "dedup": "disk", "dedup_at": "write-back"})
+    );
     let of = |disk: &str| shown(&store, disk)["settings"]["dedup"].clone();
     std::fs::write(&raw, content(5, MIB)).unwrap();
     for (arguments, disk, expected) in [
@@ -160,7 +194,7 @@ fn new_disks_get_the_default_and_clones_the_setting_of_their_source() {
     }
     // Migrations keep the setting, also where it has no effect.
     store.run("disk migrate whole -d native --provisioning zeroedthick").ok();
-    assert!(store.run("disk show whole").ok().contains("label:tenant, without effect on a thick disk"));
+    assert!(store.run("disk show whole").ok().contains("label:tenant at write-back, without effect on a thick disk"));
     let there = Store::new();
     store.run(&format!("disk migrate whole -d native --to {}", there.path().display())).ok();
     assert_eq!(shown(&there, "whole")["settings"]["dedup"], "label:tenant");

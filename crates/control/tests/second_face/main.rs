@@ -314,11 +314,14 @@ fn disks(face: &Face) {
     face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
     let settings = SettingsChange { labels: [(text("tenant"), text("a"))].into(), ..SettingsChange::default() };
     face.disk(DiskRequest::Edit { name: text("b"), settings });
-    let change =
-        DefaultsChange { compression: Some(Compression::Zstd(9)), compress_at: None, dedup: Some(Deduplication::Disk) };
+    let change = DefaultsChange {
+        compression: Some(Compression::Zstd(9)),
+        dedup: Some(Deduplication::Disk),
+        ..Default::default()
+    };
     face.disk(DiskRequest::Defaults { change });
     let change =
-        DefaultsChange { compression: Some(Compression::Off), compress_at: None, dedup: Some(Deduplication::Off) };
+        DefaultsChange { compression: Some(Compression::Off), dedup: Some(Deduplication::Off), ..Default::default() };
     face.disk(DiskRequest::Defaults { change });
     for (label, disks) in [("tenant", 1), ("tenant=a", 1), ("tenant=b", 0)] {
         let found = face.disk(DiskRequest::Labelled { label: text(label) });

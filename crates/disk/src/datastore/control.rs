@@ -64,9 +64,8 @@ impl Datastore {
         self.check_change(&disk, change)?;
         let changed = self.native.settings.change(&disk.uuid, change);
         changed.map_err(|error| error.context(format!("disk '{name}' was not changed")))?;
-        if change.compression.is_some() || change.compress_at.is_some() || change.dedup.is_some() {
-            self.native.compress_writes()?;
-        }
+        // Labels decide with which disks a disk shares blocks.
+        self.native.reduce_writes()?;
         self.disk_in_list(name)
     }
 

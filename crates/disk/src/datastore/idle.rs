@@ -52,6 +52,9 @@ impl Datastore {
             if given.compression.is_none() {
                 settings.compress_at = given.compress_at.or(Some(defaults.compress_at));
             }
+            if given.dedup.is_none() {
+                settings.dedup_at = given.dedup_at.or(Some(defaults.dedup_at));
+            }
             settings.dedup = Some(given.dedup.clone().unwrap_or(defaults.dedup));
         }
         settings.compression = settings.compression.filter(|compression| !compression.is_off());
@@ -60,20 +63,20 @@ impl Datastore {
             settings.compress_at = given.compress_at;
         }
         settings.dedup = settings.dedup.filter(|dedup| !dedup.is_off());
+        if settings.dedup.is_none() {
+            settings.dedup_at = given.dedup_at;
+        }
         Ok(settings)
     }
 
     /// The change that gives a new disk the defaults.
     fn default_change(&self) -> SettingsChange {
-        let DiskDefaults { compression, compress_at, dedup } = self.defaults();
+        let DiskDefaults { compression, compress_at, dedup, dedup_at } = self.defaults();
         let compression = Some(compression).filter(|compression| !compression.is_off());
         let compress_at = compression.map(|_| compress_at);
-        SettingsChange {
-            compression,
-            compress_at,
-            dedup: Some(dedup).filter(|dedup| !dedup.is_off()),
-            ..SettingsChange::default()
-        }
+        let dedup = Some(dedup).filter(|dedup| !dedup.is_off());
+        let dedup_at = dedup.as_ref().map(|_| dedup_at);
+        SettingsChange { compression, compress_at, dedup, dedup_at, ..SettingsChange::default() }
     }
 
     /// Refuses settings that have no effect on a disk.
@@ -104,7 +107,8 @@ impl Datastore {
 
     /// Sets the memory for the prints of a deduplication, in bytes, instead of
     /// [`DEDUP_MEMORY_DEFAULT`](crate::DEDUP_MEMORY_DEFAULT). With less memory a deduplication finds the same in more
-    /// rounds. Less than [`DEDUP_MEMORY_MIN`](crate::DEDUP_MEMORY_MIN) counts as that.
+    /// rounds. Less than [`DEDUP_MEMORY_MIN`](crate::DEDUP_MEMORY_MIN) counts as that. Half of it is for the hints of
+    /// deduplication at write-back, as long as a disk has it: with less memory, it finds less.
     pub fn set_dedup_memory(&self, bytes: usize) {
         self.native.dedup_memory.store(bytes, Ordering::Relaxed);
     }

@@ -29,7 +29,7 @@ use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
-use store::catalog::Provisioning;
+use store::catalog::{Object, Provisioning};
 use store::engine::Purpose;
 use work::Progress;
 
@@ -126,6 +126,30 @@ impl Choice {
 }
 
 impl Native {
+    /// Compresses and deduplicates new data of the disks whose settings say so when it is written, and of no others.
+    ///
+    /// # Errors
+    /// Those of writing the superblock.
+    pub(crate) fn reduce_writes(&self) -> Result<()> {
+        // A list that was made before the last change must not undo it.
+        let _one = self.reducing_writes.lock();
+        self.deduplicate_writes();
+        self.compress_writes()
+    }
+
+    /// As [`Native::reduce_writes`], for a disk that is being opened.
+    ///
+    /// # Errors
+    /// Those of writing the superblock.
+    pub(crate) fn reduce_writes_to(&self, disk: &Object) -> Result<()> {
+        let _one = self.reducing_writes.lock();
+        if disk.provisioning == Provisioning::Thin {
+            self.deduplicate_writes_to(disk);
+            self.compress_writes_to(disk)?;
+        }
+        Ok(())
+    }
+
     /// The disks that passes may process and that have a setting, with their ids and names.
     fn idle_disks<S, D>(&self, set: &BTreeMap<String, S>, disk: impl Fn(u64, &str, String, &S) -> D) -> Vec<D> {
         if set.is_empty() {
@@ -147,7 +171,7 @@ impl Native {
     /// setting, and ends the records of others. `may` excludes disks by name.
     pub fn next_idle(&self, after: Duration, may: impl Fn(&str) -> bool) -> Result<Option<IdlePass>> {
         // Disks may have been made, deleted or migrated since.
-        self.compress_writes()?;
+        self.reduce_writes()?;
         let (disks, domains) = (self.compressed_disks(), self.domains());
         let packed: BTreeSet<u64> = disks.iter().map(|disk| disk.id).collect();
         let shared: BTreeSet<u64> = domains.iter().flat_map(IdleDomain::ids).collect();

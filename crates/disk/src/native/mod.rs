@@ -91,8 +91,8 @@ pub(crate) struct Native {
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
     /// Passes over cold data.
     idle: idle::IdlePasses,
-    /// Held while the disks whose writes are compressed are determined and given to the engine.
-    packing_writes: Mutex<()>,
+    /// Held while the disks whose writes are compressed or deduplicated are determined and given to the engine.
+    reducing_writes: Mutex<()>,
     /// Limit of the memory for the prints of a deduplication, in bytes.
     pub dedup_memory: AtomicUsize,
     this: Weak<Native>,
@@ -115,7 +115,7 @@ impl Native {
             closing: AtomicBool::new(false),
             refuse_to_replace: OnceLock::new(),
             idle: idle::IdlePasses::default(),
-            packing_writes: Mutex::default(),
+            reducing_writes: Mutex::default(),
             dedup_memory: AtomicUsize::new(crate::DEDUP_MEMORY_DEFAULT),
             this: Weak::clone(this),
         })
@@ -238,7 +238,7 @@ impl Native {
             None => (disk.clone(), disk.name.clone()),
         };
         if snapshot.is_none() && !read_only {
-            self.compress_writes_to(&disk)?;
+            self.reduce_writes_to(&disk)?;
         }
         let client = self.switches.attach(Identity::Native(object.id), || Ok(self.device_of(&disk, &object)))?;
         let device = SwitchedDevice::over(name, read_only || object.is_snapshot(), mark(client));

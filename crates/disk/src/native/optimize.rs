@@ -12,7 +12,6 @@ use crate::names;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::{ControlFlow, Range};
-use std::sync::atomic::Ordering;
 use store::catalog::{Object, ObjectState, Provisioning};
 use store::engine::{PRINT_BYTES, PackPass, SharePass};
 use store::pack::Packer;
@@ -105,7 +104,7 @@ impl Native {
         let mut steps = Steps::new(progress, total, "stopped; what was done so far is kept");
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
-        let memory = memory.unwrap_or_else(|| self.dedup_memory.load(Ordering::Relaxed));
+        let memory = memory.unwrap_or_else(|| self.memory_of_prints());
         if !domain.is_empty() {
             let done = self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true);
             done.map_err(|error| error.context(name))?;

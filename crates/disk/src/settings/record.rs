@@ -1,7 +1,7 @@
 //! The record of settings: what is stored for each disk, how it is changed, and the versions of the file.
 
 use crate::compression::{CompressAt, Compression, change_compression};
-use crate::deduplication::Deduplication;
+use crate::deduplication::{DedupAt, Deduplication, change_deduplication};
 use crate::full::OnFull;
 use crate::names;
 use crate::quota::Limits;
@@ -18,6 +18,8 @@ pub(super) const KIND: Kind = Kind { word: "settings", version: 1, length_max: 6
 const KIND_2: Kind = Kind { version: 2, ..KIND };
 /// Kind of a file with deduplication, or with compression at write-back.
 const KIND_3: Kind = Kind { version: 3, ..KIND };
+/// Kind of a file with deduplication at write-back.
+const KIND_4: Kind = Kind { version: 4, ..KIND };
 
 /// The settings of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,6 +47,9 @@ pub struct DiskSettings {
     /// while.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
+    /// When new data is compared with other data.
+    #[serde(default, skip_serializing_if = "DedupAt::is_idle")]
+    pub dedup_at: DedupAt,
 }
 
 impl DiskSettings {
@@ -82,6 +87,10 @@ pub struct SettingsChange {
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
+    /// When new data is compared with other data. Deduplication that is switched on is at write-back, unless this is
+    /// given.
+    #[serde(default)]
+    pub dedup_at: Option<DedupAt>,
 }
 
 /// The settings that new disks get, unless others are given.
@@ -97,6 +106,9 @@ pub struct DiskDefaults {
     /// Among which disks servers find equal data; only thin native disks get this setting.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
+    /// When new data of the disk is compared with other data.
+    #[serde(default, skip_serializing_if = "DedupAt::is_idle")]
+    pub dedup_at: DedupAt,
 }
 
 impl DiskDefaults {
@@ -118,15 +130,16 @@ pub struct DefaultsChange {
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
+    /// When new data of the disk is compared with other data. Deduplication that is switched on is at write-back, unless
+    /// this is given.
+    #[serde(default)]
+    pub dedup_at: Option<DedupAt>,
 }
 
 impl DefaultsChange {
     pub(super) fn apply(&self, defaults: &mut DiskDefaults) -> Result<()> {
         change_compression(self.compression, self.compress_at, &mut defaults.compression, &mut defaults.compress_at)?;
-        if let Some(dedup) = &self.dedup {
-            defaults.dedup.clone_from(dedup);
-        }
-        Ok(())
+        change_deduplication(self.dedup.as_ref(), self.dedup_at, &mut defaults.dedup, &mut defaults.dedup_at)
     }
 }
 
@@ -165,9 +178,7 @@ impl SettingsChange {
         settings.on_full = self.on_full.unwrap_or(settings.on_full);
         settings.detect_zeroes = self.detect_zeroes.unwrap_or(settings.detect_zeroes);
         change_compression(self.compression, self.compress_at, &mut settings.compression, &mut settings.compress_at)?;
-        if let Some(dedup) = &self.dedup {
-            settings.dedup.clone_from(dedup);
-        }
+        change_deduplication(self.dedup.as_ref(), self.dedup_at, &mut settings.dedup, &mut settings.dedup_at)?;
         self.limits.apply(&mut settings.limits)?;
         for key in &self.remove_labels {
             settings.labels.remove(key);
@@ -241,9 +252,11 @@ impl SettingsRecord {
     /// The kind of the file: the lowest version that has the settings in use.
     pub(super) fn kind(&self) -> &'static Kind {
         let any = |is: fn(&DiskSettings) -> bool| self.disks.values().any(is);
-        let DiskDefaults { dedup, compress_at, .. } = &self.new_disks;
+        let DiskDefaults { dedup, dedup_at, compress_at, .. } = &self.new_disks;
         let is_third = |settings: &DiskSettings| !settings.dedup.is_off() || !settings.compress_at.is_idle();
-        if !dedup.is_off() || !compress_at.is_idle() || any(is_third) {
+        if !dedup_at.is_idle() || any(|settings| !settings.dedup_at.is_idle()) {
+            &KIND_4
+        } else if !dedup.is_off() || !compress_at.is_idle() || any(is_third) {
             &KIND_3
         } else if !self.new_disks.are_none() || any(|settings| !settings.compression.is_off()) {
             &KIND_2
@@ -258,7 +271,10 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
     let of_kind = |kind: &Kind| kind.decode::<SettingsRecord>(bytes).map(|record| (kind.version, record));
     let is_other = |error: &Error| error.kind() == ErrorKind::Unsupported;
     let later = |kind, error: Error| if is_other(&error) { of_kind(kind) } else { Err(error) };
-    let decoded = of_kind(&KIND).or_else(|error| later(&KIND_2, error)).or_else(|error| later(&KIND_3, error));
+    let mut decoded = of_kind(&KIND);
+    for kind in [&KIND_2, &KIND_3, &KIND_4] {
+        decoded = decoded.or_else(|error| later(kind, error));
+    }
     let (version, record) = decoded?;
     if record.kind().version > version {
         return Err(KIND.corrupt("has a setting of a later version"));
@@ -271,8 +287,8 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
 
 /// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
 pub(super) fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
-    let mut outcome = KIND_3.decode_mending(bytes, decode);
-    for kind in [KIND_2, KIND] {
+    let mut outcome = KIND_4.decode_mending(bytes, decode);
+    for kind in [KIND_3, KIND_2, KIND] {
         match outcome {
             Err(error) if error.kind() == ErrorKind::Corrupt => outcome = kind.decode_mending(bytes, decode),
             _ => break,

@@ -4,7 +4,7 @@
 use super::record::{LABELS_MAX, decode};
 use super::*;
 use crate::compression::{CompressAt, Compression};
-use crate::deduplication::Deduplication;
+use crate::deduplication::{DedupAt, Deduplication};
 use crate::full::OnFull;
 use crate::quota::Limits;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -77,9 +77,9 @@ fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
 
 #[test]
 fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
-    let newer = decode(b"lamina settings 4 crc32c=00000000\n{}\n").unwrap_err();
-    assert_eq!(newer.to_string(), "the settings record has version 4, and this program reads 3");
-    let all = [4, 3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
+    let newer = decode(b"lamina settings 5 crc32c=00000000\n{}\n").unwrap_err();
+    assert_eq!(newer.to_string(), "the settings record has version 5, and this program reads 4");
+    let all = [5, 4, 3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
     for damage in all.into_iter().chain([b"x".to_vec()]) {
         let damage = &damage[..];
         let directory = directory();
@@ -149,7 +149,7 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
     let defaults = |compression: Option<Compression>| DefaultsChange {
         compress_at: compression.filter(|compression| !compression.is_off()).map(|_| CompressAt::Idle),
         compression,
-        dedup: None,
+        ..DefaultsChange::default()
     };
     settings.change_defaults(&defaults(Some(Compression::Zstd(3)))).unwrap();
     assert_eq!(version(&directory), Some('2'));
@@ -178,10 +178,39 @@ fn compression_at_write_back_needs_the_version_of_deduplication() {
 }
 
 #[test]
+fn deduplication_at_write_back_has_a_version_of_its_own() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let set = |dedup_at| SettingsChange {
+        dedup: Some(Deduplication::Datastore),
+        dedup_at: Some(dedup_at),
+        ..SettingsChange::default()
+    };
+    settings.change(ONE, &set(DedupAt::WriteBack)).unwrap();
+    settings.change(TWO, &set(DedupAt::Idle)).unwrap();
+    assert_eq!(version(&directory), Some('4'));
+    assert_eq!(settings.deduplicated_at_write_back(), [(ONE.to_owned(), Domain::Datastore)].into());
+    let again = Settings::open(Arc::clone(&directory));
+    assert_eq!([again.of(ONE), again.of(TWO)], [settings.of(ONE), settings.of(TWO)]);
+    settings.change(ONE, &set(DedupAt::Idle)).unwrap();
+    assert_eq!((version(&directory), settings.deduplicated_at_write_back()), (Some('3'), BTreeMap::new()));
+    let defaults = DefaultsChange { dedup: Some(Deduplication::Disk), ..DefaultsChange::default() };
+    settings.change_defaults(&defaults).unwrap();
+    assert_eq!(version(&directory), Some('4'));
+    assert_eq!(Settings::open(Arc::clone(&directory)).defaults().dedup_at, DedupAt::WriteBack);
+    settings.change(ONE, &SettingsChange { dedup: Some(Deduplication::Off), ..SettingsChange::default() }).unwrap();
+    assert_eq!(settings.of(ONE), DiskSettings::default());
+}
+
+#[test]
 fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
     let directory = directory();
     let settings = Settings::open(Arc::clone(&directory));
-    let set = |dedup| SettingsChange { dedup: Some(dedup), ..SettingsChange::default() };
+    let set = |dedup: Deduplication| SettingsChange {
+        dedup_at: (!dedup.is_off()).then_some(DedupAt::Idle),
+        dedup: Some(dedup),
+        ..SettingsChange::default()
+    };
     settings.change(ONE, &compressed(Compression::Lz4)).unwrap();
     settings.change(TWO, &set(Deduplication::Label("tenant".into()))).unwrap();
     assert_eq!((version(&directory), settings.deduplicated()), (Some('3'), BTreeMap::new()));
@@ -193,7 +222,11 @@ fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
     // Each version is written again when the settings of the later ones are removed.
     settings.change(TWO, &set(Deduplication::Off)).unwrap();
     assert_eq!(version(&directory), Some('2'));
-    let defaults = |dedup| DefaultsChange { dedup: Some(dedup), ..DefaultsChange::default() };
+    let defaults = |dedup: Deduplication| DefaultsChange {
+        dedup_at: (!dedup.is_off()).then_some(DedupAt::Idle),
+        dedup: Some(dedup),
+        ..DefaultsChange::default()
+    };
     settings.change_defaults(&defaults(Deduplication::Datastore)).unwrap();
     settings.change(ONE, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('3'));

@@ -421,7 +421,9 @@ impl Engine {
             self.carry_out(meta, Operation::OverwriteData { run, data }, gate)?;
             at = logical + run.blocks;
         }
-        self.log_new(meta, head, at..range.end, &part)
+        self.log_new(meta, head, at..range.end, &part)?;
+        self.writeback.equal.note(head.id, std::iter::once((range.start, sums.as_slice())));
+        Ok(())
     }
 
     fn log_new(

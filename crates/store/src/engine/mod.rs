@@ -120,7 +120,7 @@ pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, m
 pub use scrub::{
     Copies, Damage, DamagedPlace, Located, Reference, ScrubPart, ScrubPosition, ScrubStep, Scrubber, WantedBlock,
 };
-pub use sharing::{PRINT_BYTES, PRINTS_MAX, PRINTS_MIN, SharePass, ShareStep};
+pub use sharing::{HINT_BYTES, PRINT_BYTES, PRINTS_MAX, PRINTS_MIN, SharePass, ShareStep};
 pub use written::{ColdParts, Purpose, Written};
 
 use crate::catalog::ObjectState;

@@ -71,6 +71,9 @@ pub enum Operation {
     /// The trees of `objects` map the blocks from `logical` on to a part of a pack that is in use: where they mapped them
     /// to `source`, which has the same content and names the part. The blocks of the pack have these checksums.
     SharePack { logical: u64, source: Source, run: Run, checksums: Vec<u32>, objects: Vec<u64> },
+    /// A disk maps logical blocks to a run that is in use already, and has the content that was written to them. The
+    /// content of the run is durable, and has these checksums.
+    MapShared { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
 }
 
 impl Operation {
@@ -80,6 +83,7 @@ impl Operation {
             Self::MapData { run, .. } | Self::OverwriteData { run, .. } => run.blocks as usize * BLOCK_SIZE + 32,
             Self::Map { run, .. }
             | Self::MapPack { run, .. }
+            | Self::MapShared { run, .. }
             | Self::Overwrite { run, .. }
             | Self::Written { run, .. }
             | Self::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
@@ -129,6 +133,7 @@ impl Operation {
             Self::Map { disk, logical, run, .. }
             | Self::MapData { disk, logical, run, .. }
             | Self::Unwritten { disk, logical, run, .. }
+            | Self::MapShared { disk, logical, run, .. }
             | Self::Written { disk, logical, run, .. } => (disk, logical, run.blocks, run),
             Self::MapPack { disk, logical, blocks, run, .. } => (disk, logical, *blocks, run),
             _ => return None,
@@ -155,6 +160,7 @@ impl Operation {
             Self::Map { .. }
                 | Self::MapData { .. }
                 | Self::MapPack { .. }
+                | Self::MapShared { .. }
                 | Self::Unmap { .. }
                 | Self::Unwritten { .. }
                 | Self::Written { .. }
@@ -386,6 +392,13 @@ impl Writer {
                 self.u16(*blocks as u16);
                 self.u8(*first);
             }
+            Operation::MapShared { disk, logical, run, checksums } => {
+                self.u8(24);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+            }
             Operation::Share { logical, run, from, objects } => {
                 self.u8(21);
                 self.u64(*logical);
@@ -613,6 +626,10 @@ impl<'a> Reader<'a> {
             21 => self.share()?,
             22 => self.map_pack()?,
             23 => self.share_pack()?,
+            24 => {
+                let (disk, logical, run) = self.mapped()?;
+                Operation::MapShared { disk, logical, run, checksums: self.checksums(run)? }
+            }
             _ => return Err(damaged()),
         }))
     }

@@ -345,6 +345,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
             let source = Source { index: 3, run: PhysicalRun { physical, blocks: 6 }, packed };
             Operation::SharePack { logical, source, run, checksums, objects: vec![disk, random.next()] }
         }
+        24 => Operation::MapShared { disk, logical, run, checksums },
         _ => {
             let physical = run.start.min((1 << 48) - 6);
             let source = |index, blocks| Source { index, run: PhysicalRun { physical, blocks }, packed: None };
@@ -360,7 +361,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 23;
+const CODES: u64 = 24;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -405,6 +406,9 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
             let source = Source { index: 3, run: PhysicalRun { physical: 0x77, blocks: 5 }, packed };
             let (checksums, objects) = (checksums(), vec![disk, snapshot]);
             ("share pack", Operation::SharePack { logical, source, run, checksums, objects })
+        }
+        Operation::MapShared { .. } => {
+            ("map shared", Operation::MapShared { disk, logical, run, checksums: checksums() })
         }
         Operation::Share { .. } => {
             ("share", Operation::Share { logical, run, from: 0x77, objects: vec![disk, snapshot] })

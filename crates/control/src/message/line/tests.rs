@@ -4,7 +4,7 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    CompressAt, Compression, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat,
+    CompressAt, Compression, DedupAt, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat,
     ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange, SnapshotOptions, Tuning,
 };
 
@@ -35,6 +35,7 @@ fn requests() -> Vec<Request> {
                 compression: Some(Compression::Zstd(19)),
                 compress_at: Some(CompressAt::WriteBack),
                 dedup: Some(Deduplication::Label("tenant".into())),
+                dedup_at: Some(DedupAt::Idle),
             },
         }),
         Request::Disk(DiskRequest::Defaults {
@@ -42,6 +43,7 @@ fn requests() -> Vec<Request> {
                 compression: Some(Compression::Off),
                 compress_at: None,
                 dedup: Some(Deduplication::Disk),
+                dedup_at: Some(DedupAt::WriteBack),
             },
         }),
         Request::Disk(DiskRequest::List),

@@ -7,9 +7,8 @@ use crate::names;
 use crate::native::{Native, bytes};
 use error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
-use store::catalog::{Object, Provisioning};
+use store::catalog::Object;
 use store::engine::{PackPass, Purpose};
 use store::pack::Packer;
 use work::{Progress, Throttle};
@@ -57,25 +56,20 @@ impl Native {
     ///
     /// # Errors
     /// Those of writing the superblock.
-    pub(crate) fn compress_writes(&self) -> Result<()> {
-        // A list that was made before the last change must not undo it.
-        let _one = self.packing_writes.lock();
+    pub(super) fn compress_writes(&self) -> Result<()> {
         let disk = |id, _: &str, _, compression: &Compression| compression.codec().map(|codec| (id, codec));
         let disks = self.idle_disks(&self.settings.compressed_at_write_back(), disk);
         self.engine.pack_writes_of(&disks.into_iter().flatten().collect::<Vec<_>>())
     }
 
-    /// Compresses new data of a disk that is being opened when it is written, if its setting says so.
+    /// Compresses new data of a thin disk that is being opened when it is written, if its setting says so.
     ///
     /// # Errors
     /// Those of writing the superblock.
-    pub(crate) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
-        let _one = self.packing_writes.lock();
+    pub(super) fn compress_writes_to(&self, disk: &Object) -> Result<()> {
         let settings = self.settings.of(&names::uuid_text(&disk.uuid));
         match settings.compression.codec() {
-            Some(codec) if settings.compresses_writes() && disk.provisioning == Provisioning::Thin => {
-                self.engine.pack_writes(&[(disk.id, codec)])
-            }
+            Some(codec) if settings.compresses_writes() => self.engine.pack_writes(&[(disk.id, codec)]),
             _ => Ok(()),
         }
     }
@@ -127,7 +121,7 @@ impl Native {
             let of_object = move |(object, end): &(u64, u64)| (*object, part.start.min(*end)..part.end.min(*end));
             objects.iter().map(of_object)
         });
-        let memory = self.dedup_memory.load(Ordering::Relaxed);
+        let memory = self.memory_of_prints();
         let mut pass = PackPass::new(Packer::new(codec)?, memory, work.collect());
         let (mut done, total) = (0, bytes(parts.blocks(blocks)));
         let throttle = Throttle::new(progress);

@@ -6,15 +6,17 @@
 //!    data was not written decides only when a pass begins.
 
 use super::{Choice, End, IdlePass, IdlePassesState};
-use crate::deduplication::Domain;
+use crate::deduplication::{DEDUP_MEMORY_MIN, Domain};
 use crate::info::{DeduplicationState, DeduplicationStatus, Reclaimed};
+use crate::names;
 use crate::native::Native;
 use crate::native::optimize::{Steps, disk_of, is_thin, sum};
+use backend::BLOCK_SIZE;
 use error::{ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use store::catalog::ObjectState;
+use store::catalog::{Object, ObjectState};
 use store::engine::{ColdParts, Purpose};
 use work::Progress;
 
@@ -80,6 +82,34 @@ impl Native {
             domains.entry(domain).or_default().push(disk);
         }
         domains.into_iter().map(|(domain, members)| IdleDomain { domain, members }).collect()
+    }
+
+    /// The memory for hints, in bytes: half of that for deduplication.
+    fn memory_of_hints(&self) -> usize {
+        self.dedup_memory.load(Ordering::Relaxed).max(DEDUP_MEMORY_MIN) / 2
+    }
+
+    /// The memory for the prints of a pass, in bytes: without that of hints, as long as there are any.
+    pub(in crate::native) fn memory_of_prints(&self) -> usize {
+        let all = self.dedup_memory.load(Ordering::Relaxed);
+        if self.engine.looks_for_writes() { all.saturating_sub(self.memory_of_hints()) } else { all }
+    }
+
+    /// Compares new data of the disks whose setting says so with stored data when it is written, and of no others.
+    pub(super) fn deduplicate_writes(&self) {
+        let disk = |id, _: &str, _, domain: &Domain| (id, domain.to_string());
+        let disks = self.idle_disks(&self.settings.deduplicated_at_write_back(), disk);
+        self.engine.share_writes_of(&disks, self.memory_of_hints());
+    }
+
+    /// As [`Native::deduplicate_writes`], for a thin disk that is being opened.
+    pub(super) fn deduplicate_writes_to(&self, disk: &Object) {
+        let uuid = names::uuid_text(&disk.uuid);
+        if !self.settings.of(&uuid).dedup_at.is_idle()
+            && let Some(domain) = self.settings.domain(&uuid)
+        {
+            self.engine.share_writes(&[(disk.id, domain.to_string())], self.memory_of_hints());
+        }
     }
 
     /// Adds the domains of which a disk has cold data that was not processed.
@@ -151,7 +181,7 @@ impl Native {
             looked = Instant::now();
             members.iter().all(|disk| belongs(disk) != Some(false))
         };
-        let memory = self.dedup_memory.load(Ordering::Relaxed);
+        let memory = self.memory_of_prints();
         let done = self.deduplicate(objects, memory, &mut steps, reclaimed, &mut goes_on);
         let is_whole = done.map_err(|error| error.context(of.title()))?;
         if is_whole {
@@ -189,7 +219,8 @@ impl Native {
                 _ => None,
             },
             pending,
-            shared: state.domains.values().map(|of| of.shared).sum(),
+            shared: state.domains.values().map(|of| of.shared).sum::<u64>()
+                + self.engine.shared_writes() * BLOCK_SIZE as u64,
         }
     }
 }

@@ -9,8 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    CompressAt, Compression, DEDUP_MEMORY_MIN, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes,
-    DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+    CompressAt, Compression, DEDUP_MEMORY_MIN, DedupAt, Deduplication, DefaultsChange, Deletion, DeltaFormat,
+    DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -94,12 +94,15 @@ pub struct SettingsArguments {
     /// it was not written for a while (idle), which they do with all data.
     #[arg(long, value_name = "write-back|idle")]
     pub compress_at: Option<CompressAt>,
-    /// Among which disks servers find data of the disk and its snapshots that is stored again, once it was not written
-    /// for a while, to store it once: off, disk (only within the disk), label:KEY such as label:tenant (the disks with
+    /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk (only within the disk), label:KEY such as label:tenant (the disks with
     /// this setting and the same value of the label), or datastore (all disks with this setting). Only for thin native
     /// disks. A new disk has what 'disk defaults' shows.
     #[arg(long, value_name = "off|disk|label:KEY|datastore")]
     pub dedup: Option<Deduplication>,
+    /// When new data is compared with stored data: at write-back (what deduplication that is switched on has), or only
+    /// by servers once it was not written for a while (idle), which they do with all data.
+    #[arg(long, value_name = "write-back|idle")]
+    pub dedup_at: Option<DedupAt>,
 }
 
 impl SettingsArguments {
@@ -113,6 +116,7 @@ impl SettingsArguments {
             compression: self.compression,
             compress_at: self.compress_at,
             dedup: self.dedup.clone(),
+            dedup_at: self.dedup_at,
         }
     }
 }
@@ -389,6 +393,10 @@ pub enum DiskCommand {
         /// Among which disks servers find equal data of new thin native disks.
         #[arg(long, value_name = "off|disk|label:KEY|datastore")]
         dedup: Option<Deduplication>,
+        /// When new data of these disks is compared with stored data: at write-back, or only once it was not written for
+        /// a while (idle).
+        #[arg(long, value_name = "write-back|idle")]
+        dedup_at: Option<DedupAt>,
     },
     /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),
@@ -515,10 +523,14 @@ impl DiskCommand {
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
             Self::Edit(edit) => edit.request()?,
-            Self::Defaults { compression, compress_at, dedup } => {
-                let (compression, compress_at, dedup) = (*compression, *compress_at, dedup.clone());
-                DiskRequest::Defaults { change: DefaultsChange { compression, compress_at, dedup } }
-            }
+            Self::Defaults { compression, compress_at, dedup, dedup_at } => DiskRequest::Defaults {
+                change: DefaultsChange {
+                    compression: *compression,
+                    compress_at: *compress_at,
+                    dedup: dedup.clone(),
+                    dedup_at: *dedup_at,
+                },
+            },
             Self::Tune(tune) => DiskRequest::Tune {
                 name: tune.name.clone(),
                 tuning: Tuning {

@@ -161,7 +161,8 @@ pub struct ServeArguments {
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_interval)]
     pub optimize_after: Interval,
     /// Memory of a deduplication, 144K at the least. With less memory it takes more rounds, each of which reads the
-    /// maps of the data, and finds the same. One round needs 36 bytes for each 4 KiB of data: 9G for 1 TiB.
+    /// maps of the data, and finds the same. One round needs 36 bytes for each 4 KiB of data: 9G for 1 TiB. Half of it
+    /// is for finding new data that is stored already, on disks with --dedup-at write-back: 12 bytes for each 4 KiB.
     #[arg(long, value_name = "SIZE", default_value = "144M", value_parser = memory(DEDUP_MEMORY_MIN))]
     pub dedup_memory: usize,
     /// Limit of the data that this server leaves dirty in the page cache of each file system, 4M at the least. Beyond

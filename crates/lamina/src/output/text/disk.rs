@@ -4,7 +4,7 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    CompressAt, Compression, CompressionState, CompressionStatus, Deduplication, DeduplicationState,
+    CompressAt, Compression, CompressionState, CompressionStatus, DedupAt, Deduplication, DeduplicationState,
     DeduplicationStatus, DetectZeroes, DiskDefaults, DiskInfo, DiskSettings, DiskStatistics, DiskUser, ImageDetails,
     LiveProgress, OnFull, Provisioning, Reclaimed, WaitingWrites,
 };
@@ -173,7 +173,16 @@ fn deduplication(disk: &DiskInfo) -> Option<String> {
         }
         _ => disk.deduplication.as_ref().map(removed),
     };
-    (!domain.is_off()).then(|| format!("{domain}, {}", effect(disk, state)))
+    (!domain.is_off()).then(|| format!("{}, {}", domain_at(domain, disk.settings.dedup_at), effect(disk, state)))
+}
+
+/// Among which disks and when equal data is found.
+fn domain_at(domain: &Deduplication, at: DedupAt) -> String {
+    match at {
+        _ if domain.is_off() => domain.to_string(),
+        DedupAt::WriteBack => format!("{domain} at write-back"),
+        DedupAt::Idle => format!("{domain} when idle"),
+    }
 }
 
 fn removed(state: &DeduplicationState) -> String {
@@ -221,9 +230,9 @@ pub fn deduplication_status(status: &DeduplicationStatus) -> Option<String> {
 
 /// Prints the settings that new disks get.
 pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
-    let DiskDefaults { compression, compress_at, dedup } = defaults;
+    let DiskDefaults { compression, compress_at, dedup, dedup_at } = defaults;
     let compression = method(*compression, *compress_at, dedup);
-    print_facts(out, &[("compression", compression), ("deduplication", dedup.to_string())])
+    print_facts(out, &[("compression", compression), ("deduplication", domain_at(dedup, *dedup_at))])
 }
 
 /// The writes of a disk that wait for space.

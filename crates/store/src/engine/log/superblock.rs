@@ -42,8 +42,13 @@ pub const VERSION_SHARES: u32 = 4;
 /// The version of a datastore whose writes may go into packs at once, with everything that the versions before have.
 pub const VERSION_WRITTEN_PACKS: u32 = 5;
 /// The version of a datastore in which several logical blocks may map one block of a pack, with everything that the
-/// versions before have. Every version up to this one can be read.
+/// versions before have.
 pub const VERSION_SHARED_PACKS: u32 = 6;
+/// The version of a datastore whose writes may be mapped to blocks that are in use already, with everything that the
+/// versions before have.
+pub const VERSION_SHARED_WRITES: u32 = 7;
+/// Every version up to this one can be read.
+const VERSION_LAST: u32 = VERSION_SHARED_WRITES;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -102,6 +107,11 @@ impl Superblock {
         self.version >= VERSION_WRITTEN_PACKS
     }
 
+    /// Whether writes of the datastore may have been mapped to blocks in use.
+    pub fn has_shared_writes(&self) -> bool {
+        self.version >= VERSION_SHARED_WRITES
+    }
+
     /// A datastore that has used packs or shares stays at their version, because snapshots may keep them.
     fn version_written(&self) -> u32 {
         self.version.max(FORMAT_VERSION)
@@ -154,12 +164,12 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if !(VERSION_RING_IMAGES..=VERSION_SHARED_PACKS).contains(&version) {
+        if !(VERSION_RING_IMAGES..=VERSION_LAST).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
                     "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
-                     {VERSION_SHARED_PACKS}"
+                     {VERSION_LAST}"
                 ),
             ));
         }

@@ -256,26 +256,16 @@ impl Meta {
         Ok(())
     }
 
-    /// Called before a repair or a salvage replays a share of blocks, because it may have left out the operation that
-    /// mapped or wrote the run. Blocks without a reference get a first one, and are returned: the caller drops this
-    /// reference when leaves refer to them. Those without a checksum get the one that the operation names, or that of
-    /// the block with the same content: a block that was unwritten, or whose owner is lost, has a reference already. A
-    /// checksum that is there is right. The block with the same content may have none, if the operation that wrote it
-    /// was left out.
-    pub(crate) fn adopt_left_out(&mut self, operation: &Operation) -> Result<Vec<Run>> {
-        let (run, from, named) = match operation {
-            Operation::Share { run, from, .. } => (*run, *from, None),
-            Operation::SharePack { run, checksums, .. } => (*run, 0, Some(checksums)),
-            _ => return Ok(Vec::new()),
-        };
+    /// Called before a repair or a salvage replays an operation that maps a run which is in use, because it may have
+    /// left out the operation that mapped or wrote the run. Blocks without a reference get a first one, and are
+    /// returned: the caller drops this reference when leaves refer to them. Those without a checksum get the given one,
+    /// or none if it is 0: a block that was unwritten, or whose owner is lost, has a reference already. A checksum that
+    /// is there is right.
+    pub(crate) fn adopt_left_out(&mut self, run: Run, checksums: &[u32]) -> Result<Vec<Run>> {
         let mut adopted = Vec::new();
-        for at in 0..run.blocks {
-            let one = Run { start: run.start + at, blocks: 1 };
-            let kept = self.entry(one.start)?;
-            let checksum = match named {
-                Some(checksums) => checksums.get(at as usize).copied().unwrap_or(0),
-                None => self.entry(from + at)?.checksum,
-            };
+        for (block, &checksum) in (run.start..run.start + run.blocks).zip(checksums) {
+            let one = Run { start: block, blocks: 1 };
+            let kept = self.entry(block)?;
             if kept.references == 0 {
                 self.data.adopt(&mut self.pages, one)?;
                 adopted.push(one);
@@ -359,6 +349,7 @@ impl Meta {
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
             }
             Operation::OverwriteData { run, data } => {
+                self.in_flight.end_watches(*run);
                 let sums = self.log(*run, data);
                 self.note_written(*run, &sums)?;
             }
@@ -380,6 +371,7 @@ impl Meta {
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
+                self.in_flight.end_watches(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
                 // Clears the checksums of earlier content, because a check takes a block without a checksum for
                 // unwritten.
@@ -464,6 +456,10 @@ impl Meta {
                     None => self.catalog.remove(*object),
                 }
             }
+            Operation::MapShared { disk, logical, run, .. } => {
+                self.data.add_references(&mut self.pages, *run)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
+            }
             Operation::MapPack { disk, logical, blocks, .. } => {
                 self.redirect_in(operation, std::iter::once((*disk, *logical..*logical + blocks)), effects)?;
             }
@@ -474,10 +470,9 @@ impl Meta {
             }
         }
         self.note_growth(operation, &effects.freed[first..]);
-        if !self.logged.is_empty() {
-            for run in &effects.freed[first..] {
-                self.forget_logged(*run);
-            }
+        for run in &effects.freed[first..] {
+            self.forget_logged(*run);
+            self.in_flight.end_watches(*run);
         }
         Ok(())
     }
@@ -490,7 +485,7 @@ impl Meta {
             | Operation::MapData { disk, run, .. }
             | Operation::MapPack { disk, run, .. }
             | Operation::Unwritten { disk, run, fresh: true, .. } => (*disk, run.blocks),
-            Operation::Unmap { disk, .. } => (*disk, 0),
+            Operation::Unmap { disk, .. } | Operation::MapShared { disk, .. } => (*disk, 0),
             Operation::Trash { object } => {
                 self.growth.remove(object);
                 return;

@@ -116,6 +116,7 @@ impl Meta {
             Operation::Map { .. }
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
+            | Operation::MapShared { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 let mut touched = Touched::default();
@@ -186,6 +187,7 @@ impl Meta {
             Operation::Map { .. }
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
+            | Operation::MapShared { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 if let Some((disk, range, run)) = operation.mapping() {

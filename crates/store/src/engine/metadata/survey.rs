@@ -126,6 +126,7 @@ impl Meta {
             Operation::Map { .. }
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
+            | Operation::MapShared { .. }
             | Operation::Written { .. }
             | Operation::Unwritten { .. } => {
                 if let Some((disk, logical, run)) = operation.mapping() {

@@ -35,6 +35,11 @@
 //! * The share does not hold the kept block. If other owners unmap the block while the share is pending, so that one
 //!   owner is left, their operations hold it. They follow the share in the journal, so the block is held until the
 //!   share is durable too.
+//!
+//! New data that is equal to a stored block is mapped to it at write-back. Only the stored block is kept, so only it is
+//! concerned. While it is compared with the new data, it is *watched* ([`InFlight::watch`]) and not in flight: writes
+//! of it go where they would go anyway, and end the watch as they begin. The operation is carried out only if the block
+//! is still watched and settled. It waits for the data of the kept block and does not hold it, as a share.
 
 mod doubt;
 
@@ -186,6 +191,17 @@ impl Holds {
 pub struct InFlight {
     /// Runs by first block, without overlaps. Adjacent runs are not merged, because each is released as it was claimed.
     runs: BTreeMap<u64, u64>,
+    /// Blocks that are watched: the number of the watch, and how many threads have it.
+    watched: FxHashMap<u64, (u64, u32)>,
+    /// The number of the last watch that began.
+    watches: u64,
+}
+
+/// A watch of a block: shows whether the block kept its content since the watch began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Watch {
+    block: u64,
+    number: u64,
 }
 
 impl InFlight {
@@ -205,6 +221,45 @@ impl InFlight {
     pub fn claim(&mut self, run: Run) {
         debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());
         self.runs.insert(run.start, run.blocks);
+        self.end_watches(run);
+    }
+
+    /// Begins to watch a block that is in use and has no write under way. The caller ends the watch with
+    /// [`InFlight::unwatch`].
+    pub fn watch(&mut self, block: u64) -> Watch {
+        let (number, threads) = *self.watched.entry(block).or_insert((self.watches + 1, 0));
+        self.watches = self.watches.max(number);
+        self.watched.insert(block, (number, threads + 1));
+        Watch { block, number }
+    }
+
+    /// Whether the block was in use since the watch began, and no write of it has begun.
+    pub fn is_watched(&self, watch: Watch) -> bool {
+        self.watched.get(&watch.block).is_some_and(|(number, _)| *number == watch.number)
+    }
+
+    /// Ends a watch, unless a write of the block has ended it.
+    pub fn unwatch(&mut self, watch: Watch) {
+        let Some((number, threads)) = self.watched.get_mut(&watch.block) else { return };
+        if *number == watch.number {
+            *threads -= 1;
+            if *threads == 0 {
+                self.watched.remove(&watch.block);
+            }
+        }
+    }
+
+    /// True when no block is watched.
+    #[cfg(test)]
+    pub fn watches_nothing(&self) -> bool {
+        self.watched.is_empty()
+    }
+
+    /// Ends the watches of blocks that are freed, or of which a write begins.
+    pub fn end_watches(&mut self, run: Run) {
+        if !self.watched.is_empty() {
+            self.watched.retain(|block, _| *block < run.start || *block >= run.start + run.blocks);
+        }
     }
 
     /// Releases a claimed run.

@@ -91,4 +91,26 @@ fn runs_in_flight_cover_their_blocks() {
     assert!(!in_flight.contains(13) && in_flight.contains(14));
 }
 
+#[test]
+fn a_watch_ends_when_its_block_is_written_or_freed_and_does_not_return() {
+    let mut in_flight = InFlight::default();
+    let (first, other) = (in_flight.watch(7), in_flight.watch(8));
+    let second = in_flight.watch(7);
+    in_flight.unwatch(first);
+    assert!(in_flight.is_watched(second) && in_flight.is_watched(other), "another thread has the watch too");
+    let write = Run { start: 6, blocks: 2 };
+    in_flight.claim(write);
+    in_flight.release(write);
+    assert!(!in_flight.is_watched(second) && in_flight.is_watched(other));
+    let third = in_flight.watch(7);
+    assert!(in_flight.is_watched(third) && !in_flight.is_watched(second), "a later watch is another one");
+    in_flight.unwatch(second);
+    assert!(in_flight.is_watched(third));
+    in_flight.end_watches(Run { start: 7, blocks: 1 });
+    assert!(!in_flight.is_watched(third));
+    in_flight.unwatch(other);
+    in_flight.unwatch(third);
+    assert!(in_flight.watches_nothing());
+}
+
 mod model;

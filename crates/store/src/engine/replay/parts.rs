@@ -180,6 +180,12 @@ fn part_of(operation: &Operation, part: &Range<u64>) -> Operation {
             run: run_of(*logical, run),
             checksums: sums_of(*logical, checksums),
         },
+        Operation::MapShared { disk, logical, run, checksums } => Operation::MapShared {
+            disk: *disk,
+            logical: part.start,
+            run: run_of(*logical, run),
+            checksums: sums_of(*logical, checksums),
+        },
         Operation::MapData { disk, logical, run, data } => {
             let from = (part.start - logical) as usize * BLOCK_SIZE;
             let data = data_of(data, from..from + blocks as usize * BLOCK_SIZE);

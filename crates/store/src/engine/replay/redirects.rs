@@ -65,9 +65,18 @@ impl Engine {
     ) -> Result<()> {
         // In an ordinary opening every operation is replayed that mapped or wrote the kept blocks. If they have no
         // reference there, the metadata is damaged, and the opening fails.
-        let adopted = match state.left_out.tolerance() {
-            Tolerance::Nothing => Vec::new(),
-            Tolerance::LostObjects | Tolerance::Everything => meta.adopt_left_out(operation)?,
+        let adopted = match operation {
+            Operation::Share { run, from, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
+                // The blocks that are replaced have the same content. They have no checksum either if the operation
+                // that wrote them was left out.
+                let checksum = |block: u64| Ok(meta.entry(block)?.checksum);
+                let checksums: Vec<u32> = (*from..from + run.blocks).map(checksum).collect::<Result<_>>()?;
+                meta.adopt_left_out(*run, &checksums)?
+            }
+            Operation::SharePack { run, checksums, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
+                meta.adopt_left_out(*run, checksums)?
+            }
+            _ => Vec::new(),
         };
         if state.left_out.leaves_out_parts() {
             if !self.redirect_parts(meta, state, operation)? {
@@ -80,6 +89,30 @@ impl Engine {
             self.carry_out_again(meta, state, operation)?;
             self.redirect_others(meta, state, operation)?;
         }
+        self.drop_adopted(meta, state, adopted)
+    }
+
+    /// Replays a write that was mapped to a run in use, in an opening for a repair or a salvage: it may have left out
+    /// the operation that mapped or wrote the run.
+    pub(super) fn map_shared_again(
+        &self,
+        meta: &mut Meta,
+        state: &mut ReplayState<'_>,
+        operation: &Operation,
+        run: Run,
+        checksums: &[u32],
+    ) -> Result<()> {
+        let adopted = meta.adopt_left_out(run, checksums)?;
+        if state.left_out.leaves_out_parts() {
+            self.carry_out_parts(meta, state, operation)?;
+        } else {
+            self.carry_out_again(meta, state, operation)?;
+        }
+        self.drop_adopted(meta, state, adopted)
+    }
+
+    /// Drops the references that were needed until leaves referred to the blocks.
+    fn drop_adopted(&self, meta: &mut Meta, state: &mut ReplayState<'_>, adopted: Vec<Run>) -> Result<()> {
         let mut effects = Effects::default();
         for run in adopted {
             meta.nodes(&mut effects).drop_data_references(run.start, run.blocks)?;

@@ -26,21 +26,27 @@
 //!    the operation. The kept block of several owners needs no such check, because writes of shared blocks have claims.
 //! 7. The superblock says that the datastore may have shared blocks before the first operation.
 
+mod hints;
 mod plan;
 mod prints;
 mod scan;
+mod written;
 
 use super::Engine;
 use super::log::{Cost, VERSION_SHARED_PACKS, VERSION_SHARES};
 use super::reserve::KEPT;
 use crate::pack::Pack;
+use crate::space::Run;
 use crate::tree::{self, NodeId, Packed};
 use crate::{Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
+pub use hints::HINT_BYTES;
+pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned, Stored};
 use prints::{Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
+pub(super) use written::Equal;
 
 /// Logical blocks of which the prints are collected in one step.
 const SCAN_BLOCKS: u64 = if cfg!(test) { 16 } else { 1024 };
@@ -411,6 +417,11 @@ impl Engine {
             None => Outcome::Shared(plan.blocks),
             Some(cost) => Outcome::Refused(cost),
         })
+    }
+
+    /// Reads plain blocks with these checksums, as [`Engine::read_stored`].
+    pub(super) fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
+        self.read_stored(Stored { physical: run.start, packed: None }, run.blocks, checksums)
     }
 
     /// Reads blocks, of which the physical blocks have these checksums. `None` if one of them is damaged: it stays

@@ -137,6 +137,14 @@ struct Settled {
 }
 
 impl Meta {
+    /// The plain, written blocks of an object in a range; `None` for each block that is not of this kind.
+    pub(super) fn plain_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<u64>>> {
+        let stored = self.written_blocks(object, logical, blocks)?;
+        let plain =
+            |stored: Option<Stored>| stored.filter(|stored| stored.packed.is_none()).map(|stored| stored.physical);
+        Ok(stored.into_iter().map(plain).collect())
+    }
+
     /// The places of the written blocks of an object in a range; `None` for each other block.
     fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
         let mut found = vec![None; blocks as usize];
@@ -304,7 +312,13 @@ impl Meta {
 
     /// Whether a thick disk maps one of the kept blocks, which are plain, at its logical block. `several` says whether
     /// any of them has several references.
-    fn is_kept_by_thick(&mut self, kept: (u64, u64), start: u64, blocks: u64, several: bool) -> Result<bool> {
+    pub(super) fn is_kept_by_thick(
+        &mut self,
+        kept: (u64, u64),
+        start: u64,
+        blocks: u64,
+        several: bool,
+    ) -> Result<bool> {
         let range = kept.1..kept.1 + blocks;
         let trees = self.trees(kept.0);
         let mut effects = Effects::default();

@@ -67,6 +67,11 @@ impl Engine {
             pass.at = (number + 1, 0);
             return Ok(ShareStep::default());
         };
+        let plain = scanned.blocks.iter().filter_map(|found| match found.content {
+            Content::Plain(sum) => Some((found.logical, sum)),
+            Content::Packed(..) => None,
+        });
+        self.writeback.equal.note_found(object, plain);
         let mut last = LastPack::default();
         for Found { logical, references, content } in scanned.blocks {
             let sum = match content {

@@ -35,6 +35,8 @@ pub(super) struct Features {
     pub shares: bool,
     /// New blocks are compressed when they are written.
     pub packs_writes: bool,
+    /// Writes of data that is stored already are mapped to it.
+    pub maps_writes: bool,
 }
 
 /// What was done in histories.
@@ -47,6 +49,8 @@ pub(super) struct Histories {
     pub found_packed: u64,
     /// Histories in which several logical blocks mapped one block of a pack.
     pub shared_packs: u64,
+    /// Blocks of data that were not written, because they were stored already.
+    pub mapped: u64,
 }
 
 #[test]
@@ -55,7 +59,7 @@ fn power_cuts_between_packing_and_writes_lose_nothing_durable() {
     let seeds = from..from + number("LAMINA_CUT", 3);
     let Histories { packed, repacked, .. } = cut_histories(seeds.clone(), Features::default());
     assert!(packed > 1000 && repacked > 10, "{packed} {repacked}");
-    let Histories { found_packed, .. } = cut_histories(seeds, Features { packs_writes: true, shares: false });
+    let Histories { found_packed, .. } = cut_histories(seeds, Features { packs_writes: true, ..Features::default() });
     assert!(found_packed > 1000, "{found_packed}");
 }
 
@@ -75,7 +79,9 @@ pub(super) fn cut_histories(seeds: std::ops::Range<u64>, features: Features) -> 
         for round in 0..25 {
             history.control();
             history.pack_writes();
+            history.map_writes();
             history.data();
+            history.done.mapped += history.engine.shared_writes();
             history.cut(&format!("seed {seed}, round {round}"));
         }
         done = history.done;
@@ -113,6 +119,17 @@ impl History {
         let disks = self.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect::<Vec<u64>>());
         let some: Vec<_> = disks.into_iter().filter(|_| self.random.percent(80)).map(|disk| (disk, codec)).collect();
         self.engine.pack_writes_of(&some).unwrap();
+    }
+
+    /// Maps what is written to the disks from now on, or to some of them, to stored blocks with the same content.
+    fn map_writes(&mut self) {
+        if !self.features.maps_writes {
+            return;
+        }
+        let disks = self.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect::<Vec<u64>>());
+        let some: Vec<_> =
+            disks.into_iter().filter(|_| self.random.percent(80)).map(|disk| (disk, "d".into())).collect();
+        self.engine.share_writes_of(&some, 1 << 16);
     }
 
     /// Snapshots, clones, reverts and deletions, without a cut.
@@ -212,7 +229,7 @@ impl History {
                 }
             }
             _ => {
-                let value = 1 + self.random.below(255) as u8;
+                let value = 1 + self.random.below(if self.features.maps_writes { 5 } else { 255 }) as u8;
                 let blocks = (range.end - range.start) as usize;
                 let is_mixed = self.random.percent(80);
                 let data = if is_mixed { mixed(std::iter::repeat_n(value, blocks)) } else { slice(value, blocks) };

@@ -9,6 +9,7 @@ mod opened;
 mod packed;
 mod repaired;
 mod replayed;
+mod written;
 
 use super::between::before_next;
 use super::packed::{cut_at_each_operation, holds, pack, packer, quiet, references};

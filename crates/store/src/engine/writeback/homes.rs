@@ -174,6 +174,9 @@ impl Engine {
                 self.request(|work| work.commit = true);
             }
         }
+        let of_entries = done.iter().filter(|home| matches!(home.origin, Origin::Entry(_)));
+        let stored = of_entries.map(|home| (home.logical.start, &home.checksums[..]));
+        self.writeback.equal.note(head.id, stored);
         Ok(short)
     }
 

@@ -5,6 +5,7 @@
 //! the map and out of the buffer. Both changes are made under the lock of the buffer, so readers see the buffered copy
 //! until the map refers to the written blocks.
 
+mod equal;
 mod failing;
 mod homes;
 mod others;
@@ -25,6 +26,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
+use equal::{EqualRuns, EqualWrites};
 use failing::Failing;
 use packs::{BufferedPack, PackedWrites};
 pub(crate) use plan::{Buffered, Plan};
@@ -78,6 +80,8 @@ pub struct WriteBack {
     pub failing: Failing,
     /// The disks whose new blocks are compressed.
     packed: PackedWrites,
+    /// The disks whose new data is looked for among stored blocks.
+    pub equal: EqualWrites,
 }
 
 impl WriteBack {
@@ -95,6 +99,7 @@ impl WriteBack {
             replaced: Mutex::default(),
             failing: Failing::default(),
             packed: PackedWrites::default(),
+            equal: EqualWrites::default(),
         }
     }
 
@@ -202,8 +207,10 @@ impl Engine {
             let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
             let _surveyed = next.as_ref().map(|head| self.bring_in_batch(head, &fetch));
             let packs = next.as_ref().map(|head| self.packs_of_batch(head)).unwrap_or_default();
+            let equal = next.as_ref().map(|head| (head, self.equal_runs_of_batch(head)));
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
+            let mapped = equal.as_ref().map_or(Ok(false), |(head, equal)| self.map_equal_runs(head, equal))?;
             let packs_for = |id: u64| if next.as_ref().is_some_and(|head| head.id == id) { &packs[..] } else { &[] };
             let mut batches = self.heads_in_turn().into_iter().map(|head| {
                 let batch = self.write_back(&mut lane, &head, packs_for(head.id), &mut fetch);
@@ -211,7 +218,7 @@ impl Engine {
             });
             let served = batches.find(|(_, batch)| !matches!(batch, Ok(Batch::Empty)));
             drop(batches);
-            let Some((disk, batch)) = served else { return Ok(false) };
+            let Some((disk, batch)) = served else { return Ok(mapped) };
             let batch = match batch {
                 Err(error) => match self.isolate_or_fail(error, fetch, (lane, appends)) {
                     Ok(Some(again)) => {
@@ -255,8 +262,10 @@ impl Engine {
             self.pace()?;
             let _surveyed = self.bring_in_batch(head, &fetch);
             let packs = self.packs_of_batch(head);
+            let equal: EqualRuns<'_> = self.equal_runs_of_batch(head);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
+            self.map_equal_runs(head, &equal)?;
             let batch = match self.write_back(&mut lane, head, &packs, &mut fetch) {
                 Err(error) => {
                     fetch = self.isolate_or_fail(error, fetch, (lane, appends))?.unwrap_or_default();

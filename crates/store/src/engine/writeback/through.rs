@@ -16,6 +16,7 @@
 //! 3. No write-through is under way when a snapshot is taken, when a checkpoint is captured, when permits end, or when
 //!    the disk is deleted or reverted.
 
+use super::equal::{EqualRun, EqualRuns, KeptBuffers, NewData, THROUGH_READS};
 use super::packs::NewPack;
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
@@ -96,12 +97,14 @@ impl Engine {
         // Compressed before the write delays reads of its range, and flushes and snapshots, which wait for it.
         let range = logical..logical + blocks;
         let packs = self.packs_of(head, range.clone(), data);
+        let new = NewData { logical, data, checksums: checksums.as_slice(), stamp: 0 };
+        let equal = self.equal_runs(head.id, &[new], THROUGH_READS);
         let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
         while attempts > 0 {
             let _surveyed = self.meta.bring_in_for(&fetch, survey);
-            let outcome = self.try_through(head, &range, data, checksums, &packs, &mut fetch);
+            let outcome = self.try_through(head, &range, (data, checksums), (&packs, &equal), &mut fetch);
             if outcome.is_err() && self.meta.load_missing(&mut fetch)? {
                 continue;
             }
@@ -119,16 +122,15 @@ impl Engine {
         &self,
         head: &Head,
         range: &Range<u64>,
-        data: &SharedSlice,
-        checksums: &Checksums,
-        packs: &[NewPack],
+        content: (&SharedSlice, &Checksums),
+        prepared: (&[NewPack], &EqualRuns<'_>),
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
         let _through = self.writeback.share_through();
         if !head.lock().enter_through(range)? {
             return Ok(Outcome::Buffer);
         }
-        let outcome = self.through_entered(head, range, data, checksums, packs, fetch);
+        let outcome = self.through_entered(head, range, content, prepared, fetch);
         head.lock().leave_through(range);
         outcome
     }
@@ -137,22 +139,33 @@ impl Engine {
         &self,
         head: &Head,
         range: &Range<u64>,
-        data: &SharedSlice,
-        checksums: &Checksums,
-        packs: &[NewPack],
+        (data, checksums): (&SharedSlice, &Checksums),
+        (packs, equal): (&[NewPack], &EqualRuns<'_>),
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
+        let disks = Engine::kept_disks(&equal.runs, None);
+        let heads = self.heads_of(&disks);
         let (parts, losses, _grant, _changes) = {
+            let mut kept = KeptBuffers::lock(&heads);
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let losses = meta.data.losses();
             let root = meta.catalog.get(head.id)?.root;
             let own = fetch.require(meta, |meta| meta.places(root, range.clone()))?;
+            let is_current = kept.are_current(self, &disks);
+            let mut mapped: Vec<&EqualRun> = Vec::new();
+            for equal in equal.runs.iter().filter(|_| is_current) {
+                if fetch.require(meta, |meta| self.is_still_equal(meta, head.id, equal, &mut kept))? {
+                    mapped.push(equal);
+                }
+            }
+            let own = without(own, &mapped);
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
+            let all_new = new + mapped.iter().map(|equal| equal.run.blocks).sum::<u64>();
             // The claim on the blocks lasts until they are allocated and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
             // The changes of the map count until the blocks are in the map.
-            let Some(changes) = self.try_changes(head, new) else { return Ok(Outcome::Buffer) };
+            let Some(changes) = self.try_changes(head, all_new) else { return Ok(Outcome::Buffer) };
             let in_place = own
                 .iter()
                 .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
@@ -180,7 +193,7 @@ impl Engine {
                     return if is_lost(&error) { Ok(Outcome::Buffer) } else { Err(error) };
                 }
             }
-            let cost = fetch.require(meta, |meta| parts_cost(meta, head.id, &parts));
+            let cost = fetch.require(meta, |meta| parts_cost(meta, head.id, &parts, &mapped));
             let grant = cost.map(|cost| self.log.admission.try_admit(cost));
             let Ok(Some(grant)) = grant else {
                 release_parts(meta, &parts);
@@ -188,6 +201,12 @@ impl Engine {
                 // The write enters the buffer instead, and waits there for room.
                 return grant.map(|_| Outcome::Buffer);
             };
+            if let Err(error) = self.map_for_write(meta, head.id, &mapped) {
+                release_parts(meta, &parts);
+                self.update_headroom(meta);
+                // What is mapped already has the content of the write.
+                return if self.running.goes_on() { Ok(Outcome::Buffer) } else { Err(error) };
+            }
             // From here on only the medium can fail. Older journalled payload of these blocks must not be written over
             // the new content.
             for part in parts.iter().filter(|part| !part.is_new()) {
@@ -251,6 +270,7 @@ impl Engine {
         let full = self.is_commit_due(&meta);
         let lost = meta.data.losses() > losses;
         drop(meta);
+        self.writeback.equal.note(head.id, std::iter::once((range.start, checksums.as_slice())));
         self.log.clocks.acknowledge();
         if full {
             self.request(|work| work.commit = true);
@@ -262,6 +282,16 @@ impl Engine {
             Some(error) if lost && is_lost(&error) => Ok(Outcome::Buffer),
             Some(error) => Err(error),
         }
+    }
+
+    /// Maps stored blocks for a write whose range is entered.
+    fn map_for_write(&self, meta: &mut Meta, disk: u64, mapped: &[&EqualRun]) -> Result<()> {
+        for equal in mapped {
+            let gate = self.log.clocks.wrote_home();
+            self.carry_out(meta, equal.operation(disk), gate)?;
+            self.note_mapped(equal);
+        }
+        Ok(())
     }
 
     /// The packs of those windows of a write that need new blocks now, if the writes of the disk are compressed.
@@ -328,6 +358,24 @@ fn segments(range: Range<u64>, packs: &[NewPack]) -> Vec<(Range<u64>, Option<&Ne
     segments
 }
 
+/// The parts of a range, without blocks that get stored ones. These are in ascending order, and need new places.
+fn without(own: Vec<(Range<u64>, Option<u64>)>, mapped: &[&EqualRun]) -> Vec<(Range<u64>, Option<u64>)> {
+    let mut left = Vec::new();
+    for (range, place) in own {
+        let mut at = range.start;
+        for equal in mapped.iter().filter(|_| place.is_none()) {
+            let (start, end) = (equal.logical.start.max(at), equal.logical.end.min(range.end));
+            if start < end {
+                left.push((at..start, None));
+                at = end;
+            }
+        }
+        left.push((at..range.end, place));
+    }
+    left.retain(|(range, _)| !range.is_empty());
+    left
+}
+
 /// Frees the new blocks of parts that were not written.
 fn release_parts(meta: &mut Meta, parts: &[Part<'_>]) {
     parts.iter().filter(|part| part.is_new()).for_each(|part| meta.data.release(part.run));
@@ -340,8 +388,12 @@ fn pages_of_runs(runs: &[Run]) -> BTreeSet<u64> {
 }
 
 /// An upper limit of the cost of mapping these runs.
-fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part<'_>]) -> Result<Cost> {
+fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part<'_>], mapped: &[&EqualRun]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
+    for equal in mapped {
+        bytes += 32 + 4 * equal.run.blocks;
+        meta.touch_mapping(disk, equal.logical.clone(), equal.run, &mut touched)?;
+    }
     for part in parts {
         bytes += 32 + 4 * part.run.blocks;
         match part.is_new() {

@@ -5,8 +5,9 @@
 use super::LOOK_INTERVAL;
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Compression, Datastore, Deduplication, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions,
-    NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, Reclaimed, SettingsChange, SnapshotOptions,
+    CheckOptions, Compression, Datastore, DedupAt, Deduplication, DefaultsChange, DiskFormat, IdlePass, ImageKind,
+    InitOptions, NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, Reclaimed, SettingsChange,
+    SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::{Error, ErrorKind};
@@ -35,8 +36,10 @@ fn tenant() -> Deduplication {
     Deduplication::Label("tenant".into())
 }
 
+/// The setting, with which only passes find equal blocks.
 fn set(dedup: Deduplication) -> SettingsChange {
-    SettingsChange { dedup: Some(dedup), ..SettingsChange::default() }
+    let dedup_at = (!dedup.is_off()).then_some(DedupAt::Idle);
+    SettingsChange { dedup: Some(dedup), dedup_at, ..SettingsChange::default() }
 }
 
 fn labelled(dedup: Deduplication, tenant: &str) -> SettingsChange {
@@ -431,4 +434,89 @@ fn only_thin_native_disks_get_the_setting() {
         ["old", "b", "plain", "other", "c"].map(of),
         [Deduplication::Off, Deduplication::Off, Deduplication::Off, Deduplication::Disk, Deduplication::Disk]
     );
+}
+
+fn at_write_back(dedup: Deduplication) -> SettingsChange {
+    SettingsChange { dedup: Some(dedup), ..SettingsChange::default() }
+}
+
+#[test]
+fn new_data_that_is_stored_already_takes_no_space_unless_the_setting_says_idle() {
+    let bed = bed(&[("a", at_write_back(tenant())), ("b", at_write_back(tenant())), ("c", set(tenant()))]);
+    let label = |value: &str| SettingsChange {
+        labels: [("tenant".to_owned(), value.to_owned())].into(),
+        ..SettingsChange::default()
+    };
+    // Long writes bypass the buffer after a first one, so they are not appended to the journal by a flush.
+    let begin = |bed: &Bed, disks: &[&str]| {
+        disks.iter().zip(100..).for_each(|(disk, seed)| bed.write(disk, 7, seed, BLOCK_SIZE));
+        bed.datastore.device(disks[0], false).unwrap().flush().unwrap();
+    };
+    ["a", "b", "c"].iter().for_each(|disk| bed.edit(disk, &label("x")));
+    begin(&bed, &["a", "b", "c"]);
+    bed.write("a", 0, 1, MIB);
+    bed.datastore.device("a", false).unwrap().flush().unwrap();
+    bed.write("b", 2, 1, MIB);
+    assert_eq!([bed.exclusive("a"), bed.exclusive("b")], [BLOCK_SIZE; 2]);
+    assert_eq!(bed.datastore.status().unwrap().deduplication.shared, MIB as u64);
+    bed.write("c", 0, 1, MIB);
+    assert_eq!(bed.exclusive("c"), MIB + BLOCK_SIZE, "idle");
+    // A disk of another tenant shares nothing.
+    bed.edit("b", &label("y"));
+    bed.write("b", 4, 1, MIB);
+    assert_eq!(bed.exclusive("b"), MIB + BLOCK_SIZE);
+    bed.edit("b", &label("x"));
+    // A clone has the setting, and so has the disk after a restart.
+    let datastore = &bed.datastore;
+    datastore.clone_linked("b", &Point::Head, &["d".into()], &NoProgress).unwrap();
+    let bed = bed.reopened();
+    begin(&bed, &["a", "d"]);
+    bed.write("a", 1, 2, MIB);
+    bed.datastore.device("a", false).unwrap().flush().unwrap();
+    let before = [bed.exclusive("a"), bed.exclusive("d")];
+    bed.write("d", 6, 2, MIB);
+    assert_eq!([bed.exclusive("a") + MIB, bed.exclusive("d")], before);
+    // Passes find what writes have not found.
+    bed.passes();
+    assert_eq!(bed.exclusive("c"), BLOCK_SIZE);
+    [("a", 0, 1), ("b", 2, 1), ("b", 4, 1), ("c", 0, 1), ("d", 6, 2), ("a", 1, 2)]
+        .into_iter()
+        .for_each(|(disk, mib, seed)| bed.reads(disk, mib, seed, MIB));
+    bed.is_clean();
+}
+
+#[test]
+fn deduplication_that_is_switched_on_is_at_write_back() {
+    let bed = bed(&[("a", SettingsChange::default())]);
+    let datastore = &bed.datastore;
+    let edit =
+        |dedup, dedup_at| datastore.edit_disk("a", &SettingsChange { dedup, dedup_at, ..SettingsChange::default() });
+    let at = || datastore.disk("a").unwrap().settings.dedup_at;
+    let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
+    for time in [DedupAt::WriteBack, DedupAt::Idle] {
+        let alone = SettingsChange { dedup_at: Some(time), ..SettingsChange::default() };
+        let defaults = DefaultsChange { dedup_at: Some(time), ..DefaultsChange::default() };
+        let made = datastore.create_disk_with("x", &thin, &alone, &NoProgress).map(drop);
+        for refused in [edit(None, Some(time)).map(drop), made, datastore.change_defaults(&defaults)] {
+            let refused = refused.unwrap_err();
+            assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains("is off"), "{refused}");
+        }
+    }
+    assert!(datastore.disk("x").is_err());
+    edit(Some(Deduplication::Disk), None).unwrap();
+    assert_eq!(at(), DedupAt::WriteBack);
+    edit(None, Some(DedupAt::Idle)).unwrap();
+    edit(Some(Deduplication::Datastore), None).unwrap();
+    assert_eq!(at(), DedupAt::Idle, "another domain leaves the time as it is");
+    edit(Some(Deduplication::Off), None).unwrap();
+    edit(Some(Deduplication::Disk), Some(DedupAt::Idle)).unwrap();
+    assert_eq!(at(), DedupAt::Idle);
+    let change = DefaultsChange { dedup: Some(Deduplication::Disk), ..DefaultsChange::default() };
+    datastore.change_defaults(&change).unwrap();
+    datastore.create_disk("new", &thin, &NoProgress).unwrap();
+    assert_eq!(datastore.disk("new").unwrap().settings.dedup_at, DedupAt::WriteBack);
+    datastore.create_disk_with("other", &thin, &set(Deduplication::Disk), &NoProgress).unwrap();
+    assert_eq!(datastore.disk("other").unwrap().settings.dedup_at, DedupAt::Idle);
+    datastore.create_disk_with("off", &thin, &set(Deduplication::Off), &NoProgress).unwrap();
+    assert_eq!(datastore.disk("off").unwrap().settings.dedup_at, DedupAt::Idle);
 }

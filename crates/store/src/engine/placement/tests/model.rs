@@ -17,6 +17,7 @@
 //! the search begins again and again, each time with twice as many states.
 
 mod crash;
+mod equal;
 mod metadata;
 mod objects;
 mod packing;
@@ -66,6 +67,9 @@ fn everything(action: Action) -> bool {
             | ThroughPacked(..)
             | ShareBegin(..)
             | ShareEnd
+            | Repeat(..)
+            | Compare(..)
+            | MapShared
     )
 }
 
@@ -179,7 +183,7 @@ fn thick_disk(action: Action) -> bool {
         || matches!(action, Write(0, _) | Discard(0, _) | Snapshot | Delete(2) | Drop)
 }
 
-const SCENARIOS: [Scenario; 22] = [
+const SCENARIOS: [Scenario; 25] = [
     Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
     Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
     Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
@@ -201,6 +205,9 @@ const SCENARIOS: [Scenario; 22] = [
     Scenario { name: "equal blocks after payload", begin: sharing::equal_after_payload, allowed: sharing::sharing },
     Scenario { name: "equal blocks, one packed", begin: sharing::equal_packed, allowed: sharing::shared_packs },
     Scenario { name: "packing a shared block", begin: sharing::one_block, allowed: sharing::shared_packs },
+    Scenario { name: "equal writes", begin: equal::overwritten, allowed: equal::writing },
+    Scenario { name: "equal writes, blocks shared", begin: ModelState::divided, allowed: equal::writing },
+    Scenario { name: "equal writes with permits", begin: equal::one_block, allowed: equal::permitted },
     Scenario { name: "a thick disk", begin: ModelState::thick, allowed: thick_disk },
 ];
 

@@ -17,7 +17,7 @@ fn random_histories_with_packs_keep_every_content() {
     let from = number("LAMINA_PACKED_FROM", 0);
     for seed in from..from + number("LAMINA_PACKED", 6) {
         history(seed, Features::default());
-        history(seed, Features { packs_writes: true, shares: false });
+        history(seed, Features { packs_writes: true, ..Features::default() });
     }
 }
 

@@ -16,7 +16,7 @@ fn seeds() -> std::ops::Range<u64> {
 fn random_histories_with_shares_keep_every_content() {
     for seed in seeds() {
         for packs_writes in [false, true] {
-            let (shared, version) = history(seed, Features { shares: true, packs_writes });
+            let (shared, version) = history(seed, Features { shares: true, packs_writes, ..Features::default() });
             assert!(shared > 200, "{shared}");
             assert_eq!(version, VERSION_SHARED_PACKS);
         }
@@ -27,7 +27,7 @@ fn random_histories_with_shares_keep_every_content() {
 #[test]
 fn power_cuts_between_sharing_and_writes_lose_nothing_durable() {
     for packs_writes in [false, true] {
-        let done = cut_histories(seeds(), Features { shares: true, packs_writes });
+        let done = cut_histories(seeds(), Features { shares: true, packs_writes, ..Features::default() });
         let Histories { shared, packed, shared_packs, .. } = done;
         assert!(shared > 300 && packed > 10 && shared_packs > 0, "{shared} {packed} {shared_packs}");
     }

@@ -143,7 +143,7 @@ impl Rules {
         }
     }
 
-    fn is_settled(&self, state: &ModelState, block: usize, claimed: bool) -> bool {
+    pub fn is_settled(&self, state: &ModelState, block: usize, claimed: bool) -> bool {
         let entry = &state.now.entries[block];
         let in_flight = state.in_flight.contains(block as u64) && !claimed;
         entry.references > 0

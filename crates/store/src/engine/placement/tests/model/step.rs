@@ -65,6 +65,12 @@ pub enum Action {
     ShareBegin(usize, usize, usize),
     /// The other block is mapped instead.
     ShareEnd,
+    /// A client writes the content of this block.
+    Repeat(usize, usize, usize),
+    /// The buffered content of a disk is compared with this block.
+    Compare(usize, usize, usize),
+    /// The block is mapped instead of the buffered content, if it still has the same.
+    MapShared,
     /// A power cut and recovery; the number selects which writes the medium has kept.
     Crash(u16),
 }
@@ -104,6 +110,11 @@ pub enum Fault {
     SharedBeforeDurable,
     SharedKeepsPayload,
     SharedWithFreedPack,
+    MappedUnwatched,
+    MappedBeforeDurable,
+    MappedBeforePayload,
+    MappedKeepsPayload,
+    MappedDuringBatch,
 }
 
 /// A description of the error.
@@ -131,6 +142,10 @@ impl Rules {
             state.holds.spread(&changed_nodes);
         }
         unshared_nodes.into_iter().for_each(|node| state.holds.hold_node(node));
+        let new = if let Op::OverwriteData { block, .. } = op { Some(block) } else { None };
+        for block in freed.iter().copied().chain(new) {
+            state.in_flight.end_watches(Run { start: block as u64, blocks: 1 });
+        }
         if self.has(Fault::FreedAtOnce) {
             freed.iter().for_each(|block| state.taken[*block] = false);
         }
@@ -170,7 +185,7 @@ impl Rules {
         true
     }
 
-    fn placement(&self, state: &ModelState, disk: usize, logical: usize) -> (Placement, usize) {
+    pub fn placement(&self, state: &ModelState, disk: usize, logical: usize) -> (Placement, usize) {
         let (block, path) = state.now.lookup(disk, logical);
         let Some(block) = block else { return (Placement::New, 0) };
         let shared = |node: &NodeId| {
@@ -269,6 +284,7 @@ impl Rules {
         self.reclaims(state, &mut out);
         self.packs(state, &mut out);
         self.shares(state, &mut out);
+        self.compares(state, &mut out);
         if state.payload_home.is_none() {
             out.extend((0..BLOCKS).filter(|block| state.now.logged[*block].is_some()).map(PayloadBegin));
         }
@@ -445,6 +461,7 @@ impl Rules {
             Look(..) | LookEnd | PunchBegin(_) | Punch | Reserve(_) => return self.reclaim(next, action),
             PackBegin(..) | PackEnd => return self.pack(next, action),
             ShareBegin(..) | ShareEnd => return Ok(self.share(next, action)),
+            Repeat(..) | Compare(..) | MapShared => return Ok(self.map_equal(next, action)),
             Crash(_) => return Ok(None),
         }
         Ok(Some(next))
@@ -533,7 +550,7 @@ impl Rules {
         self.seal_empty(state);
     }
 
-    fn seal_empty(&self, state: &mut ModelState) {
+    pub fn seal_empty(&self, state: &mut ModelState) {
         if state.closed.is_some_and(|layer| layer.iter().all(Option::is_none)) {
             state.closed = None;
             self.enqueue(state, Op::Seal, 0);

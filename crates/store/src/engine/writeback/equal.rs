@@ -1,0 +1,520 @@
+//! New data that is stored already: it is mapped to the stored blocks instead of new ones.
+//!
+//! The disks for which this is done belong to domains, and hints ([`Hints`]) say where in a domain a block with a
+//! checksum may be stored. Only data that needs new blocks is looked for, so blocks that are overwritten in place cost
+//! nothing. The candidates are read and compared before write-back takes its locks; under the locks the map changes,
+//! and the data leaves the buffer. Whatever does not fit is written as without this. [`crate::engine::sharing`] finds
+//! the rest later.
+//!
+//! What must hold:
+//!
+//! 1. A block is mapped only if it was read, matches its checksum, is equal to the data byte for byte, and was watched
+//!    since before it was read ([`InFlight::watch`](crate::engine::placement::InFlight::watch)): no write of it has
+//!    begun, and it was in use all the time. It is settled: no pending operation concerns it, and no payload for it
+//!    waits.
+//! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may have
+//!    been overwritten in place, and no pending operation tells of such a write.
+//! 3. A batch of write-back takes the entries only after that, under the gate. So no batch under way writes them.
+//! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged without
+//!    a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block has several
+//!    references already. For the same reason, other buffered writes of the blocks that are mapped must have claims.
+//! 5. Both disks belong to the same domain at that moment.
+//! 6. The superblock says that writes may be mapped to blocks in use before the first one is
+//!    ([`VERSION_SHARED_WRITES`]).
+//! 7. Thick disks get no such blocks, and theirs are not mapped: their writes must never need new space.
+
+use super::{BATCH_STRIDE, batch_blocks};
+use crate::buffer::{Content, DirtyPiece, Held};
+use crate::engine::log::VERSION_SHARED_WRITES;
+use crate::engine::placement::Watch;
+use crate::engine::sharing::{Equal, Hint, Hints};
+use crate::engine::{Buffer, Engine, Head, Meta};
+use crate::journal::Operation;
+use crate::space::Run;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard};
+use crate::{Result, is_lost, tree};
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The most runs of stored blocks that are read for one batch of write-back. A random read of a hard disk takes about
+/// 10 ms.
+const BATCH_READS: usize = 64;
+/// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
+pub(super) const THROUGH_READS: usize = 8;
+
+/// The disks whose new data is looked for, and the hints.
+#[derive(Default)]
+pub struct EqualWrites {
+    /// Whether there are any: otherwise writes only test this.
+    any: AtomicBool,
+    /// Whether the superblock says that writes may be mapped to blocks in use.
+    allowed: AtomicBool,
+    hints: Mutex<Hints>,
+    /// Blocks of data that were not written, because they were stored already.
+    mapped: AtomicU64,
+}
+
+impl EqualWrites {
+    fn has_any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    /// Notes which blocks a disk has got. Called after writes; all that is noted may be out of date at once.
+    pub fn note<'a>(&self, disk: u64, blocks: impl Iterator<Item = (u64, &'a [u32])>) {
+        if !self.has_any() {
+            return;
+        }
+        let mut hints = self.hints.lock();
+        let Some(number) = hints.number_of(disk) else { return };
+        for (logical, sums) in blocks {
+            sums.iter().zip(logical..).for_each(|(sum, logical)| hints.note(number, *sum, logical, false));
+        }
+    }
+
+    /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room for
+    /// them.
+    pub fn note_found(&self, disk: u64, blocks: impl Iterator<Item = (u64, u32)>) {
+        if self.has_any() {
+            let mut hints = self.hints.lock();
+            if let Some(number) = hints.number_of(disk) {
+                blocks.for_each(|(logical, checksum)| hints.note(number, checksum, logical, true));
+            }
+        }
+    }
+}
+
+/// New data: its first logical block, its content and checksums, and the stamp of its write.
+pub(super) struct NewData<'a> {
+    pub logical: u64,
+    pub data: &'a [u8],
+    pub checksums: &'a [u32],
+    pub stamp: u64,
+}
+
+/// New data that was compared with stored blocks, and is equal to them.
+pub(in crate::engine) struct EqualRun {
+    pub logical: Range<u64>,
+    pub checksums: Vec<u32>,
+    /// The parts of the data, each with the stamp of its write.
+    parts: Vec<(Range<u64>, u64)>,
+    /// The number of the disk that gets the blocks.
+    number: u32,
+    hint: Hint,
+    pub run: Run,
+    watches: Vec<Watch>,
+}
+
+impl EqualRun {
+    fn blocks(&self) -> u64 {
+        self.run.blocks
+    }
+
+    /// The logical blocks of the other disk.
+    fn kept(&self) -> Range<u64> {
+        self.hint.logical..self.hint.logical + self.blocks()
+    }
+
+    pub fn operation(&self, disk: u64) -> Operation {
+        let (logical, run) = (self.logical.start, self.run);
+        Operation::MapShared { disk, logical, run, checksums: self.checksums.clone() }
+    }
+}
+
+/// Runs of new data that are equal to stored blocks. Its drop ends their watches, which takes the metadata lock.
+#[must_use]
+pub(in crate::engine) struct EqualRuns<'a> {
+    engine: &'a Engine,
+    pub runs: Vec<EqualRun>,
+}
+
+impl Drop for EqualRuns<'_> {
+    fn drop(&mut self) {
+        let watches: Vec<Watch> = self.runs.drain(..).flat_map(|run| run.watches).collect();
+        self.engine.end_watches(&watches);
+    }
+}
+
+/// The buffers of the disks that have stored blocks, locked in ascending order.
+pub(super) struct KeptBuffers<'h> {
+    heads: &'h [Arc<Head>],
+    buffers: Vec<MutexGuard<'h, Buffer>>,
+}
+
+impl<'h> KeptBuffers<'h> {
+    pub fn lock(heads: &'h [Arc<Head>]) -> Self {
+        Self { heads, buffers: heads.iter().map(|head| head.lock()).collect() }
+    }
+
+    fn of(&mut self, disk: u64) -> Option<&mut Buffer> {
+        let at = self.heads.iter().position(|head| head.id == disk)?;
+        Some(&mut self.buffers[at])
+    }
+
+    /// Whether these are still the buffers of the disks: a disk that was opened or reverted since has another one,
+    /// which is not locked and may have a write already. Called with the metadata locked.
+    pub fn are_current(&self, engine: &Engine, disks: &[u64]) -> bool {
+        let now = disks.iter().filter_map(|disk| engine.buffers.find(*disk));
+        now.map(|head| Arc::as_ptr(&head)).eq(self.heads.iter().map(Arc::as_ptr))
+    }
+}
+
+impl Engine {
+    /// No runs.
+    pub(super) fn no_equal_runs(&self) -> EqualRuns<'_> {
+        EqualRuns { engine: self, runs: Vec::new() }
+    }
+
+    fn end_watches(&self, watches: &[Watch]) {
+        if !watches.is_empty() {
+            let mut meta = self.meta.lock();
+            watches.iter().for_each(|watch| meta.in_flight.unwatch(*watch));
+        }
+    }
+
+    /// Compares the data of the next batch of write-back with stored blocks. Nothing is compared while the buffers are
+    /// more than half full: clients wait for write-back then.
+    pub(in crate::engine) fn equal_runs_of_batch(&self, head: &Head) -> EqualRuns<'_> {
+        if !self.writeback.equal.has_any() || 2 * self.buffers.blocks() > self.buffers.limit() {
+            return self.no_equal_runs();
+        }
+        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
+        let new: Vec<NewData<'_>> = pieces
+            .iter()
+            // An entry without reserved nodes overwrites blocks in place, unless they are held now.
+            .filter(|piece| piece.entry.covered)
+            .filter_map(|piece| match &piece.entry.content {
+                Content::Data(data, sums) => {
+                    Some(NewData { logical: piece.logical, data, checksums: sums.as_slice(), stamp: piece.entry.stamp })
+                }
+                Content::Unmapped | Content::Zero => None,
+            })
+            .collect();
+        self.equal_runs(head.id, &new, BATCH_READS)
+    }
+
+    /// Compares new data of a disk with stored blocks that hints name. At most `reads` runs are read. Errors are only
+    /// logged: the data is then written.
+    pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], reads: usize) -> EqualRuns<'_> {
+        let mut found = self.no_equal_runs();
+        let mut left = reads;
+        for candidate in self.candidates(disk, new) {
+            let mut at = 0;
+            while at < candidate.blocks.len() {
+                if left == 0 {
+                    return found;
+                }
+                left -= 1;
+                match self.compare(disk, &candidate, at) {
+                    Ok((blocks, run)) => {
+                        at += blocks as usize;
+                        found.runs.extend(run);
+                    }
+                    Err(error) => {
+                        if !is_lost(&error) {
+                            tracing::debug!(%error, disk, "new data is not compared with stored blocks");
+                            return found;
+                        }
+                        at += 1;
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Runs of blocks with hints for adjacent blocks.
+    fn candidates<'d>(&self, disk: u64, new: &[NewData<'d>]) -> Vec<Candidate<'d>> {
+        let mut candidates: Vec<Candidate<'d>> = Vec::new();
+        if !self.writeback.equal.has_any() {
+            return candidates;
+        }
+        let hints = self.writeback.equal.hints.lock();
+        let Some(number) = hints.number_of(disk) else { return candidates };
+        for new in new {
+            for (index, sum) in new.checksums.iter().enumerate() {
+                let logical = new.logical + index as u64;
+                let Some(hint) = hints.find(number, *sum) else { continue };
+                // The hint may be of the block that is being written.
+                if (hint.disk, hint.logical) == (disk, logical) {
+                    continue;
+                }
+                let data = &new.data[index * BLOCK_SIZE..(index + 1) * BLOCK_SIZE];
+                let block = NewBlock { data, sum: *sum, stamp: new.stamp };
+                match candidates.last_mut() {
+                    Some(last) if last.precedes(logical, hint) => last.blocks.push(block),
+                    _ => candidates.push(Candidate { logical, blocks: vec![block], number, hint }),
+                }
+            }
+        }
+        candidates
+    }
+
+    /// Compares the first blocks of a candidate from `at` on. Returns for how many blocks the result is, and the run if
+    /// they are equal to stored ones.
+    fn compare(&self, disk: u64, candidate: &Candidate<'_>, at: usize) -> Result<(u64, Option<EqualRun>)> {
+        let blocks = &candidate.blocks[at..];
+        let hint = Hint { logical: candidate.hint.logical + at as u64, ..candidate.hint };
+        let sums: Vec<u32> = blocks.iter().map(|block| block.sum).collect();
+        let start = candidate.logical + at as u64;
+        let logical = start..start + blocks.len() as u64;
+        let plan = |blocks: u64| {
+            let range = logical.start..logical.start + blocks;
+            self.meta.look(|meta| meta.plan_equal(disk, range.clone(), (hint.disk, hint.logical), &sums))
+        };
+        let run = match plan(logical.end - logical.start)? {
+            Equal::Blocks { run, .. } => run,
+            Equal::Not(blocks) => return Ok((blocks, None)),
+            Equal::Gone => {
+                self.writeback.equal.hints.lock().forget(hint, sums[0]);
+                return Ok((1, None));
+            }
+        };
+        let watches: Vec<Watch> = {
+            let mut meta = self.meta.lock();
+            (run.start..run.start + run.blocks).map(|block| meta.in_flight.watch(block)).collect()
+        };
+        // Ends the watches if the function returns early.
+        let mut watched = EqualRuns {
+            engine: self,
+            runs: vec![EqualRun {
+                logical: start..start + run.blocks,
+                checksums: sums[..run.blocks as usize].to_vec(),
+                parts: parts_of(start, &blocks[..run.blocks as usize]),
+                number: candidate.number,
+                hint,
+                run,
+                watches,
+            }],
+        };
+        // From here on every change ends the watches.
+        let unchanged = matches!(plan(run.blocks)?, Equal::Blocks { run: again, .. } if again == run);
+        if !unchanged {
+            return Ok((run.blocks, None));
+        }
+        self.allow_shared_writes()?;
+        let Some(stored) = self.read_settled(run, &sums[..run.blocks as usize])? else { return Ok((run.blocks, None)) };
+        if !stored.chunks_exact(BLOCK_SIZE).eq(blocks[..run.blocks as usize].iter().map(|block| block.data)) {
+            // Another content with the same checksum is rare: the other blocks of the run are not tried one by one.
+            return Ok((run.blocks, None));
+        }
+        Ok((run.blocks, watched.runs.pop()))
+    }
+
+    /// Makes the datastore one whose writes may be mapped to blocks in use.
+    fn allow_shared_writes(&self) -> Result<()> {
+        let allowed = &self.writeback.equal.allowed;
+        if !allowed.load(Ordering::Acquire) {
+            if !self.log.has_shared_writes() {
+                self.require_version(VERSION_SHARED_WRITES)?;
+            }
+            allowed.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// The disks whose buffers must be locked to map these runs, in ascending order.
+    pub(super) fn kept_disks(runs: &[EqualRun], own: Option<u64>) -> Vec<u64> {
+        let mut disks: Vec<u64> = runs.iter().map(|run| run.hint.disk).chain(own).collect();
+        disks.sort_unstable();
+        disks.dedup();
+        disks
+    }
+
+    /// The heads of these disks, as far as they have any.
+    pub(super) fn heads_of(&self, disks: &[u64]) -> Vec<Arc<Head>> {
+        disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect()
+    }
+
+    /// Whether the stored blocks of a run can still be mapped. Called with the metadata and the buffers locked.
+    pub(super) fn is_still_equal(
+        &self,
+        meta: &mut Meta,
+        disk: u64,
+        equal: &EqualRun,
+        kept: &mut KeptBuffers<'_>,
+    ) -> Result<bool> {
+        let together = {
+            let hints = self.writeback.equal.hints.lock();
+            hints.number_of(disk) == Some(equal.number) && hints.belong_together(equal.number, equal.hint.number)
+        };
+        let watched = equal.watches.iter().all(|watch| meta.in_flight.is_watched(*watch));
+        if !together || !watched {
+            return Ok(false);
+        }
+        let place = (equal.hint.disk, equal.hint.logical);
+        let planned = meta.plan_equal(disk, equal.logical.clone(), place, &equal.checksums)?;
+        let Equal::Blocks { run, alone } = planned else { return Ok(false) };
+        let is_free = |buffer: &mut Buffer| !buffer.gone && buffer.layers.is_free(&equal.kept());
+        Ok(run == equal.run && (!alone || kept.of(equal.hint.disk).is_none_or(is_free)))
+    }
+
+    /// Maps the stored blocks of these runs, and removes the entries from the buffer. The caller has locked the gate.
+    /// True if any were mapped. What is not mapped stays buffered.
+    pub(in crate::engine) fn map_equal_runs(&self, head: &Head, equal: &EqualRuns<'_>) -> Result<bool> {
+        let mut any = false;
+        for runs in equal.runs.chunks(BATCH_STRIDE) {
+            let _fetch = self.meta.bring_in(|meta| {
+                runs.iter().for_each(|equal| meta.survey_operation(&equal.operation(head.id)));
+            });
+            let disks = Self::kept_disks(runs, Some(head.id));
+            let heads = self.heads_of(&disks);
+            if !heads.iter().any(|own| std::ptr::eq(&**own, head)) {
+                return Ok(any);
+            }
+            let mut buffers = KeptBuffers::lock(&heads);
+            let mut meta = self.meta.lock();
+            if !buffers.are_current(self, &disks) {
+                return Ok(any);
+            }
+            let mut gone = Held::default();
+            let mut mapped = Ok(true);
+            for equal in runs {
+                mapped = match self.map_equal_run(&mut meta, head.id, equal, &mut buffers, &mut gone) {
+                    // The data is written instead. If that fails too, its error is reported.
+                    Err(error) if self.running.goes_on() => {
+                        tracing::debug!(%error, disk = head.id, "new data is not mapped to stored blocks");
+                        Ok(true)
+                    }
+                    mapped => mapped,
+                };
+                if !matches!(mapped, Ok(true)) {
+                    break;
+                }
+            }
+            self.update_headroom(&meta);
+            let commit_wanted = self.is_commit_due(&meta);
+            MutexGuard::unlock_fair(meta);
+            drop(buffers);
+            any |= gone != Held::default();
+            self.give_back(gone);
+            if commit_wanted {
+                self.request(|work| work.commit = true);
+            }
+            if !mapped? {
+                break;
+            }
+        }
+        Ok(any)
+    }
+
+    /// Maps the stored blocks of one run, unless something has changed. False if there was no room for the operation.
+    fn map_equal_run(
+        &self,
+        meta: &mut Meta,
+        disk: u64,
+        equal: &EqualRun,
+        buffers: &mut KeptBuffers<'_>,
+        gone: &mut Held,
+    ) -> Result<bool> {
+        let Some(own) = buffers.of(disk) else { return Ok(true) };
+        if own.gone || !has_only(own, equal) || !self.is_still_equal(meta, disk, equal, buffers)? {
+            return Ok(true);
+        }
+        let gate = self.log.clocks.wrote_home();
+        if self.try_carry_out(meta, equal.operation(disk), gate)?.is_some() {
+            return Ok(false);
+        }
+        self.writeback.equal.mapped.fetch_add(equal.blocks(), Ordering::Relaxed);
+        if let Some(own) = buffers.of(disk) {
+            for (part, stamp) in &equal.parts {
+                *gone += own.layers.oldest().0.remove(part.start, part.end - part.start, *stamp);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Notes that a run was mapped for a write that bypasses the buffer.
+    pub(super) fn note_mapped(&self, equal: &EqualRun) {
+        self.writeback.equal.mapped.fetch_add(equal.blocks(), Ordering::Relaxed);
+    }
+
+    /// Looks for new data of these disks, each in a domain with a name, when it is written. None of them may be thick.
+    /// The hints take at most `memory` bytes.
+    pub fn share_writes(&self, disks: &[(u64, String)], memory: usize) {
+        if disks.is_empty() {
+            return;
+        }
+        let mut hints = self.writeback.equal.hints.lock();
+        hints.resize(memory);
+        disks.iter().for_each(|(disk, domain)| hints.join(*disk, domain));
+        self.writeback.equal.any.store(true, Ordering::Release);
+    }
+
+    /// As [`Engine::share_writes`], for these disks and for no other disk. From the return on, no block of other disks
+    /// is mapped, and they get none.
+    pub fn share_writes_of(&self, disks: &[(u64, String)], memory: usize) {
+        self.share_writes(disks, memory);
+        let mut hints = self.writeback.equal.hints.lock();
+        hints.retain(|disk| disks.iter().any(|(wanted, _)| *wanted == disk));
+        if hints.is_unused() {
+            hints.clear();
+            self.writeback.equal.any.store(false, Ordering::Release);
+        }
+    }
+
+    /// Whether new data of any disk is looked for.
+    pub fn looks_for_writes(&self) -> bool {
+        self.writeback.equal.has_any()
+    }
+
+    /// The number of blocks of data that were not written since the datastore was opened, because they were stored
+    /// already.
+    pub fn shared_writes(&self) -> u64 {
+        self.writeback.equal.mapped.load(Ordering::Relaxed)
+    }
+}
+
+/// A block of new data.
+#[derive(Clone, Copy)]
+struct NewBlock<'a> {
+    data: &'a [u8],
+    sum: u32,
+    stamp: u64,
+}
+
+/// Adjacent blocks of new data with hints for adjacent blocks of one disk.
+struct Candidate<'a> {
+    logical: u64,
+    blocks: Vec<NewBlock<'a>>,
+    number: u32,
+    hint: Hint,
+}
+
+impl Candidate<'_> {
+    /// Whether a block is the next one, and its hint is for the next stored block.
+    fn precedes(&self, logical: u64, hint: Hint) -> bool {
+        let blocks = self.blocks.len() as u64;
+        blocks < tree::EXTENT_BLOCKS_MAX
+            && self.logical + blocks == logical
+            && (self.hint.number, self.hint.logical + blocks) == (hint.number, hint.logical)
+    }
+}
+
+/// The parts of adjacent blocks that belong to one write each, with its stamp.
+fn parts_of(logical: u64, blocks: &[NewBlock<'_>]) -> Vec<(Range<u64>, u64)> {
+    let mut at = logical;
+    let of_one = blocks.chunk_by(|one, next| one.stamp == next.stamp);
+    let part = |blocks: &[NewBlock<'_>]| {
+        let range = at..at + blocks.len() as u64;
+        at = range.end;
+        (range, blocks[0].stamp)
+    };
+    of_one.map(part).collect()
+}
+
+/// Whether the oldest layer of a buffer still has the data of a run, and every other entry for its blocks needs no block
+/// or has a claim on one: it cannot overwrite the stored blocks in place.
+fn has_only(buffer: &mut Buffer, equal: &EqualRun) -> bool {
+    let is_mine = |piece: &DirtyPiece| {
+        equal.parts.iter().any(|(part, stamp)| piece.entry.stamp == *stamp && part.contains(&piece.logical))
+    };
+    let oldest = buffer.layers.oldest().0.pieces(&equal.logical);
+    let whole: u64 = oldest.iter().filter(|piece| is_mine(piece)).map(|piece| piece.entry.blocks).sum();
+    let mut others = buffer.layers.iter().skip(1).flat_map(|layer| layer.pieces(&equal.logical));
+    whole == equal.blocks()
+        && oldest.iter().all(|piece| piece.is_data() && piece.entry.covered)
+        && others
+            .all(|piece| matches!(piece.entry.content, Content::Unmapped) || piece.entry.claimed && piece.entry.covered)
+}
