@@ -153,6 +153,13 @@ fn thick_disks_neither_give_nor_get_blocks() {
         quiet(&engine);
         assert_eq!(engine.shared_writes(), 0);
         (0..40).for_each(|block| assert_ne!(place(&engine, thick, block), place(&engine, 1, block)));
+        // After a snapshot its writes need new blocks, which are reserved.
+        take(&engine, thick, "s");
+        quiet(&engine);
+        fill(&engine, thick, 10, 40, through).unwrap();
+        quiet(&engine);
+        assert_eq!(engine.shared_writes(), 0);
+        has_values(&engine, thick, 10, 40);
         // The only hint is for a block of the thick disk.
         put(&engine, thick, 50, 99);
         quiet(&engine);
