@@ -35,7 +35,7 @@ fn tell(run: u64, began: Instant, statistics: &Statistics) -> String {
     let of = |number: &AtomicU64| number.load(Ordering::Relaxed);
     format!(
         "{run} schedules in {:.1} s: {} choices, {} operations, {} flushes, {} catalog changes, {} checkpoints, {} blocks \
-         compressed, {} deduplicated, {} power cuts on the way, {} during recovery",
+         compressed, {} deduplicated, up to {} not written in a schedule, {} power cuts on the way, {} during recovery",
         began.elapsed().as_secs_f64(),
         of(&statistics.steps),
         of(&statistics.operations),
@@ -44,6 +44,7 @@ fn tell(run: u64, began: Instant, statistics: &Statistics) -> String {
         of(&statistics.checkpoints),
         of(&statistics.packed),
         of(&statistics.shared),
+        of(&statistics.mapped),
         of(&statistics.cuts),
         of(&statistics.cut_openings),
     )

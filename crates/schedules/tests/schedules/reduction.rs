@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use testkit::Random;
 
+/// Memory for hints: so little that some are replaced.
+const HINT_MEMORY: usize = 1024;
 /// The most steps of one operation.
 const STEPS_MAX: u64 = 60;
 
@@ -27,6 +29,7 @@ impl Reduction {
     pub fn run(mut self) -> Checked {
         let mut pass = None;
         for _ in 0..self.operations {
+            self.share_writes();
             if self.random.percent(40) {
                 self.write_back()?;
             }
@@ -51,6 +54,15 @@ impl Reduction {
         let model = self.store.model();
         let objects = model.objects.values().filter(|object| object.id > 0);
         objects.map(|object| (object.id, (object.image.sectors.len() / crate::model::SECTORS) as u64)).collect()
+    }
+
+    /// Begins or ends to map new data to equal stored blocks, for some of the disks.
+    fn share_writes(&mut self) {
+        let disks: Vec<u64> = self.store.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect());
+        let some = disks.into_iter().filter(|_| self.random.percent(75)).map(|disk| (disk, "all".to_owned()));
+        let some: Vec<_> = some.collect();
+        self.store.engine.share_writes_of(&some, HINT_MEMORY);
+        self.store.statistics.mapped.fetch_max(self.store.engine.shared_writes(), Ordering::Relaxed);
     }
 
     fn pack(&mut self, steps: u64) -> Checked {

@@ -55,6 +55,8 @@ pub struct Statistics {
     pub checkpoints: AtomicU64,
     /// Blocks that became free by compression.
     pub packed: AtomicU64,
+    /// The most blocks of data of one schedule that were not written, because they were stored already.
+    pub mapped: AtomicU64,
     /// Blocks that became free by deduplication.
     pub shared: AtomicU64,
 }

@@ -8,6 +8,8 @@ use store::catalog::{Object, ObjectState, Provisioning};
 use store::engine::{PRINTS_MAX, PackPass, SharePass};
 use store::pack::{Codec, Packer};
 
+/// Memory for hints: so little that some are replaced.
+const HINT_MEMORY: usize = 4096;
 /// The most blocks that one operation compresses.
 const PACKED_MAX: u64 = 8192;
 
@@ -29,9 +31,13 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// Makes the next steps of a pass that stores equal blocks of all disks and snapshots once.
+    /// Makes the next steps of a pass that stores equal blocks of all disks and snapshots once. Which new data is
+    /// compared with stored data from then on depends on `steps` too.
     pub(super) fn share(&mut self, steps: u64) -> Checked {
-        let shared = self.reduce(|engine, pass| share(engine, pass, steps))?;
+        let shared = self.reduce(|engine, pass| {
+            share_writes(engine, steps);
+            share(engine, pass, steps)
+        })?;
         self.statistics.shared += shared.unwrap_or(0);
         Ok(())
     }
@@ -63,7 +69,17 @@ fn reducible(engine: &Engine) -> Vec<(u64, u64)> {
     })
 }
 
-/// Returns the number of blocks that became free.
+/// Begins or ends to map new data to equal stored blocks, for all thin disks in one domain or in two.
+fn share_writes(engine: &Engine, choice: u64) {
+    let domain = |id: u64| if choice.is_multiple_of(3) && id.is_multiple_of(2) { "even" } else { "all" };
+    let thin = engine.with_catalog(|catalog| {
+        let thin = catalog.disks().filter(|disk| disk.provisioning == Provisioning::Thin);
+        thin.map(|disk| (disk.id, domain(disk.id).to_owned())).collect::<Vec<_>>()
+    });
+    let thin = if choice.is_multiple_of(4) { &[] } else { &thin[..] };
+    engine.share_writes_of(thin, HINT_MEMORY);
+}
+
 /// Begins or ends the compression of new blocks at write-back, for all thin disks or some of them.
 fn pack_writes(engine: &Engine, choice: u64, codec: Codec) -> Result<()> {
     let thin = engine.with_catalog(|catalog| {
@@ -77,6 +93,7 @@ fn pack_writes(engine: &Engine, choice: u64, codec: Codec) -> Result<()> {
     }
 }
 
+/// Returns the number of blocks that became free.
 fn pack(engine: &Engine, object: u64, range: Range<u64>, steps: u64, codec: Codec) -> Result<u64> {
     let mut pass = PackPass::new(Packer::new(codec)?, 1 << 20, Vec::new());
     let (mut at, mut packed) = (range.start, 0);

@@ -10,7 +10,7 @@
 //!
 //! The code in this file is pure: no I/O, no locks.
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Hints with the same place in the table.
 const SLOTS: usize = 4;
@@ -100,7 +100,7 @@ impl Hints {
     pub fn retain(&mut self, wanted: impl Fn(u64) -> bool) {
         let gone: Vec<u64> = self.numbers.keys().copied().filter(|disk| !wanted(*disk)).collect();
         gone.into_iter().for_each(|disk| self.leave(disk));
-        let used: Vec<u32> = self.members.iter().flatten().map(|member| member.domain).collect();
+        let used: FxHashSet<u32> = self.members.iter().flatten().map(|member| member.domain).collect();
         self.domains.retain(|_, domain| used.contains(domain));
     }
 

@@ -35,6 +35,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::{Result, is_lost, tree};
 use backend::BLOCK_SIZE;
+use rustc_hash::FxHashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -447,7 +448,8 @@ impl Engine {
     pub fn share_writes_of(&self, disks: &[(u64, String)], memory: usize) {
         self.share_writes(disks, memory);
         let mut hints = self.writeback.equal.hints.lock();
-        hints.retain(|disk| disks.iter().any(|(wanted, _)| *wanted == disk));
+        let wanted: FxHashSet<u64> = disks.iter().map(|(disk, _)| *disk).collect();
+        hints.retain(|disk| wanted.contains(&disk));
         if hints.is_unused() {
             hints.clear();
             self.writeback.equal.any.store(false, Ordering::Release);
