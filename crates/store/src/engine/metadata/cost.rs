@@ -15,6 +15,8 @@ const PAGES_BESIDE: u64 = 3;
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
+/// The most leaves of one tree that one pack or one share changes, of 256 blocks that may have an entry each.
+pub const LEAVES_PER_TREE_MAX: usize = 4;
 /// The most leaves that one pack or one share may split.
 pub const PACK_SPLITS_MAX: u64 = 2;
 /// Pages, other than nodes and table pages, that a small datastore changes between two checkpoints.
@@ -47,7 +49,7 @@ pub(super) fn table_pages(run: Run) -> u64 {
 
 /// The most leaves that an operation on 256 blocks changes in the trees of these objects.
 fn leaves_of(objects: &[u64]) -> u64 {
-    2 * objects.len() as u64
+    (LEAVES_PER_TREE_MAX * objects.len()) as u64
 }
 
 impl Meta {

@@ -13,7 +13,7 @@ mod survey;
 mod view;
 
 pub(crate) use apply::{Effects, NODES_PER_OPERATION, Nodes};
-pub(crate) use cost::{PACK_SPLITS_MAX, Touched};
+pub(crate) use cost::{LEAVES_PER_TREE_MAX, PACK_SPLITS_MAX, Touched};
 pub(crate) use fetch::Fetch;
 pub(crate) use freed::Freed;
 pub(crate) use pending::{Pending, Queue};

@@ -1,7 +1,7 @@
 //! The leaves that a pack or a share would change.
 
 use crate::Result;
-use crate::engine::metadata::PACK_SPLITS_MAX;
+use crate::engine::metadata::{LEAVES_PER_TREE_MAX, PACK_SPLITS_MAX};
 use crate::journal::PACK_OBJECTS_MAX;
 use crate::tree::{Leaf, NodeId};
 use rustc_hash::FxHashMap;
@@ -35,8 +35,8 @@ impl PlannedLeaves {
 
     /// Whether one operation can change all leaves.
     pub fn are_few(&self) -> bool {
-        // The cost of the operation counts two leaves of each tree.
-        self.objects.len() <= PACK_OBJECTS_MAX && self.leaves.len() <= 2 * self.objects.len()
+        // The cost of the operation counts this many leaves of each tree.
+        self.objects.len() <= PACK_OBJECTS_MAX && self.leaves.len() <= LEAVES_PER_TREE_MAX * self.objects.len()
     }
 
     /// Whether the entries fit: an operation may split a few leaves, but no shared one.

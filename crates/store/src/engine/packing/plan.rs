@@ -20,7 +20,7 @@ use crate::Result;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::engine::Meta;
 use crate::engine::log::{VERSION_PACKS, VERSION_SHARED_PACKS};
-use crate::engine::metadata::Effects;
+use crate::engine::metadata::{Effects, LEAVES_PER_TREE_MAX};
 use crate::space::{BlockEntry, Run};
 use crate::tree::{self, NodeId, PhysicalRun, Source};
 use rustc_hash::{FxBuildHasher, FxHashSet};
@@ -74,7 +74,7 @@ impl Plan {
 
     /// The most leaves that the operations of the plan change.
     pub fn leaves(&self) -> u64 {
-        2 * self.objects.len() as u64 + self.others.leaves
+        (LEAVES_PER_TREE_MAX * self.objects.len()) as u64 + self.others.leaves
     }
 
     /// The version that a datastore needs for the operations of the plan.

@@ -383,3 +383,28 @@ fn a_pack_of_shared_blocks_is_packed_again_without_those_that_nothing_maps() {
     engine.close().unwrap();
     is_kept(&open(&disk).unwrap(), false);
 }
+
+/// As fio writes: most blocks repeat the one before, and the others compress by half.
+#[test]
+fn much_repeated_data_is_packed_in_wide_windows() {
+    let (_disk, engine) = made();
+    let disk = add_disk(&engine, "wide", 1 << 15, Provisioning::Thin);
+    let (mut random, mut value, mut distinct) = (Random(3), 0, 1);
+    for block in 0..16384 {
+        if random.percent(10) {
+            (value, distinct) = (value + 1, distinct + 1);
+        }
+        let mut bytes = Random(value).bytes(BLOCK_SIZE / 2 - 100);
+        bytes.resize(BLOCK_SIZE, 0);
+        let data = SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..BLOCK_SIZE);
+        engine.write_blocks(&engine.head(disk), block, data).unwrap();
+    }
+    quiet(&engine);
+    let mut pass = SharePass::new(vec![(disk, 1 << 15)], PRINTS_MAX);
+    while !engine.share_step(&mut pass).unwrap().ended {}
+    quiet(&engine);
+    assert_eq!(used(&engine), distinct);
+    let (packed, stored) = pack(&engine, disk, 0..1 << 15);
+    // A block with too many places stays plain.
+    assert!(packed + 4 > distinct && stored < distinct * 6 / 10, "{distinct} {packed} {stored}");
+}
