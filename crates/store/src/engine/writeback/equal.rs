@@ -18,6 +18,7 @@
 //! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged without
 //!    a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block has several
 //!    references already. For the same reason, other buffered writes of the blocks that are mapped must have claims.
+//!    A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
 //! 5. Both disks belong to the same domain at that moment.
 //! 6. The superblock says that writes may be mapped to blocks in use before the first one is
 //!    ([`VERSION_SHARED_WRITES`]).
@@ -192,15 +193,15 @@ impl Engine {
                 Content::Unmapped | Content::Zero => None,
             })
             .collect();
-        self.equal_runs(head.id, &new, BATCH_READS)
+        self.equal_runs(head.id, &new, 0..0, BATCH_READS)
     }
 
-    /// Compares new data of a disk with stored blocks that hints name. At most `reads` runs are read. Errors are only
-    /// logged: the data is then written.
-    pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], reads: usize) -> EqualRuns<'_> {
+    /// Compares new data of a disk with stored blocks that hints name, but not with those of the disk itself in the
+    /// range `beside`. At most `reads` runs are read. Errors are only logged: the data is then written.
+    pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], beside: Range<u64>, reads: usize) -> EqualRuns<'_> {
         let mut found = self.no_equal_runs();
         let mut left = reads;
-        for candidate in self.candidates(disk, new) {
+        for candidate in self.candidates(disk, new, &beside) {
             let mut at = 0;
             while at < candidate.blocks.len() {
                 if left == 0 {
@@ -226,7 +227,7 @@ impl Engine {
     }
 
     /// Runs of blocks with hints for adjacent blocks.
-    fn candidates<'d>(&self, disk: u64, new: &[NewData<'d>]) -> Vec<Candidate<'d>> {
+    fn candidates<'d>(&self, disk: u64, new: &[NewData<'d>], beside: &Range<u64>) -> Vec<Candidate<'d>> {
         let mut candidates: Vec<Candidate<'d>> = Vec::new();
         if !self.writeback.equal.has_any() {
             return candidates;
@@ -238,7 +239,7 @@ impl Engine {
                 let logical = new.logical + index as u64;
                 let Some(hint) = hints.find(number, *sum) else { continue };
                 // The hint may be of the block that is being written.
-                if (hint.disk, hint.logical) == (disk, logical) {
+                if hint.disk == disk && (hint.logical == logical || beside.contains(&hint.logical)) {
                     continue;
                 }
                 let data = &new.data[index * BLOCK_SIZE..(index + 1) * BLOCK_SIZE];

@@ -98,7 +98,8 @@ impl Engine {
         let range = logical..logical + blocks;
         let packs = self.packs_of(head, range.clone(), data);
         let new = NewData { logical, data, checksums: checksums.as_slice(), stamp: 0 };
-        let equal = self.equal_runs(head.id, &[new], THROUGH_READS);
+        // Blocks of the range may be overwritten in place by this write.
+        let equal = self.equal_runs(head.id, &[new], range.clone(), THROUGH_READS);
         let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;

@@ -298,6 +298,20 @@ fn a_block_that_is_freed_meanwhile_is_not_mapped() {
     is_whole(&engine);
 }
 
+/// One part of a long write has the content of a block that another part overwrites in place.
+#[test]
+fn a_block_that_the_same_write_overwrites_is_not_mapped() {
+    for through in [false, true] {
+        let (_disk, engine, _other) = stored(40);
+        fill(&engine, 1, 4, 60, through).unwrap();
+        has_values(&engine, 1, 4, 60);
+        has_values(&engine, 1, 0, 4);
+        quiet(&engine);
+        has_values(&engine, 1, 4, 60);
+        is_whole(&engine);
+    }
+}
+
 /// Such a write may have been acknowledged without a claim on a free block.
 #[test]
 fn a_block_that_a_buffered_write_overwrites_in_place_is_not_mapped() {
