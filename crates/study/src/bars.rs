@@ -3,7 +3,7 @@
 pub mod background;
 pub mod chains;
 pub mod clones;
-pub mod compressed_writes;
+pub mod reduced_writes;
 pub mod connections;
 pub mod consolidate;
 pub mod depth;
@@ -84,7 +84,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::PeersChain => peers_chain::measure(setting),
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Reduction => reduction::measure(setting),
-        Study::CompressedWrites => compressed_writes::measure(setting),
+        Study::ReducedWrites => reduced_writes::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
         Study::VmLinked => vm_linked::measure(setting),

@@ -128,6 +128,11 @@ pub fn run_compressible(scratch: &Scratch, endpoint: &Endpoint, job: &Job, perce
     run_with(scratch, endpoint, job, &["--refill_buffers", "--buffer_compress_chunk=4096", &part])
 }
 
+/// Runs one job that writes the same block everywhere.
+pub fn run_repeating(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> {
+    run_with(scratch, endpoint, job, &["--buffer_pattern=0x6c616d696e612e2e"])
+}
+
 fn run_with(scratch: &Scratch, endpoint: &Endpoint, job: &Job, options: &[&str]) -> Result<Sample> {
     let output = scratch.path("fio.json");
     let mut command = Command::new("fio");

@@ -59,8 +59,8 @@ pub enum Study {
     ReclaimSesparse,
     /// Reduction by deduplication and compression against the content that fio generated
     Reduction,
-    /// Writes and reads of a disk that is compressed at write-back against one without compression
-    CompressedWrites,
+    /// Writes and reads of disks that are compressed and deduplicated when they are written against one without
+    ReducedWrites,
     /// Consolidating a chain under random writes
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes
@@ -99,7 +99,7 @@ impl Study {
         Study::PeersChain,
         Study::ReclaimSesparse,
         Study::Reduction,
-        Study::CompressedWrites,
+        Study::ReducedWrites,
         Study::Consolidate,
         Study::Migrate,
         Study::VmLinked,
@@ -128,7 +128,7 @@ impl Study {
             Study::PeersChain => "peers-chain",
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Reduction => "reduction",
-            Study::CompressedWrites => "compressed-writes",
+            Study::ReducedWrites => "reduced-writes",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",

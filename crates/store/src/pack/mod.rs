@@ -92,35 +92,65 @@ impl Packer {
 
     /// A pack of these blocks, as whole blocks. Blocks that are `None` are not in the pack.
     pub fn pack(&mut self, blocks: &[Option<&[u8]>]) -> Vec<u8> {
-        debug_assert!(!blocks.is_empty() && blocks.len() <= BLOCKS_MAX);
-        let mut out = vec![0; HEAD + ENTRY * blocks.len()];
-        for (number, block) in blocks.iter().enumerate() {
-            let Some(block) = block else { continue };
-            let at = out.len();
-            let codec = match self.compress(block) {
-                Some(length) => {
-                    out.extend_from_slice(&self.scratch[..length]);
-                    if self.codec == Codec::Lz4 { LZ4 } else { ZSTD }
-                }
-                None => {
-                    out.extend_from_slice(block);
-                    PLAIN
-                }
-            };
-            let length = (out.len() - at) as u16;
-            let entry = &mut out[HEAD + ENTRY * number..][..ENTRY];
-            entry[0..4].copy_from_slice(&checksum(block).to_le_bytes());
-            entry[4..6].copy_from_slice(&length.to_le_bytes());
-            entry[6] = codec;
-        }
-        out[0..4].copy_from_slice(&MAGIC);
-        out[4..6].copy_from_slice(&VERSION.to_le_bytes());
-        out[6..8].copy_from_slice(&(blocks.len() as u16).to_le_bytes());
-        let sum = checksum(&out[..HEAD + ENTRY * blocks.len()]);
-        out[8..12].copy_from_slice(&sum.to_le_bytes());
-        out.resize(out.len().next_multiple_of(BLOCK_SIZE), 0);
-        out
+        assemble(&self.fragments(blocks))
     }
+
+    /// Compresses blocks one by one, for [`assemble`].
+    pub fn fragments(&mut self, blocks: &[Option<&[u8]>]) -> Vec<Option<NewFragment>> {
+        let mut of = |block: &&[u8]| {
+            let (codec, bytes) = match self.compress(block) {
+                Some(length) => (if self.codec == Codec::Lz4 { LZ4 } else { ZSTD }, self.scratch[..length].to_vec()),
+                None => (PLAIN, block.to_vec()),
+            };
+            NewFragment { checksum: checksum(block), codec, bytes }
+        };
+        blocks.iter().map(|block| block.as_ref().map(&mut of)).collect()
+    }
+}
+
+/// A block that is compressed for a pack.
+pub struct NewFragment {
+    checksum: u32,
+    codec: u8,
+    bytes: Vec<u8>,
+}
+
+/// A pack of these fragments, as whole blocks. Those that are `None` are not in the pack.
+pub fn assemble(fragments: &[Option<NewFragment>]) -> Vec<u8> {
+    debug_assert!(!fragments.is_empty() && fragments.len() <= BLOCKS_MAX);
+    let mut out = vec![0; HEAD + ENTRY * fragments.len()];
+    for (number, fragment) in fragments.iter().enumerate() {
+        let Some(fragment) = fragment else { continue };
+        out.extend_from_slice(&fragment.bytes);
+        let entry = &mut out[HEAD + ENTRY * number..][..ENTRY];
+        entry[0..4].copy_from_slice(&fragment.checksum.to_le_bytes());
+        entry[4..6].copy_from_slice(&(fragment.bytes.len() as u16).to_le_bytes());
+        entry[6] = fragment.codec;
+    }
+    out[0..4].copy_from_slice(&MAGIC);
+    out[4..6].copy_from_slice(&VERSION.to_le_bytes());
+    out[6..8].copy_from_slice(&(fragments.len() as u16).to_le_bytes());
+    let sum = checksum(&out[..HEAD + ENTRY * fragments.len()]);
+    out[8..12].copy_from_slice(&sum.to_le_bytes());
+    out.resize(out.len().next_multiple_of(BLOCK_SIZE), 0);
+    out
+}
+
+/// The number of these fragments with which a pack of at least `least` blocks wastes the smallest part of its space. The
+/// last block of a pack is half empty on average, so a pack that ends where this block is nearly full needs less space.
+pub fn fullest(fragments: &[Option<NewFragment>], least: usize) -> usize {
+    let (mut content, mut blocks) = (0, 0);
+    let (mut best, mut best_count) = ((0, 1), fragments.len());
+    for (number, fragment) in fragments.iter().enumerate() {
+        let Some(fragment) = fragment else { continue };
+        content += fragment.bytes.len();
+        blocks += 1;
+        let stored = (HEAD + ENTRY * (number + 1) + content).div_ceil(BLOCK_SIZE);
+        if blocks >= least && content * best.1 >= best.0 * stored {
+            (best, best_count) = ((content, stored), number + 1);
+        }
+    }
+    best_count
 }
 
 thread_local! {

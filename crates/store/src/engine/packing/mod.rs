@@ -39,7 +39,7 @@ use super::log::Cost;
 use super::reserve::KEPT;
 use crate::catalog::{ObjectState, Provisioning};
 use crate::journal::Operation;
-use crate::pack::BLOCKS_MAX;
+use crate::pack::{BLOCKS_MAX, NewFragment, assemble, fullest};
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result, checksum, is_lost};
@@ -51,14 +51,13 @@ pub(super) use plan::{Tree, Unsettled};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Blocks that are packed together (128 KiB). A read of one block reads the whole pack.
+/// Blocks that are packed together. A read of one block reads the whole pack.
 pub(super) const WINDOW: u64 = 32;
 /// Blocks that are packed together if a leaf that several trees share has no room for more entries: an extent of any
-/// length then becomes one entry. Also if each window within has few blocks that can be packed: the index and the
-/// rounding of small packs would take much of what they save.
+/// length then becomes one entry. Also the logical blocks within which the blocks of one pack lie.
 const WINDOW_WIDE: u64 = BLOCKS_MAX as u64;
-/// A window with fewer blocks that can be packed is packed together with others.
-const FEW: u64 = WINDOW / 2;
+/// The least blocks of a pack that ends before its window does, because it is fuller so.
+const LEAST: u64 = WINDOW * 3 / 4;
 /// A pack is written only if it takes at most this many of eight parts of the plain blocks.
 const WORTH_EIGHTHS: u64 = 7;
 
@@ -85,7 +84,10 @@ pub struct PackStep {
 /// What came of a plan.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tried {
-    Packed,
+    /// The pack ends before this block.
+    Packed {
+        end: u64,
+    },
     /// Nothing was changed.
     Left,
     /// The reason that prevented it is gone: the blocks have to be planned again.
@@ -94,8 +96,9 @@ enum Tried {
 
 /// The outcome of an attempt to write a pack.
 enum Outcome {
-    /// The pack is in the map.
-    Packed { stored: u64 },
+    /// The pack is in the map: the blocks in which it is stored, those that became free, and the block after the last
+    /// one of the pack.
+    Packed { stored: u64, freed: u64, end: u64 },
     /// The content cannot be read, or changed meanwhile.
     Left,
     /// The content is not worth packing.
@@ -160,48 +163,61 @@ impl Engine {
         pass: &mut PackPass,
         examined: &mut Examined,
     ) -> Result<PackStep> {
+        let end = pass.places.end(object, range.start).map_or(range.end, |end| end.min(range.end));
+        let range = range.start..end;
         let Some(first) = self.meta.look(|meta| meta.first_mapped(object, range.clone()))? else {
             return Ok(PackStep { next: range.end, ..PackStep::default() });
         };
-        let around = |width: u64| first - first % width..(first - first % width + width).min(range.end.max(first + 1));
-        let mut step = PackStep { next: around(WINDOW).end, ..PackStep::default() };
-        for old in self.meta.look(|meta| meta.packs_to_examine(object, around(WINDOW)))? {
+        let (plan, next) = self.plan_next(object, first..range.end.max(first + 1), &pass.places)?;
+        let mut step = PackStep { next, ..PackStep::default() };
+        for old in self.meta.look(|meta| meta.packs_to_examine(object, first..next))? {
             let Planned::Pack(plan) = self.meta.look(|meta| meta.plan_repack(object, old, &pass.places))? else {
                 continue;
             };
             match self.try_plan(object, &plan, pass, examined, &mut step)? {
                 Tried::Left => {}
-                Tried::Packed | Tried::Again => return Ok(PackStep { next: first, ..step }),
+                Tried::Packed { .. } | Tried::Again => return Ok(PackStep { next: first, ..step }),
             }
         }
-        let plan = self.plan_next(object, around(WINDOW), around(WINDOW_WIDE), &pass.places)?;
-        if let Some(plan) = plan
-            && self.try_plan(object, &plan, pass, examined, &mut step)? == Tried::Again
-        {
-            step.next = first;
-        }
+        let Some(plan) = plan else { return Ok(step) };
+        step.next = match self.try_plan(object, &plan, pass, examined, &mut step)? {
+            Tried::Left => next,
+            Tried::Packed { end } => end,
+            Tried::Again => first,
+        };
         Ok(step)
     }
 
-    /// Plans a pack of the blocks of a window, or of a wider one around it if the window has few of them, or if its leaf
-    /// has no room.
-    fn plan_next(
-        &self,
-        object: u64,
-        window: Range<u64>,
-        wide: Range<u64>,
-        places: &Places,
-    ) -> Result<Option<Box<Plan>>> {
+    /// Plans a pack of the first blocks of a range. Returns it, and the block up to which the range was considered.
+    fn plan_next(&self, object: u64, range: Range<u64>, places: &Places) -> Result<(Option<Box<Plan>>, u64)> {
         let plan = |window: Range<u64>| self.meta.look(|meta| meta.plan_pack(object, window.clone(), places, false));
-        let narrow = match plan(window)? {
-            Planned::Pack(plan) if plan.count() >= FEW => return Ok(Some(plan)),
-            narrow => narrow,
+        let upto = |blocks: u64| range.start..(range.start + blocks).min(range.end);
+        let (near, far) = (upto(WINDOW), upto(WINDOW_WIDE));
+        let planned = match plan(near.clone())? {
+            Planned::Pack(plan) if plan.count() >= WINDOW => return Ok((Some(plan), near.end)),
+            Planned::NoRoom => Planned::NoRoom,
+            _ => plan(far.clone())?,
         };
-        Ok(match (narrow, plan(wide)?) {
-            (Planned::NoRoom, Planned::Pack(wide)) => Some(wide),
-            (_, Planned::Pack(wide)) if wide.count() <= 2 * WINDOW => Some(wide),
-            (Planned::Pack(narrow), _) => Some(narrow),
-            _ => None,
+        Ok(match planned {
+            Planned::Nothing => (None, far.end),
+            Planned::NoRoom => {
+                let first = range.start - range.start % WINDOW_WIDE;
+                let window = first..(first + WINDOW_WIDE).min(range.end);
+                let end = window.end;
+                match plan(window)? {
+                    Planned::Pack(plan) => (Some(plan), end),
+                    _ => (None, near.end),
+                }
+            }
+            Planned::Pack(wide) => {
+                // Without the places before the first block and after the last one that the pack gets.
+                let window = wide.first(WINDOW);
+                let end = window.end;
+                match plan(window)? {
+                    Planned::Pack(plan) => (Some(plan), end),
+                    _ => (None, near.end),
+                }
+            }
         })
     }
 
@@ -226,11 +242,11 @@ impl Engine {
         }
         match outcome {
             Outcome::NotAllowed => {}
-            Outcome::Packed { stored } => {
+            Outcome::Packed { stored, freed, end } => {
                 self.bound_pending()?;
-                step.packed += plan.frees();
+                step.packed += freed;
                 step.stored += stored;
-                return Ok(Tried::Packed);
+                return Ok(Tried::Packed { end });
             }
             Outcome::Left => return Ok(Tried::Left),
             Outcome::NotWorth => {
@@ -288,7 +304,11 @@ impl Engine {
             let first = usize::from(source.index);
             blocks[first..first + source.run.blocks as usize].fill_with(|| parts.next());
         }
-        let pack = Buffer::copy_of(&pass.packer.pack(&blocks));
+        let mut fragments = pass.packer.fragments(&blocks);
+        let shorter = self.end_where_full(object, plan, &fragments, &pass.places)?;
+        let plan = shorter.as_deref().unwrap_or(plan);
+        fragments.truncate(plan.blocks as usize);
+        let pack = Buffer::copy_of(&assemble(&fragments));
         let stored = (pack.len() / BLOCK_SIZE) as u64;
         if stored > plan.most() || stored >= BLOCKS_MAX as u64 {
             return Ok(Outcome::NotWorth);
@@ -313,6 +333,26 @@ impl Engine {
         let gate = self.log.clocks.wrote_home();
         let checksums = pack.chunks_exact(BLOCK_SIZE).map(checksum).collect();
         self.map_pack(object, plan, &pass.places, NewPack { run, checksums, gate })
+    }
+
+    /// The plan for the first of these fragments, if the pack is fuller without the others.
+    fn end_where_full(
+        &self,
+        object: u64,
+        plan: &Plan,
+        fragments: &[Option<NewFragment>],
+        places: &Places,
+    ) -> Result<Option<Box<Plan>>> {
+        let blocks = fullest(fragments, LEAST as usize) as u64;
+        if plan.old.is_some() || plan.count() > WINDOW || blocks >= plan.blocks {
+            return Ok(None);
+        }
+        let window = plan.logical..plan.logical + blocks;
+        let planned = self.meta.look(|meta| meta.plan_pack(object, window.clone(), places, true))?;
+        Ok(match planned {
+            Planned::Pack(shorter) if shorter.begins(plan) => Some(shorter),
+            _ => None,
+        })
     }
 
     /// Maps the written pack, unless the plan is no longer valid.
@@ -364,7 +404,7 @@ impl Engine {
         // The operation that maps the pack at its own blocks precedes these in the journal, and waits for its gate.
         let carried_out = others.into_iter().try_for_each(|other| self.carry_out(&mut meta, other, 0));
         self.update_headroom(&meta);
-        carried_out.map(|()| Outcome::Packed { stored: run.blocks })
+        carried_out.map(|()| Outcome::Packed { stored: run.blocks, freed: plan.frees(), end: plan.window().end })
     }
 
     /// Reads and verifies the plain blocks of a plan. `None` if a block is damaged: it stays where it is, so that reads

@@ -98,10 +98,11 @@ impl Places {
         self.found[first..].iter().take_while(move |place| place.physical == physical).copied()
     }
 
-    /// Whether the shared blocks of an object are noted at a logical block.
-    fn are_noted(&self, object: u64, at: u64) -> bool {
-        let before = self.noted.range(..=(object, at)).next_back();
-        before.is_some_and(|((known, _), end)| *known == object && at < *end)
+    /// The end of the blocks of an object that can be packed now, from a logical block on: the places of the others are
+    /// looked for when these are packed.
+    pub fn end(&self, object: u64, at: u64) -> Option<u64> {
+        let (_, end) = self.noted.range(..=(object, at)).next_back().filter(|((known, _), _)| *known == object)?;
+        Some(*end).filter(|end| at < *end)
     }
 
     /// Begins with the notes on the shared blocks of an object from a logical block on. Returns what comes next.
@@ -155,7 +156,7 @@ impl Engine {
             return Ok(None);
         }
         places.phase = match std::mem::take(&mut places.phase) {
-            Phase::Ready if places.are_noted(object, range.start) => {
+            Phase::Ready if places.end(object, range.start).is_some() => {
                 places.phase = Phase::Ready;
                 return Ok(None);
             }

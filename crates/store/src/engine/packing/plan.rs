@@ -88,6 +88,27 @@ impl Plan {
         FxBuildHasher.hash_one((self.logical, parts))
     }
 
+    /// The logical blocks from the first block that is packed on, up to the last one of that many.
+    pub fn first(&self, blocks: u64) -> Range<u64> {
+        let all = || self.plain_blocks().map(|(index, _)| self.logical + index);
+        let (first, last) = (all().next(), all().take(blocks as usize).last());
+        first.unwrap_or(self.logical)..last.map_or(self.logical, |last| last + 1)
+    }
+
+    /// The index and the physical block of each plain block.
+    fn plain_blocks(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.sources.iter().flat_map(|source| {
+            (0..source.run.blocks).map(|at| (u64::from(source.index) + at, source.run.physical + at))
+        })
+    }
+
+    /// Whether another plan has the same blocks at its beginning.
+    pub fn begins(&self, other: &Self) -> bool {
+        self.logical == other.logical
+            && other.checksums.starts_with(&self.checksums)
+            && self.plain_blocks().eq(other.plain_blocks().take(self.checksums.len()))
+    }
+
     /// Number of data blocks that become free.
     pub fn frees(&self) -> u64 {
         self.old.map_or(self.count(), |old| old.run.blocks)

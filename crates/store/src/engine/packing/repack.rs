@@ -41,26 +41,30 @@ impl Meta {
     pub(super) fn packs_to_examine(&mut self, object: u64, window: Range<u64>) -> Result<Vec<OldPack>> {
         let Some(root) = self.catalog.whole(object)?.root else { return Ok(Vec::new()) };
         let mut extents = Vec::new();
-        tree::lookup(&mut self.nodes(&mut Effects::default()), root, window, &mut extents)?;
-        let mut packs = Vec::<(OldPack, u64)>::new();
+        // A pack may begin before the window, and end after it.
+        let beside = BLOCKS_MAX as u64;
+        let around = window.start.saturating_sub(beside)..(window.end + beside).min(LOGICAL_LIMIT);
+        tree::lookup(&mut self.nodes(&mut Effects::default()), root, around, &mut extents)?;
+        let mut packs = Vec::<(OldPack, u64, bool)>::new();
         for extent in extents {
+            let is_within = extent.logical < window.end && window.start < extent.logical + extent.blocks;
             let Some(logical) = extent.packed.and_then(|packed| extent.logical.checked_sub(u64::from(packed.index)))
             else {
                 continue;
             };
             let stored = extent.stored();
             let old = OldPack { logical, run: Run { start: stored.physical, blocks: stored.blocks } };
-            match packs.iter_mut().find(|(known, _)| *known == old) {
-                Some((_, used)) => *used += extent.blocks,
-                None => packs.push((old, extent.blocks)),
+            match packs.iter_mut().find(|(known, ..)| *known == old) {
+                Some((_, used, within)) => (*used, *within) = (*used + extent.blocks, *within || is_within),
+                None => packs.push((old, extent.blocks, is_within)),
             }
         }
-        // A pack of one block cannot become smaller. Most packs have the size of a window, so if all blocks of a window
-        // are in one pack, only a pack that must be larger is examined.
-        let is_candidate = |(old, used): &(OldPack, u64)| {
-            old.run.blocks > 1 && (*used < WINDOW || old.run.blocks > most_worth(WINDOW))
+        // A pack of one block cannot become smaller. Most packs have the blocks of a window, so if half of them are in
+        // use, only a pack that must have more is examined.
+        let is_candidate = |(old, used, within): &(OldPack, u64, bool)| {
+            *within && old.run.blocks > 1 && (2 * used < WINDOW || old.run.blocks > most_worth(WINDOW))
         };
-        Ok(packs.into_iter().filter(is_candidate).map(|(old, _)| old).collect())
+        Ok(packs.into_iter().filter(is_candidate).map(|(old, ..)| old).collect())
     }
 
     /// Plans to pack the blocks of a pack that are in use again. `object` has a tree that maps the pack.

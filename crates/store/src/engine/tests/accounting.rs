@@ -350,7 +350,7 @@ fn a_pack_with_other_content_than_at_the_moment_of_the_view_is_not_examined() {
     assert_eq!((before.fill.packs, before.fill.examined, before.blocks.packed), (2, 2, 64));
     // Half of each block can be compressed. The rest of the packs are their indexes and the ends of their last blocks.
     let (packs, loss) = (before.blocks.packs * BLOCK_SIZE as u64, before.packing_loss());
-    assert!((64 * 2048..64 * 2048 + 64 * 100).contains(&before.fill.bytes), "{before:?}");
+    assert!((64 * 2124..64 * 2124 + 64 * 100).contains(&before.fill.bytes), "{before:?}");
     assert!(loss > 0 && loss == packs - before.fill.bytes && before.blocks.packs == 34, "{before:?}");
     assert_eq!(accounts.distinct(&[1], 1).unwrap().fill.examined, 1);
     // Another pack in the place of the first.

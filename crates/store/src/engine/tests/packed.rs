@@ -51,10 +51,12 @@ fn filled(blocks: u64) -> (SimulatedDisk, Arc<Engine>) {
 
 /// Blocks of which half can be compressed. The last byte of a block is its value.
 pub(super) fn mixed(values: impl Iterator<Item = u8>) -> SharedSlice {
+    // Compressed, 32 of them and their index fill 17 blocks, so a pack ends where its window does.
+    const RANDOM: usize = 2124;
     let mut bytes = Vec::new();
     for value in values {
-        bytes.extend(Random(u64::from(value)).bytes(BLOCK_SIZE / 2));
-        bytes.extend([value; BLOCK_SIZE / 2]);
+        bytes.extend(Random(u64::from(value)).bytes(RANDOM));
+        bytes.extend([value; BLOCK_SIZE - RANDOM]);
     }
     let length = bytes.len();
     SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length)
@@ -378,7 +380,7 @@ fn damage_to_a_pack_affects_only_the_blocks_in_the_damaged_part() {
     let mut expected = Vec::new();
     for block in 0..32 {
         let mut buffer = Buffer::zeroed(1);
-        buffer[..BLOCK_SIZE / 2].copy_from_slice(&random.bytes(BLOCK_SIZE / 2));
+        buffer[..2124].copy_from_slice(&random.bytes(2124));
         expected.push(buffer.to_vec());
         let data = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
         engine.write_blocks(&engine.head(1), block, data).unwrap();

@@ -118,7 +118,14 @@ fn cut_off(seed: u64, cut: u64) -> bool {
     overwrite(&engine, 1, 0..20);
     let old = place(&engine, 1, 31).0;
     disk.cut_after(disk.operations() + cut);
-    let done = engine.pack_step(1, 0..32, &mut packer()).and_then(|_| engine.commit_changes()).is_ok();
+    let (mut at, mut pass) = (0, packer());
+    let done = loop {
+        match engine.pack_step(1, at..32, &mut pass) {
+            Ok(step) if step.next < 32 => at = step.next,
+            Ok(_) => break engine.commit_changes().is_ok(),
+            Err(_) => break false,
+        }
+    };
     let ended = !disk.is_off();
     let engine = open(&disk.crash()).unwrap();
     has(&engine, 1, 32, |block| block < 20);

@@ -359,7 +359,7 @@ fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
     assert_ne!(root, root_of(1));
     let before = checkpoints(&engine);
     let step = engine.pack_step(snapshot, 0..64, &mut packer()).unwrap();
-    assert_eq!((step.packed, step.stored), (16, 1));
+    assert_eq!((step.packed, step.stored), (32, 1));
     engine.commit_changes().unwrap();
     let (new, blocks) = reuse(&engine, &[plain]);
     assert_eq!(checkpoints(&engine), before);
