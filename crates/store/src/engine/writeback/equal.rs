@@ -12,12 +12,12 @@
 //!    since before it was read ([`InFlight::watch`](crate::engine::placement::InFlight::watch)): no write of it has
 //!    begun, and it was in use all the time. It is settled: no pending operation concerns it, and no payload for it
 //!    waits.
-//! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may have
-//!    been overwritten in place, and no pending operation tells of such a write.
+//! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may
+//!    have been overwritten in place, and no pending operation tells of such a write.
 //! 3. A batch of write-back takes the entries only after that, under the gate. So no batch under way writes them.
-//! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged without
-//!    a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block has several
-//!    references already. For the same reason, nothing else is buffered for the logical blocks that are mapped.
+//! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged
+//!    without a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block
+//!    has several references already. For the same reason, nothing else is buffered for the logical blocks that are mapped.
 //!    A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
 //! 5. Both disks belong to the same domain at that moment.
 //! 6. The superblock says that writes may be mapped to blocks in use before the first one is

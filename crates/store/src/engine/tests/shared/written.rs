@@ -210,7 +210,8 @@ fn a_block_that_is_overwritten_meanwhile_is_not_mapped() {
 /// Everything that ends the content of a stored block, or writes it again.
 #[test]
 fn a_block_is_not_mapped_after_it_was_changed_in_any_way() {
-    let changes: [(&str, fn(&Engine)); 5] = [
+    type Change = fn(&Engine);
+    let changes: [(&str, Change); 5] = [
         ("freed", |engine| engine.discard_blocks(&engine.head(1), 0..10).unwrap()),
         ("zeroed", |engine| engine.zero_blocks(&engine.head(1), 0..10).unwrap()),
         ("written", |engine| put(engine, 1, 3, 77)),
