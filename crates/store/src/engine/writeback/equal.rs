@@ -17,8 +17,8 @@
 //! 3. A batch of write-back takes the entries only after that, under the gate. So no batch under way writes them.
 //! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged
 //!    without a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block
-//!    has several references already. For the same reason, nothing else is buffered for the logical blocks that are mapped.
-//!    A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
+//!    has several references already. For the same reason, nothing else is buffered for the logical blocks that are
+//!    mapped. A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
 //! 5. Both disks belong to the same domain at that moment.
 //! 6. The superblock says that writes may be mapped to blocks in use before the first one is
 //!    ([`VERSION_SHARED_WRITES`]).
