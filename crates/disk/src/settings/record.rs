@@ -130,8 +130,8 @@ pub struct DefaultsChange {
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
-    /// When new data of the disk is compared with other data. Deduplication that is switched on is at write-back, unless
-    /// this is given.
+    /// When new data of the disk is compared with other data. Deduplication that is switched on is at write-back,
+    /// unless this is given.
     #[serde(default)]
     pub dedup_at: Option<DedupAt>,
 }

@@ -56,8 +56,8 @@
 //! `control` (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the
 //! journal, the flush of the data files, `through` (no write that bypasses the buffer under way), extending
 //! (reservations in the file system), the buffers of disks (ascending by id), the metadata, permits, hints
-//! (`writeback/equal.rs`) and shards of the read cache. Data is read and written under no lock except `bulk`, the gate and `through`. The journal is written
-//! under its own lock.
+//! (`writeback/equal.rs`) and shards of the read cache. Data is read and written under no lock except `bulk`, the gate
+//! and `through`. The journal is written under its own lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance

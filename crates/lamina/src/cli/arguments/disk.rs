@@ -94,9 +94,10 @@ pub struct SettingsArguments {
     /// it was not written for a while (idle), which they do with all data.
     #[arg(long, value_name = "write-back|idle")]
     pub compress_at: Option<CompressAt>,
-    /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk (only within the disk), label:KEY such as label:tenant (the disks with
-    /// this setting and the same value of the label), or datastore (all disks with this setting). Only for thin native
-    /// disks. A new disk has what 'disk defaults' shows.
+    /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk
+    /// (only within the disk), label:KEY such as label:tenant (the disks with this setting and the same value of the
+    /// label), or datastore (all disks with this setting). Only for thin native disks. A new disk has what 'disk
+    /// defaults' shows.
     #[arg(long, value_name = "off|disk|label:KEY|datastore")]
     pub dedup: Option<Deduplication>,
     /// When new data is compared with stored data: at write-back (what deduplication that is switched on has), or only
@@ -393,8 +394,8 @@ pub enum DiskCommand {
         /// Among which disks servers find equal data of new thin native disks.
         #[arg(long, value_name = "off|disk|label:KEY|datastore")]
         dedup: Option<Deduplication>,
-        /// When new data of these disks is compared with stored data: at write-back, or only once it was not written for
-        /// a while (idle).
+        /// When new data of these disks is compared with stored data: at write-back, or only once it was not written
+        /// for a while (idle).
         #[arg(long, value_name = "write-back|idle")]
         dedup_at: Option<DedupAt>,
     },

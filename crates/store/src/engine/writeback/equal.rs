@@ -12,13 +12,13 @@
 //!    since before it was read ([`InFlight::watch`](crate::engine::placement::InFlight::watch)): no write of it has
 //!    begun, and it was in use all the time. It is settled: no pending operation concerns it, and no payload for it
 //!    waits.
-//! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may have
-//!    been overwritten in place, and no pending operation tells of such a write.
+//! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may
+//!    have been overwritten in place, and no pending operation tells of such a write.
 //! 3. A batch of write-back takes the entries only after that, under the gate. So no batch under way writes them.
-//! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged without
-//!    a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block has several
-//!    references already. For the same reason, other buffered writes of the blocks that are mapped must have claims.
-//!    A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
+//! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged
+//!    without a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block
+//!    has several references already. For the same reason, nothing else is buffered for the logical blocks that are
+//!    mapped. A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
 //! 5. Both disks belong to the same domain at that moment.
 //! 6. The superblock says that writes may be mapped to blocks in use before the first one is
 //!    ([`VERSION_SHARED_WRITES`]).
@@ -507,17 +507,16 @@ fn parts_of(logical: u64, blocks: &[NewBlock<'_>]) -> Vec<(Range<u64>, u64)> {
     of_one.map(part).collect()
 }
 
-/// Whether the oldest layer of a buffer still has the data of a run, and every other entry for its blocks needs no block
-/// or has a claim on one: it cannot overwrite the stored blocks in place.
+/// Whether a buffer still has the data of a run in its oldest layer, and nothing else for its blocks: another write may
+/// have no claim on a block, because it would overwrite the block that is mapped now in place.
 fn has_only(buffer: &mut Buffer, equal: &EqualRun) -> bool {
     let is_mine = |piece: &DirtyPiece| {
         equal.parts.iter().any(|(part, stamp)| piece.entry.stamp == *stamp && part.contains(&piece.logical))
     };
     let oldest = buffer.layers.oldest().0.pieces(&equal.logical);
     let whole: u64 = oldest.iter().filter(|piece| is_mine(piece)).map(|piece| piece.entry.blocks).sum();
-    let mut others = buffer.layers.iter().skip(1).flat_map(|layer| layer.pieces(&equal.logical));
+    let mut later = buffer.layers.iter().skip(1).map(|layer| layer.pieces(&equal.logical));
     whole == equal.blocks()
         && oldest.iter().all(|piece| piece.is_data() && piece.entry.covered)
-        && others
-            .all(|piece| matches!(piece.entry.content, Content::Unmapped) || piece.entry.claimed && piece.entry.covered)
+        && later.all(|pieces| pieces.is_empty())
 }

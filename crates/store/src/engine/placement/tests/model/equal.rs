@@ -57,6 +57,14 @@ impl Rules {
             && self.placement(state, disk, logical).0 == Placement::New
     }
 
+    /// Called when an operation has changed the metadata.
+    pub fn end_watches(&self, state: &mut ModelState, op: Op, freed: &[usize]) {
+        let new = if let Op::OverwriteData { block, .. } = op { Some(block) } else { None };
+        for block in freed.iter().copied().chain(new) {
+            state.in_flight.end_watches(Run { start: block as u64, blocks: 1 });
+        }
+    }
+
     pub fn map_equal(&self, mut next: ModelState, action: Action) -> Option<ModelState> {
         let state = &mut next;
         match action {

@@ -142,10 +142,7 @@ impl Rules {
             state.holds.spread(&changed_nodes);
         }
         unshared_nodes.into_iter().for_each(|node| state.holds.hold_node(node));
-        let new = if let Op::OverwriteData { block, .. } = op { Some(block) } else { None };
-        for block in freed.iter().copied().chain(new) {
-            state.in_flight.end_watches(Run { start: block as u64, blocks: 1 });
-        }
+        self.end_watches(state, op, &freed);
         if self.has(Fault::FreedAtOnce) {
             freed.iter().for_each(|block| state.taken[*block] = false);
         }
