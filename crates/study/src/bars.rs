@@ -7,6 +7,7 @@ pub mod compressed_writes;
 pub mod connections;
 pub mod consolidate;
 pub mod depth;
+pub mod desktops;
 pub mod grains;
 mod layout;
 mod load;
@@ -84,6 +85,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::PeersChain => peers_chain::measure(setting),
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Reduction => reduction::measure(setting),
+        Study::Desktops => desktops::measure(setting),
         Study::CompressedWrites => compressed_writes::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
