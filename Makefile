@@ -41,6 +41,7 @@ demo: setup build ## Show a file system, snapshots and 100 clones on real files;
 
 bench: setup build ## Measure speed against other programs, and run every other study; BENCH="speed --quick" for a part
 	@scripts/setup guest
+	@case "$(or $(BENCH),all)" in *desktops* | *all*) [ "$$(id -u)" != 0 ] || scripts/setup desktops ;; esac
 	cargo build --release -p lamina-study
 	@$(TARGET)/release/lamina-study $(or $(BENCH),all)
 

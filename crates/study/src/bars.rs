@@ -3,10 +3,10 @@
 pub mod background;
 pub mod chains;
 pub mod clones;
-pub mod reduced_writes;
 pub mod connections;
 pub mod consolidate;
 pub mod depth;
+pub mod desktops;
 pub mod grains;
 mod layout;
 mod load;
@@ -15,6 +15,7 @@ pub mod neighbour;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
+pub mod reduced_writes;
 pub mod reduction;
 pub mod remote;
 pub mod scattered;
@@ -85,6 +86,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Reduction => reduction::measure(setting),
         Study::ReducedWrites => reduced_writes::measure(setting),
+        Study::Desktops => desktops::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
         Study::VmLinked => vm_linked::measure(setting),

@@ -61,6 +61,8 @@ pub enum Study {
     Reduction,
     /// Writes and reads of disks that are compressed and deduplicated when they are written against one without
     ReducedWrites,
+    /// Desktop-like disks against the least space for their blocks, VDO's rule, and btrfs with a deduplicator
+    Desktops,
     /// Consolidating a chain under random writes
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes
@@ -81,7 +83,7 @@ pub enum Study {
 
 impl Study {
     /// Every study, in the order in which `all` runs them.
-    pub const EACH: [Study; 24] = [
+    pub const EACH: [Study; 25] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -100,6 +102,7 @@ impl Study {
         Study::ReclaimSesparse,
         Study::Reduction,
         Study::ReducedWrites,
+        Study::Desktops,
         Study::Consolidate,
         Study::Migrate,
         Study::VmLinked,
@@ -129,6 +132,7 @@ impl Study {
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Reduction => "reduction",
             Study::ReducedWrites => "reduced-writes",
+            Study::Desktops => "desktops",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",
@@ -242,6 +246,9 @@ pub struct Settings {
     /// clones: how many [default: 10000, quick 1000]
     #[arg(long, global = true)]
     pub clones: Option<u32>,
+    /// desktops: how many disks [default: 20, quick 3]
+    #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(2..=1000))]
+    pub disks: Option<u32>,
     /// wide, neighbour: blocks written [default: 2000000, quick 200000]
     #[arg(long, global = true)]
     pub blocks: Option<u32>,
@@ -284,6 +291,8 @@ pub struct Plan {
     pub load: u32,
     /// Number of linked clones.
     pub clones: u32,
+    /// Number of desktop-like disks.
+    pub disks: u32,
     /// Blocks of the disk of 16 TiB.
     pub blocks: u32,
 }
@@ -330,6 +339,7 @@ impl Settings {
             snapshots: self.snapshots.unwrap_or(pick(300, 100)).clamp(10, 100_000),
             load: self.load.unwrap_or(100),
             clones: self.clones.unwrap_or(pick(10_000, 1_000)).clamp(1, 1_000_000),
+            disks: self.disks.unwrap_or(pick(20, 3)),
             blocks: self.blocks.unwrap_or(pick(2_000_000, 200_000)).clamp(1_000, 100_000_000),
         })
     }

@@ -1,8 +1,9 @@
-//! A file system that is larger than the storage: ext4 on a sparse file, mounted through a loop device. Hundreds of GiB
-//! can be reserved on this file system, because only a small part of them is ever written.
+//! File systems in files, mounted through a loop device: a new ext4 or btrfs on a sparse file, or that of a disk image.
+//! A new one may be larger than the storage: hundreds of GiB can be reserved, because only a small part of them is ever
+//! written.
 //!
-//! When a [`Volume`] is dropped, it is unmounted and its file is removed, also if a study fails or is interrupted.
-//! Mounting needs root.
+//! When a [`Volume`] is dropped, it is unmounted, also if a study fails or is interrupted. The file of a new file
+//! system is then removed. Mounting needs root.
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
@@ -20,20 +21,40 @@ const UNMOUNT_TRIES: u32 = 50;
 pub struct Volume {
     image: PathBuf,
     folder: PathBuf,
+    /// Whether the file stays when the value is dropped.
+    keep: bool,
 }
 
 impl Volume {
-    /// Creates and mounts a file system of `size` bytes.
+    /// Creates and mounts an ext4 of `size` bytes.
     pub fn new(scratch: &Scratch, name: &str, size: u64) -> Result<Volume> {
-        let (image, folder) = (scratch.path(&format!("{name}.img")), scratch.path(name));
-        let doing = || format!("making {}", image.display());
-        File::create(&image).doing(doing)?.set_len(size).doing(doing)?;
-        fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
         // The file system has few inodes, and their tables are not written, because a sparse file reads as zeros.
         let options = ["-q", "-F", "-m", "0", "-N", "65536", "-E", "lazy_itable_init=1,nodiscard"];
-        process::run(Command::new("mkfs.ext4").args(options).arg(&image))?;
+        Self::make(scratch, name, size, Command::new("mkfs.ext4").args(options), "defaults")
+    }
+
+    /// Creates and mounts a btrfs of `size` bytes with these mount options.
+    pub fn btrfs(scratch: &Scratch, name: &str, size: u64, options: &str) -> Result<Volume> {
+        Self::make(scratch, name, size, Command::new("mkfs.btrfs").args(["-q", "--nodiscard"]), options)
+    }
+
+    /// Mounts the file system of a disk image that has no partitions. The image stays when the value is dropped.
+    pub fn open(scratch: &Scratch, name: &str, image: &Path, options: &str) -> Result<Volume> {
+        Self::mount(image.into(), scratch.path(name), true, options)
+    }
+
+    fn make(scratch: &Scratch, name: &str, size: u64, format: &mut Command, options: &str) -> Result<Volume> {
+        let image = scratch.path(&format!("{name}.img"));
+        let doing = || format!("making {}", image.display());
+        File::create(&image).doing(doing)?.set_len(size).doing(doing)?;
+        process::run(format.arg(&image))?;
+        Self::mount(image, scratch.path(name), false, options)
+    }
+
+    fn mount(image: PathBuf, folder: PathBuf, keep: bool, options: &str) -> Result<Volume> {
+        fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
         let mounted = attach(&image).and_then(|device| {
-            let mounted = process::run(Command::new("mount").arg(&device).arg(&folder));
+            let mounted = process::run(Command::new("mount").args(["-o", options]).arg(&device).arg(&folder));
             // The device is detached at the end of the mount.
             let detached = process::run(Command::new("losetup").arg("--detach").arg(&device));
             mounted.and(detached)
@@ -43,7 +64,7 @@ impl Volume {
                 "{error}; without root choose a work folder (--work) whose file system has the space"
             )));
         }
-        Ok(Volume { image, folder })
+        Ok(Volume { image, folder, keep })
     }
 
     /// The mount point.
@@ -84,7 +105,9 @@ impl Drop for Volume {
         }
         // The folder is removed only if it is empty, because another volume may be mounted in it.
         let _ = fs::remove_dir(&self.folder);
-        let _ = fs::remove_file(&self.image);
+        if !self.keep {
+            let _ = fs::remove_file(&self.image);
+        }
     }
 }
 

@@ -415,17 +415,26 @@ pub(super) fn pack_in_leaf(
 ) -> Redirect {
     let first = first_ending_after(page, range.start);
     let entries = entries(page);
-    let last = first + entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
+    let overlapping = entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
+    // The entries beside the range may continue the new ones.
+    let (first, last) = (first.saturating_sub(1), (first + overlapping + 1).min(entries.len()));
     let (mut new, mut added, mut divided, mut removed) = (Vec::<Mapping>::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut changed = false;
     // The entry from which the last block was taken; none if the block is in the new pack.
     let mut origin = Some(u64::MAX);
     for mapping in entries[first..last].iter().map(decode) {
         // The number of entries that map what stays of this one.
         let mut kept = 0;
+        // An entry that maps a part of the pack already may continue a new one, and be continued by one.
+        let of_pack = mapping.packed.filter(|packed| {
+            mapping.physical == pack.physical && u64::from(packed.stored) == pack.blocks && !mapping.unwritten
+        });
         for logical in mapping.logical..mapping.end() {
             let one = mapping.clipped(logical, logical + 1);
             let has_content = !one.unwritten && range.contains(&logical);
             let index = if has_content { index_of(&one) } else { None };
+            changed |= index.is_some();
+            let index = index.or_else(|| of_pack.and(one.packed).map(|packed| packed.index));
             let piece = match index {
                 Some(index) => {
                     if one.packed.is_none() {
@@ -459,8 +468,8 @@ pub(super) fn pack_in_leaf(
             }
         }
     }
-    if added.is_empty() {
-        return Redirect::Done { added, removed };
+    if !changed {
+        return Redirect::Done { added: Vec::new(), removed: Vec::new() };
     }
     // A part of another pack is an entry of its own only beside an entry of the new pack.
     added.append(&mut divided);

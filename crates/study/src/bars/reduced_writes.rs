@@ -73,12 +73,8 @@ const LONG_WRITES: Cell = Cell {
     before: Before::Nothing,
     least: [0.8, 0.8, 0.8],
 };
-const READS: Cell = Cell {
-    name: "random 4 KiB reads",
-    pattern: Pattern::RandomRead,
-    least: [0.85, 0.85, 0.85],
-    ..OVERWRITES
-};
+const READS: Cell =
+    Cell { name: "random 4 KiB reads", pattern: Pattern::RandomRead, least: [0.85, 0.85, 0.85], ..OVERWRITES };
 const CELLS: [Cell; 7] = [
     OVERWRITES,
     Cell { name: "random 4 KiB, new blocks", before: Before::Nothing, ..OVERWRITES },
@@ -86,7 +82,13 @@ const CELLS: [Cell; 7] = [
     Cell { name: "sequential 512 KiB, 50 %", compressible: 50, least: [0.0; 3], ..LONG_WRITES },
     Cell { name: "sequential 512 KiB, 75 %", compressible: 75, least: [0.0; 3], ..LONG_WRITES },
     READS,
-    Cell { name: "random 4 KiB reads of one block", depth: 128, before: Before::OneBlock, least: [0.0, 1.0, 0.0], ..READS },
+    Cell {
+        name: "random 4 KiB reads of one block",
+        depth: 128,
+        before: Before::OneBlock,
+        least: [0.0, 1.0, 0.0],
+        ..READS
+    },
 ];
 
 /// Runs the study.

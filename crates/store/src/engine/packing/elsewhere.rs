@@ -24,6 +24,8 @@ use std::ops::Range;
 
 /// The most operations of one pack, beside the one for its own logical blocks.
 const OPERATIONS_MAX: usize = 512;
+/// The most leaves that these change: the cost of a pack must fit into the budget of any datastore.
+const LEAVES_MAX: u64 = 1024;
 /// The most places that are verified for one pack.
 const PLACES_MAX: usize = 4096;
 /// The most leaves that are split for one pack, beside those of its own logical blocks.
@@ -174,7 +176,10 @@ impl Meta {
             .filter_map(|(number, place)| Some((number, self.catalog.find(place.object)?.root?)))
             .collect();
         let (mut found, mut counted) = (Vec::new(), FxHashSet::default());
-        let (mut last, mut of_thick, mut missing) = (LastLeaf::default(), LastLeaf::default(), None);
+        let (mut last, mut missing) = (LastLeaf::default(), None);
+        // For each leaf that several trees share, whether a thick disk is one of them. A leaf of its own is a place of
+        // its own.
+        let mut reached = FxHashMap::<NodeId, bool>::default();
         let mut effects = Effects::default();
         let mut nodes = self.nodes(&mut effects);
         for (number, root) in roots {
@@ -184,11 +189,19 @@ impl Meta {
                 continue;
             }
             let mut is_thick = thick.contains_key(&place.object);
-            if leaf.shared {
-                for root in thick.values() {
-                    let leaf = of_thick.get(&mut nodes, *root, place.logical, &mut missing)?;
-                    is_thick |= leaf.is_some_and(|leaf| maps(&leaf.mappings, &place));
+            if leaf.shared && !thick.is_empty() {
+                let id = leaf.id;
+                let known = reached.get(&id).copied();
+                let mut of_thick = known.unwrap_or(false);
+                if known.is_none() {
+                    for root in thick.values() {
+                        let range = place.logical..place.logical + 1;
+                        let leaf = nodes.leaf_of(*root, range, 1, &mut missing)?;
+                        of_thick |= leaf.is_some_and(|leaf| leaf.id == id);
+                    }
+                    reached.insert(id, of_thick);
                 }
+                is_thick |= of_thick;
             }
             let slot = &mut candidates[place.index];
             if is_thick {
@@ -238,6 +251,9 @@ impl Meta {
             return Err(error);
         }
         let (count, mut splits) = (leaves.len() as u64, 0);
+        if count > LEAVES_MAX {
+            return Ok(None);
+        }
         for (leaf, (shared, parts)) in leaves {
             let most = if shared { 0 } else { SPLITS_MAX - splits };
             match tree::splits_for(&mut nodes, leaf, &parts, most)? {

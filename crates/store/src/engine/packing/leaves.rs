@@ -28,6 +28,10 @@ impl PlannedLeaves {
         }
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.leaves.is_empty()
+    }
+
     /// Whether a leaf is shared by several trees.
     pub fn any_shared(&self) -> bool {
         self.leaves.values().any(|shared| *shared)

@@ -85,9 +85,7 @@ pub struct PackStep {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tried {
     /// The pack ends before this block.
-    Packed {
-        end: u64,
-    },
+    Packed { end: u64 },
     /// Nothing was changed.
     Left,
     /// The reason that prevented it is gone: the blocks have to be planned again.
@@ -182,7 +180,8 @@ impl Engine {
         let Some(plan) = plan else { return Ok(step) };
         step.next = match self.try_plan(object, &plan, pass, examined, &mut step)? {
             Tried::Left => next,
-            Tried::Packed { end } => end,
+            // A pack around the first block may end before it.
+            Tried::Packed { end } => end.max(first),
             Tried::Again => first,
         };
         Ok(step)

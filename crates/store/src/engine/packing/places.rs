@@ -133,7 +133,8 @@ impl Places {
     }
 
     fn add(&mut self, places: Vec<Place>) {
-        let room = (self.memory - size_of::<u64>() * self.wanted.len()) / PLACE_BYTES - self.found.len();
+        let room = self.memory.saturating_sub(size_of::<u64>() * self.wanted.len()) / PLACE_BYTES;
+        let room = room.saturating_sub(self.found.len());
         // The blocks of places that are left out have fewer places than references, so they stay plain.
         self.found.extend(places.into_iter().take(room));
     }

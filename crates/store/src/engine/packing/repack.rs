@@ -112,6 +112,10 @@ impl Meta {
         if let Some(error) = missing {
             return Err(error);
         }
+        // The operation at the window gives the new pack its first references, so there must be an entry here.
+        if leaves.is_empty() {
+            return Ok(Planned::Nothing);
+        }
         let others = if left > 0 { self.entries_elsewhere(old, places)? } else { Vec::new() };
         if others.len() != left as usize {
             return Ok(Planned::Nothing);

@@ -296,12 +296,24 @@ impl Engine {
             return Ok((run.blocks, None));
         }
         self.allow_shared_writes()?;
-        let Some(stored) = self.read_settled(run, &sums[..run.blocks as usize])? else { return Ok((run.blocks, None)) };
+        let Some(stored) = self.read_settled(run, &sums[..run.blocks as usize])? else {
+            self.forget_hints(hint, &sums[..run.blocks as usize]);
+            return Ok((run.blocks, None));
+        };
         if !stored.chunks_exact(BLOCK_SIZE).eq(blocks[..run.blocks as usize].iter().map(|block| block.data)) {
             // Another content with the same checksum is rare: the other blocks of the run are not tried one by one.
+            self.forget_hints(hint, &sums[..run.blocks as usize]);
             return Ok((run.blocks, None));
         }
         Ok((run.blocks, watched.runs.pop()))
+    }
+
+    /// Forgets the hints of adjacent blocks, so that later writes do not read these blocks in vain again.
+    fn forget_hints(&self, first: Hint, sums: &[u32]) {
+        let mut hints = self.writeback.equal.hints.lock();
+        for (logical, sum) in (first.logical..).zip(sums) {
+            hints.forget(Hint { logical, ..first }, *sum);
+        }
     }
 
     /// Makes the datastore one whose writes may be mapped to blocks in use.
