@@ -302,7 +302,6 @@ impl Engine {
         };
         if !stored.chunks_exact(BLOCK_SIZE).eq(blocks[..run.blocks as usize].iter().map(|block| block.data)) {
             // Another content with the same checksum is rare: the other blocks of the run are not tried one by one.
-            self.forget_hints(hint, &sums[..run.blocks as usize]);
             return Ok((run.blocks, None));
         }
         Ok((run.blocks, watched.runs.pop()))
