@@ -432,3 +432,15 @@ impl Engine {
         self.log.raise_version(version).map_err(|error| self.stop(error))
     }
 }
+
+#[cfg(test)]
+impl Engine {
+    /// The number of packs in a window that would be packed again, if `between` happens after the look at the packs.
+    pub fn count_repacks(&self, object: u64, window: Range<u64>, pass: &PackPass, between: impl FnOnce()) -> usize {
+        let packs = self.meta.lock().packs_to_examine(object, window).unwrap();
+        between();
+        let mut meta = self.meta.lock();
+        let mut plan = |old| meta.plan_repack(object, old, &pass.places).unwrap();
+        packs.into_iter().filter(|old| matches!(plan(*old), Planned::Pack(_))).count()
+    }
+}

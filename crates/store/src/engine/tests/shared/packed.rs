@@ -408,3 +408,45 @@ fn much_repeated_data_is_packed_in_wide_windows() {
     // A block with too many places stays plain.
     assert!(packed + 4 > distinct && stored < distinct * 6 / 10, "{distinct} {packed} {stored}");
 }
+
+/// In several rounds, most blocks are shared one by one.
+#[test]
+fn blocks_that_are_shared_one_by_one_with_a_pack_become_one_entry() {
+    let (_disk, engine) = half_packed();
+    assert_eq!(share_with(&engine, &[1], PRINTS_MIN), HALF);
+    quiet(&engine);
+    for block in [0, 32] {
+        let (run, packed) = super::super::packed::place(&engine, 1, HALF + block);
+        assert!(packed && references(&engine, run.start) <= 3, "{}", references(&engine, run.start));
+    }
+    is_kept(&engine);
+}
+
+/// After the look at its packs, a disk loses all its entries of one of them. Another disk has others.
+#[test]
+fn a_pack_without_entries_at_its_window_is_not_packed_again() {
+    let (_disk, engine) = filled((0..32).map(value_of));
+    let other = add_disk(&engine, "other", BLOCKS, Provisioning::Thin);
+    (0..8).for_each(|block| put(&engine, other, 200 + block, value_of(block)));
+    quiet(&engine);
+    assert_eq!(share(&engine, &[1, other]), 8);
+    let random = |block: u64| SharedSlice::copy_of(&Random(block).bytes(BLOCK_SIZE * 3 / 4).repeat(2)[..BLOCK_SIZE]);
+    (0..32).for_each(|block| engine.write_blocks(&engine.head(1), 64 + block, random(block)).unwrap());
+    (0..8).for_each(|block| engine.write_blocks(&engine.head(other), 300 + block, random(block)).unwrap());
+    quiet(&engine);
+    assert_eq!(share(&engine, &[1, other]), 8);
+    quiet(&engine);
+    assert!(pack(&engine, 1, 64..96).0 > 16);
+    engine.discard_blocks(&engine.head(1), 66..96).unwrap();
+    quiet(&engine);
+    let mut pass = packer();
+    while pass.finds_places() {
+        engine.pack_step(1, 64..96, &mut pass).unwrap();
+    }
+    assert_eq!(engine.count_repacks(1, 64..66, &pass, || {}), 1);
+    let discard = || {
+        engine.discard_blocks(&engine.head(1), 64..66).unwrap();
+        quiet(&engine);
+    };
+    assert_eq!(engine.count_repacks(1, 64..66, &pass, discard), 0);
+}
