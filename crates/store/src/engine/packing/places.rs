@@ -119,8 +119,15 @@ impl Places {
         Phase::Note { entry, at: range.start }
     }
 
-    fn has_room(&self) -> bool {
-        self.wanted.len() < self.memory / WANTED_BYTES
+    /// Whether further blocks can be noted. Blocks that snapshots share were noted for each of them.
+    fn has_room(&mut self) -> bool {
+        let most = (self.memory / WANTED_BYTES).max(1);
+        if self.wanted.len() >= most {
+            self.wanted.sort_unstable();
+            self.wanted.dedup();
+        }
+        // If few were noted several times, the next notes would soon be sorted again.
+        self.wanted.len() < most - most / 4 || self.wanted.is_empty()
     }
 
     /// Notes the shared blocks of a range of an object.
@@ -170,7 +177,8 @@ impl Engine {
 
     /// Notes the shared blocks of the next part of the work. Returns what comes next.
     fn note_shared(&self, entry: usize, at: u64, places: &mut Places) -> Result<Phase> {
-        let Some((object, range)) = places.work.get(entry).filter(|_| places.has_room()).cloned() else {
+        let next = if places.has_room() { places.work.get(entry).cloned() } else { None };
+        let Some((object, range)) = next else {
             places.wanted.sort_unstable();
             places.wanted.dedup();
             if places.wanted.is_empty() {

@@ -350,7 +350,10 @@ impl Engine {
     ) -> Result<bool> {
         let together = {
             let hints = self.writeback.equal.hints.lock();
-            hints.number_of(disk) == Some(equal.number) && hints.belong_together(equal.number, equal.hint.number)
+            // Numbers are given again after all disks have left their domains.
+            hints.number_of(disk) == Some(equal.number)
+                && hints.number_of(equal.hint.disk) == Some(equal.hint.number)
+                && hints.belong_together(equal.number, equal.hint.number)
         };
         let watched = equal.watches.iter().all(|watch| meta.in_flight.is_watched(*watch));
         if !together || !watched {

@@ -211,6 +211,7 @@ impl Engine {
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let mapped = equal.as_ref().map_or(Ok(false), |(head, equal)| self.map_equal_runs(head, equal))?;
+            drop(equal);
             let packs_for = |id: u64| if next.as_ref().is_some_and(|head| head.id == id) { &packs[..] } else { &[] };
             let mut batches = self.heads_in_turn().into_iter().map(|head| {
                 let batch = self.write_back(&mut lane, &head, packs_for(head.id), &mut fetch);
@@ -266,6 +267,7 @@ impl Engine {
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             self.map_equal_runs(head, &equal)?;
+            drop(equal);
             let batch = match self.write_back(&mut lane, head, &packs, &mut fetch) {
                 Err(error) => {
                     fetch = self.isolate_or_fail(error, fetch, (lane, appends))?.unwrap_or_default();
