@@ -68,8 +68,8 @@ pub enum Operation {
     /// The trees of `objects` map logical blocks to the run, where they mapped them to the blocks from `from` on. Both
     /// have the same content, and that of the run is durable.
     Share { logical: u64, run: Run, from: u64, objects: Vec<u64> },
-    /// The trees of `objects` map the blocks from `logical` on to a part of a pack that is in use: where they mapped them
-    /// to `source`, which has the same content and names the part. The blocks of the pack have these checksums.
+    /// The trees of `objects` map the blocks from `logical` on to a part of a pack that is in use: where they mapped
+    /// them to `source`, which has the same content and names the part. The blocks of the pack have these checksums.
     SharePack { logical: u64, source: Source, run: Run, checksums: Vec<u32>, objects: Vec<u64> },
     /// A disk maps logical blocks to a run that is in use already, and has the content that was written to them. The
     /// content of the run is durable, and has these checksums.

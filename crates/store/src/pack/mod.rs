@@ -136,8 +136,9 @@ pub fn assemble(fragments: &[Option<NewFragment>]) -> Vec<u8> {
     out
 }
 
-/// The number of these fragments with which a pack of at least `least` blocks wastes the smallest part of its space. The
-/// last block of a pack is half empty on average, so a pack that ends where this block is nearly full needs less space.
+/// The number of these fragments with which a pack of at least `least` blocks wastes the smallest part of its space.
+/// The last block of a pack is half empty on average, so a pack that ends where this block is nearly full needs less
+/// space.
 pub fn fullest(fragments: &[Option<NewFragment>], least: usize) -> usize {
     let (mut content, mut blocks) = (0, 0);
     let (mut best, mut best_count) = ((0, 1), fragments.len());

@@ -2,11 +2,11 @@
 //!
 //! What must hold:
 //!
-//! 1. A pack counts once for each tree, however many entries of the tree map parts of it, if all these entries lie within
-//!    [`EXTENT_BLOCKS_MAX`] logical blocks. A pack of shared blocks may also be mapped elsewhere in the tree, and counts
-//!    for each such place, as a plain shared block does. The entries may be in several leaves. So a leaf counts each of its packs once,
-//!    and names those that an earlier leaf may map too. The lowest node that contains all blocks of the pack before
-//!    this leaf looks them up, and subtracts the pack if it is mapped there.
+//! 1. A pack counts once for each tree, however many entries of the tree map parts of it, if all these entries lie
+//!    within [`EXTENT_BLOCKS_MAX`] logical blocks. A pack of shared blocks may also be mapped elsewhere in the tree,
+//!    and counts for each such place, as a plain shared block does. The entries may be in several leaves. So a leaf
+//!    counts each of its packs once, and names those that an earlier leaf may map too. The lowest node that contains
+//!    all blocks of the pack before this leaf looks them up, and subtracts the pack if it is mapped there.
 //! 2. The count below a node does not depend on the tree in which the node is, so trees that share it count it once.
 
 use super::freed::{node_of_level, root_level};

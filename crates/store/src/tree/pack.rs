@@ -97,8 +97,8 @@ pub fn pack<S: NodeStore + ?Sized>(
     redirect::redirect(store, root, range, &|page, range| pack_in_leaf(page, range, logical, pack, sources))
 }
 
-/// How often a leaf has to be split for the entries of all these sources of a pack, each mapped from a logical block on.
-/// `None` if that is more than `most` times, or if splits do not help.
+/// How often a leaf has to be split for the entries of all these sources of a pack, each mapped from a logical block
+/// on. `None` if that is more than `most` times, or if splits do not help.
 pub fn splits_for<S: NodeStore + ?Sized>(
     store: &mut S,
     leaf: NodeId,
@@ -129,8 +129,8 @@ pub fn splits_for<S: NodeStore + ?Sized>(
     Ok(Some(leaves.len() as u64 - 1))
 }
 
-/// Maps the blocks of `source` in a range to a part of a pack that is in use, in the leaves of one tree. The first block
-/// of the source is mapped at logical block `logical`. Returns the new root.
+/// Maps the blocks of `source` in a range to a part of a pack that is in use, in the leaves of one tree. The first
+/// block of the source is mapped at logical block `logical`. Returns the new root.
 pub fn share_pack<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version: 2, 3 with packs, 4 with shares, 5 with packs of new data, 6 with shared packs; version 1 is read, without the fields from 144 on |
+//! | 8 | 4 | format version: 2 to 7, by what was used; version 1 is read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |

@@ -157,8 +157,8 @@ impl Meta {
         Ok(Cost { bytes: operation.size() as u64, pages })
     }
 
-    /// An upper limit of the cost of the operations that map one pack. They change this many leaves, and those after the
-    /// first split this many of them.
+    /// An upper limit of the cost of the operations that map one pack. They change this many leaves, and those after
+    /// the first split this many of them.
     pub fn cost_of_pack<'a>(&self, operations: impl Iterator<Item = &'a Operation>, leaves: u64, splits: u64) -> Cost {
         let (mut bytes, mut runs) = (0, Vec::new());
         for operation in operations {

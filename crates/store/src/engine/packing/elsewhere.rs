@@ -123,8 +123,8 @@ impl Meta {
         }
     }
 
-    /// The entries that map parts of a pack at other logical blocks than those that begin with its first index, as far as
-    /// they are known.
+    /// The entries that map parts of a pack at other logical blocks than those that begin with its first index, as far
+    /// as they are known.
     pub(super) fn entries_elsewhere(&mut self, old: OldPack, places: &Places) -> Result<Vec<Entry>> {
         let mut known: Vec<(u64, u64)> =
             places.of(old.run.start).map(|place| (place.object, place.logical)).take(PLACES_MAX).collect();
@@ -216,8 +216,8 @@ impl Meta {
         missing.map_or(Ok(found), Err)
     }
 
-    /// The number of leaves that get the entries of the parts, and how many of them have to be split. `None` if there is
-    /// a leaf that cannot be split. The leaves `of_window` get the parts `here` too.
+    /// The number of leaves that get the entries of the parts, and how many of them have to be split. `None` if there
+    /// is a leaf that cannot be split. The leaves `of_window` get the parts `here` too.
     fn room_for(
         &mut self,
         parts: &[Elsewhere],

@@ -2,8 +2,8 @@
 //!
 //! A step takes the plain blocks of a few adjacent logical blocks, writes a pack with their content to newly allocated
 //! blocks, and then maps the pack in every leaf that mapped the plain blocks, with one operation ([`Operation::Pack`]).
-//! Where leaves map shared blocks at other logical blocks, further operations do the same ([`Operation::SharePack`]). The
-//! plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
+//! Where leaves map shared blocks at other logical blocks, further operations do the same ([`Operation::SharePack`]).
+//! The plain blocks are then free. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
 //! nothing. A pack with few blocks in use is replaced in the same way (`repack`).
 //!
 //! What must hold:

@@ -2,17 +2,17 @@
 //!
 //! A pass collects the checksums of blocks ([`scan`], [`prints`]), and pairs blocks with equal checksums. For a run of
 //! pairs both sides are read and compared. Then one operation ([`Operation::Share`](crate::journal::Operation::Share),
-//! or `SharePack` if the kept blocks are in a pack) maps the kept blocks in every leaf that mapped the duplicates, which
-//! are then free. A pack is free when no entry maps any of its blocks. The content of no disk or snapshot changes, so an interrupted or
-//! repeated pass loses nothing. A pass needs no index that remains: what it remembers is only a hint, and may be out of
-//! date.
+//! or `SharePack` if the kept blocks are in a pack) maps the kept blocks in every leaf that mapped the duplicates,
+//! which are then free. A pack is free when no entry maps any of its blocks. The content of no disk or snapshot
+//! changes, so an interrupted or repeated pass loses nothing. A pass needs no index that remains: what it remembers is
+//! only a hint, and may be out of date.
 //!
 //! What must hold:
 //!
 //! 1. A block replaces another one only if both have been read, match their checksums, and are equal byte for byte.
-//! 2. From the plan to the end of the operation, the plain blocks of both sides are marked as in flight. So no other write of
-//!    these blocks begins, and journalled payload waits. The operation is carried out only if the leaves still map the
-//!    blocks, and no payload was journalled for them meanwhile.
+//! 2. From the plan to the end of the operation, the plain blocks of both sides are marked as in flight. So no other
+//!    write of these blocks begins, and journalled payload waits. The operation is carried out only if the leaves still
+//!    map the blocks, and no payload was journalled for them meanwhile.
 //! 3. The operation waits until all writes to the data files that have ended are durable: the kept blocks may have been
 //!    overwritten in place, and no pending operation tells of such a write. Writes of journalled payload count too: a
 //!    repair may leave the payload out, because the map of the disk that wrote it is lost.

@@ -8,8 +8,8 @@
 //! 1. A plain block is written and settled: not suspect, without a write under way, without journalled payload that is
 //!    not written to it, and not concerned by a pending operation. So the block on the medium has the content that its
 //!    checksum describes, and the operations that made it so are durable. A block in a pack needs none of this, because
-//!    packs are never overwritten: the operation that mapped the pack precedes the share in the journal, and waits until
-//!    the pack is durable.
+//!    packs are never overwritten: the operation that mapped the pack precedes the share in the journal, and waits
+//!    until the pack is durable.
 //! 2. All leaves that map the duplicate at its logical block are found: as many as it has references, or all that exist
 //!    at this logical block. In the second case the duplicate is mapped at other logical blocks too, and is not free
 //!    afterwards.

@@ -134,9 +134,9 @@ impl Prints {
         kept
     }
 
-    /// Determines for each of these prints which of them is kept instead: of those with the same checksum one in a pack,
-    /// because no plain block replaces it, and of these the one with the most references, as long as it can get more,
-    /// then the next one.
+    /// Determines for each of these prints which of them is kept instead: of those with the same checksum one in a
+    /// pack, because no plain block replaces it, and of these the one with the most references, as long as it can get
+    /// more, then the next one.
     pub fn assign(&self, indexes: &mut [u32], kept: &mut [Option<u32>]) {
         indexes.sort_unstable_by_key(|index| {
             let print = self.get(*index);

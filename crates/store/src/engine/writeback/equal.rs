@@ -75,8 +75,8 @@ impl EqualWrites {
         }
     }
 
-    /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room for
-    /// them.
+    /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room
+    /// for them.
     pub fn note_found(&self, disk: u64, blocks: impl Iterator<Item = (u64, u32)>) {
         if self.has_any() {
             let mut hints = self.hints.lock();

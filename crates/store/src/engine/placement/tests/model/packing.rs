@@ -1,6 +1,6 @@
 //! Packing in the model: the content of a block is copied to a new block, which is then mapped instead in every leaf:
-//! by one operation for each logical block. A pack of the model has one block. It is never overwritten in place. Writes that need new blocks may get packs at
-//! once.
+//! by one operation for each logical block. A pack of the model has one block. It is never overwritten in place. Writes
+//! that need new blocks may get packs at once.
 
 use super::metadata::*;
 use super::step::{Action, Fault, Rules, Violation};

@@ -133,8 +133,8 @@ impl Rules {
         }
     }
 
-    /// Whether a block, which is `packed`, can be shared. A pack needs neither a mark nor settled content, because it is
-    /// never overwritten.
+    /// Whether a block, which is `packed`, can be shared. A pack needs neither a mark nor settled content, because it
+    /// is never overwritten.
     fn is_sharable(&self, state: &ModelState, block: usize, packed: bool, claimed: bool) -> bool {
         let entry = &state.now.entries[block];
         match packed {
