@@ -405,7 +405,7 @@ impl Engine {
     ) -> Result<bool> {
         let mut at = logical;
         // The pack of which all blocks were found good last. Several parts may be in one pack.
-        let mut good_pack = None;
+        let (mut good_pack, mut unchanged) = (None, true);
         for (index, part) in parts.iter().enumerate() {
             let first = at;
             at += (part.length() / BLOCK_SIZE) as u64;
@@ -435,14 +435,19 @@ impl Engine {
                     let here = Run { start: stored.block + i as u64, blocks: 1 };
                     let logical = if is_packed { first } else { first + i as u64 };
                     self.mismatch(name, logical, here, *wanted, replan)?;
-                    return Ok(false);
+                    // A crash may have left many blocks of the range suspect. All are settled now: a client gets an
+                    // error if a range has to be planned too often.
+                    (is_good, unchanged) = (false, false);
+                    if is_packed {
+                        break;
+                    }
                 }
             }
             if is_packed && is_good {
                 good_pack = Some(stored.block);
             }
         }
-        Ok(true)
+        Ok(unchanged)
     }
 
     /// Handles a block that does not have the planned checksum. There are three causes: the block changed during the

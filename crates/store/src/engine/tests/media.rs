@@ -113,3 +113,30 @@ fn a_scrub_settles_suspect_blocks_so_that_later_damage_is_found() {
     assert_eq!(scrub(&engine), places.map(DamagedPlace::Block));
     (0..2).for_each(|block| assert_eq!(value(&engine, block).unwrap_err().kind(), ErrorKind::Corrupt));
 }
+
+/// A client gets an error if a read has to be planned 256 times.
+#[test]
+fn a_read_settles_all_its_suspect_blocks_at_once() {
+    let (_disk, engine) = made();
+    (0..300).for_each(|block| write(&engine, block, 1));
+    packed::quiet(&engine);
+    for block in 0..300 {
+        let run = Run { start: packed::place(&engine, 1, block).0.start, blocks: 1 };
+        {
+            let mut guard = engine.meta.lock();
+            let meta = &mut *guard;
+            meta.data.annotate(&mut meta.pages, run, |_, entry| entry.suspect = true).unwrap();
+        }
+        // The overwrite of the block was carried out, and the store ended before it was acknowledged.
+        let (file, offset) = engine.files.locate(run).unwrap();
+        file.write_at(&[&slice(2, 1)], offset, true).unwrap();
+    }
+    let plans = std::cell::Cell::new(0);
+    let head = engine.head(1);
+    let found = engine.read_blocks("vm", 0..300, &|range| {
+        plans.set(plans.get() + u64::from(range.end - range.start > 1));
+        engine.plan_head(&head, range)
+    });
+    assert!(found.unwrap().iter().all(|byte| *byte == 2));
+    assert_eq!(plans.get(), 2);
+}
