@@ -198,11 +198,11 @@ fn a_read_takes_the_memory_of_a_pack_once() {
     let (_folder, datastore) = cloned();
     let disk = datastore.native.find_disk("c").unwrap();
     let device = datastore.native.device_of(&disk, &disk);
-    // Content that becomes half as long.
+    // Content that becomes half as long: 32 blocks fill their pack.
     let content = |number: usize| {
         let mut state = number as u64 + 1;
         let mut block = vec![0; BLOCK_SIZE];
-        for byte in &mut block[..BLOCK_SIZE / 2] {
+        for byte in &mut block[..2124] {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             *byte = (state >> 56) as u8;
         }
