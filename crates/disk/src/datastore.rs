@@ -34,7 +34,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
-use store::engine::{FORMAT_VERSION, InitParameters, Owner};
+use store::engine::{InitParameters, Owner};
 use store::{Engine, EngineOptions};
 pub(crate) use uses::InUse;
 use uses::Uses;
@@ -400,7 +400,7 @@ impl Datastore {
         let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {
             uuid: names::uuid_text(&engine.uuid()),
-            version: FORMAT_VERSION,
+            version: engine.format_version(),
             file_system: self.file_system(),
             capacity: room.total,
             available: room.available,

@@ -108,6 +108,11 @@ impl Meta {
 }
 
 impl Engine {
+    /// The version of the format that the datastore has, by what was used in it.
+    pub fn format_version(&self) -> u32 {
+        self.log.version()
+    }
+
     /// The state of a range of a head, in at most `limit` spans.
     pub fn spans_head(&self, head: &Head, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
         let mut out = Vec::new();
