@@ -1,5 +1,6 @@
 //! How data of native disks is compressed.
 
+use crate::reduce_at::ReduceAt;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -34,68 +35,22 @@ impl Compression {
     }
 }
 
-/// When new data of a disk with compression is compressed. Data that was not written for a while is compressed by
-/// servers in any case.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum CompressAt {
-    /// Only once it was not written for a while.
-    #[default]
-    Idle,
-    /// When it is written to the data files, if whole windows of 128 KiB need new blocks.
-    WriteBack,
-}
-
-impl CompressAt {
-    /// Whether new data is stored without compression at first.
-    pub fn is_idle(&self) -> bool {
-        *self == Self::Idle
-    }
-}
-
-impl fmt::Display for CompressAt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Idle => "idle",
-            Self::WriteBack => "write-back",
-        })
-    }
-}
-
-impl FromStr for CompressAt {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "idle" => Ok(Self::Idle),
-            "write-back" => Ok(Self::WriteBack),
-            _ => Err(format!("'{text}' is neither idle nor write-back")),
-        }
-    }
-}
-
 /// Changes method and time of compression; `None` leaves them as they are. Compression that is switched on is at
 /// write-back, unless another time is given.
 pub(crate) fn change_compression(
     new: Option<Compression>,
-    new_at: Option<CompressAt>,
+    new_at: Option<ReduceAt>,
     compression: &mut Compression,
-    at: &mut CompressAt,
+    at: &mut ReduceAt,
 ) -> Result<(), error::Error> {
-    let was_off = compression.is_off();
     let method = new.unwrap_or(*compression);
-    *at = match (method.is_off(), new_at) {
-        (true, Some(_)) => {
-            return Err(error::Error::new(
-                error::ErrorKind::Invalid,
-                "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
-            ));
-        }
-        (true, None) => CompressAt::Idle,
-        (false, Some(time)) => time,
-        (false, None) if was_off => CompressAt::WriteBack,
-        (false, None) => *at,
-    };
+    let time = at.changed([compression.is_off(), method.is_off()], new_at);
+    *at = time.ok_or_else(|| {
+        error::Error::new(
+            error::ErrorKind::Invalid,
+            "a time of compression is given, but compression is off: give a method too, such as --compression lz4",
+        )
+    })?;
     *compression = method;
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Among which data equal blocks are found.
 
+use crate::reduce_at::ReduceAt;
 use crate::settings::{self, Labels};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -46,69 +47,23 @@ impl Deduplication {
     }
 }
 
-/// When new data of a disk with deduplication is compared with other data. Data that was not written for a while is
-/// compared by servers in any case.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DedupAt {
-    /// Only once it was not written for a while.
-    #[default]
-    Idle,
-    /// When it is written to the data files and needs new blocks.
-    WriteBack,
-}
-
-impl DedupAt {
-    /// Whether new data is not compared at first.
-    pub fn is_idle(&self) -> bool {
-        *self == Self::Idle
-    }
-}
-
-impl fmt::Display for DedupAt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Idle => "idle",
-            Self::WriteBack => "write-back",
-        })
-    }
-}
-
-impl FromStr for DedupAt {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "idle" => Ok(Self::Idle),
-            "write-back" => Ok(Self::WriteBack),
-            _ => Err(format!("'{text}' is neither idle nor write-back")),
-        }
-    }
-}
-
 /// Changes domain and time of deduplication; `None` leaves them as they are. Deduplication that is switched on is at
 /// write-back, unless another time is given.
 pub(crate) fn change_deduplication(
     new: Option<&Deduplication>,
-    new_at: Option<DedupAt>,
+    new_at: Option<ReduceAt>,
     dedup: &mut Deduplication,
-    at: &mut DedupAt,
+    at: &mut ReduceAt,
 ) -> Result<(), error::Error> {
     let was_off = dedup.is_off();
-    let is_off = new.map_or(was_off, Deduplication::is_off);
-    *at = match (is_off, new_at) {
-        (true, Some(_)) => {
-            return Err(error::Error::new(
-                error::ErrorKind::Invalid,
-                "a time of deduplication is given, but deduplication is off: say among which disks too, such as \
-                 --dedup disk",
-            ));
-        }
-        (true, None) => DedupAt::Idle,
-        (false, Some(time)) => time,
-        (false, None) if was_off => DedupAt::WriteBack,
-        (false, None) => *at,
-    };
+    let time = at.changed([was_off, new.map_or(was_off, Deduplication::is_off)], new_at);
+    *at = time.ok_or_else(|| {
+        error::Error::new(
+            error::ErrorKind::Invalid,
+            "a time of deduplication is given, but deduplication is off: say among which disks too, such as \
+             --dedup disk",
+        )
+    })?;
     new.into_iter().for_each(|new| dedup.clone_from(new));
     Ok(())
 }
@@ -202,11 +157,11 @@ mod tests {
 
     #[test]
     fn a_time_is_read_as_it_is_shown() {
-        for time in [DedupAt::Idle, DedupAt::WriteBack] {
+        for time in [ReduceAt::Idle, ReduceAt::WriteBack] {
             assert_eq!(time.to_string().parse(), Ok(time));
             assert_eq!(serde_json::to_string(&time).unwrap(), format!("\"{time}\""));
         }
-        assert!("noon".parse::<DedupAt>().unwrap_err().contains("noon"));
+        assert!("noon".parse::<ReduceAt>().unwrap_err().contains("noon"));
     }
 
     #[test]

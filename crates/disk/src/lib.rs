@@ -26,6 +26,7 @@ pub mod pace;
 mod privacy;
 mod quota;
 mod reclaim;
+mod reduce_at;
 pub mod salvage;
 mod scrub;
 pub mod sealed;
@@ -40,9 +41,9 @@ mod testbed;
 pub mod transfer;
 mod zeros;
 
-pub use compression::{CompressAt, Compression};
+pub use compression::Compression;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
-pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, DedupAt, Deduplication};
+pub use deduplication::{DEDUP_MEMORY_DEFAULT, DEDUP_MEMORY_MIN, Deduplication};
 pub use device::{
     Allocation, BaseIdentity, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict,
 };
@@ -56,6 +57,7 @@ pub use location::Location;
 pub use native::{IdleDisk, IdleDomain, IdlePass};
 pub use quota::{LimitInfo, Limits};
 pub use reclaim::{ReclaimMethod, ReclaimPart, ReclaimReport};
+pub use reduce_at::ReduceAt;
 pub use scrub::{
     DamageReference, ScrubDamage, ScrubOptions, ScrubReport, ScrubResult, ScrubState, ScrubSummary, ScrubTouched,
 };

@@ -1,10 +1,11 @@
 //! The record of settings: what is stored for each disk, how it is changed, and the versions of the file.
 
-use crate::compression::{CompressAt, Compression, change_compression};
-use crate::deduplication::{DedupAt, Deduplication, change_deduplication};
+use crate::compression::{Compression, change_compression};
+use crate::deduplication::{Deduplication, change_deduplication};
 use crate::full::OnFull;
 use crate::names;
 use crate::quota::Limits;
+use crate::reduce_at::ReduceAt;
 use crate::sealed::Kind;
 use crate::zeros::DetectZeroes;
 use error::text::size;
@@ -41,15 +42,15 @@ pub struct DiskSettings {
     #[serde(default, skip_serializing_if = "Compression::is_off")]
     pub compression: Compression,
     /// When new data is compressed.
-    #[serde(default, skip_serializing_if = "CompressAt::is_idle")]
-    pub compress_at: CompressAt,
+    #[serde(default, skip_serializing_if = "ReduceAt::is_idle")]
+    pub compress_at: ReduceAt,
     /// Among which disks servers find data of the disk that is equal to other data, once it was not written for a
     /// while.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
     /// When new data is compared with other data.
-    #[serde(default, skip_serializing_if = "DedupAt::is_idle")]
-    pub dedup_at: DedupAt,
+    #[serde(default, skip_serializing_if = "ReduceAt::is_idle")]
+    pub dedup_at: ReduceAt,
 }
 
 impl DiskSettings {
@@ -83,14 +84,14 @@ pub struct SettingsChange {
     pub compression: Option<Compression>,
     /// When new data is compressed. Compression that is switched on is at write-back, unless this is given.
     #[serde(default)]
-    pub compress_at: Option<CompressAt>,
+    pub compress_at: Option<ReduceAt>,
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
     /// When new data is compared with other data. Deduplication that is switched on is at write-back, unless this is
     /// given.
     #[serde(default)]
-    pub dedup_at: Option<DedupAt>,
+    pub dedup_at: Option<ReduceAt>,
 }
 
 /// The settings that new disks get, unless others are given.
@@ -101,14 +102,14 @@ pub struct DiskDefaults {
     #[serde(default)]
     pub compression: Compression,
     /// When new data of the disk is compressed.
-    #[serde(default, skip_serializing_if = "CompressAt::is_idle")]
-    pub compress_at: CompressAt,
+    #[serde(default, skip_serializing_if = "ReduceAt::is_idle")]
+    pub compress_at: ReduceAt,
     /// Among which disks servers find equal data; only thin native disks get this setting.
     #[serde(default, skip_serializing_if = "Deduplication::is_off")]
     pub dedup: Deduplication,
     /// When new data of the disk is compared with other data.
-    #[serde(default, skip_serializing_if = "DedupAt::is_idle")]
-    pub dedup_at: DedupAt,
+    #[serde(default, skip_serializing_if = "ReduceAt::is_idle")]
+    pub dedup_at: ReduceAt,
 }
 
 impl DiskDefaults {
@@ -126,14 +127,14 @@ pub struct DefaultsChange {
     pub compression: Option<Compression>,
     /// When new data of the disk is compressed. Compression that is switched on is at write-back, unless this is given.
     #[serde(default)]
-    pub compress_at: Option<CompressAt>,
+    pub compress_at: Option<ReduceAt>,
     /// Among which disks servers find equal data.
     #[serde(default)]
     pub dedup: Option<Deduplication>,
     /// When new data of the disk is compared with other data. Deduplication that is switched on is at write-back,
     /// unless this is given.
     #[serde(default)]
-    pub dedup_at: Option<DedupAt>,
+    pub dedup_at: Option<ReduceAt>,
 }
 
 impl DefaultsChange {

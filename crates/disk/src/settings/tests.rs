@@ -3,10 +3,11 @@
 
 use super::record::{LABELS_MAX, decode};
 use super::*;
-use crate::compression::{CompressAt, Compression};
-use crate::deduplication::{DedupAt, Deduplication};
+use crate::compression::Compression;
+use crate::deduplication::Deduplication;
 use crate::full::OnFull;
 use crate::quota::Limits;
+use crate::reduce_at::ReduceAt;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{File, IoMode};
 use error::ErrorKind;
@@ -124,7 +125,7 @@ fn one_damaged_byte_of_the_record_is_mended() {
 }
 
 fn compressed(compression: Compression) -> SettingsChange {
-    let compress_at = (!compression.is_off()).then_some(CompressAt::Idle);
+    let compress_at = (!compression.is_off()).then_some(ReduceAt::Idle);
     SettingsChange { compression: Some(compression), compress_at, ..SettingsChange::default() }
 }
 
@@ -147,7 +148,7 @@ fn only_a_record_with_compression_has_the_version_of_compression() {
     settings.change(TWO, &compressed(Compression::Off)).unwrap();
     assert_eq!(version(&directory), Some('1'));
     let defaults = |compression: Option<Compression>| DefaultsChange {
-        compress_at: compression.filter(|compression| !compression.is_off()).map(|_| CompressAt::Idle),
+        compress_at: compression.filter(|compression| !compression.is_off()).map(|_| ReduceAt::Idle),
         compression,
         ..DefaultsChange::default()
     };
@@ -169,11 +170,11 @@ fn compression_at_write_back_needs_the_version_of_deduplication() {
     let directory = directory();
     let settings = Settings::open(Arc::clone(&directory));
     let at = |at| SettingsChange { compress_at: Some(at), ..compressed(Compression::Lz4) };
-    settings.change(ONE, &at(CompressAt::WriteBack)).unwrap();
+    settings.change(ONE, &at(ReduceAt::WriteBack)).unwrap();
     assert_eq!(version(&directory), Some('3'));
     assert_eq!(settings.compressed_at_write_back(), [(ONE.to_owned(), Compression::Lz4)].into());
     assert_eq!(Settings::open(Arc::clone(&directory)).of(ONE), settings.of(ONE));
-    settings.change(ONE, &at(CompressAt::Idle)).unwrap();
+    settings.change(ONE, &at(ReduceAt::Idle)).unwrap();
     assert_eq!((version(&directory), settings.compressed_at_write_back()), (Some('2'), BTreeMap::new()));
 }
 
@@ -186,18 +187,18 @@ fn deduplication_at_write_back_has_a_version_of_its_own() {
         dedup_at: Some(dedup_at),
         ..SettingsChange::default()
     };
-    settings.change(ONE, &set(DedupAt::WriteBack)).unwrap();
-    settings.change(TWO, &set(DedupAt::Idle)).unwrap();
+    settings.change(ONE, &set(ReduceAt::WriteBack)).unwrap();
+    settings.change(TWO, &set(ReduceAt::Idle)).unwrap();
     assert_eq!(version(&directory), Some('4'));
     assert_eq!(settings.deduplicated_at_write_back(), [(ONE.to_owned(), Domain::Datastore)].into());
     let again = Settings::open(Arc::clone(&directory));
     assert_eq!([again.of(ONE), again.of(TWO)], [settings.of(ONE), settings.of(TWO)]);
-    settings.change(ONE, &set(DedupAt::Idle)).unwrap();
+    settings.change(ONE, &set(ReduceAt::Idle)).unwrap();
     assert_eq!((version(&directory), settings.deduplicated_at_write_back()), (Some('3'), BTreeMap::new()));
     let defaults = DefaultsChange { dedup: Some(Deduplication::Disk), ..DefaultsChange::default() };
     settings.change_defaults(&defaults).unwrap();
     assert_eq!(version(&directory), Some('4'));
-    assert_eq!(Settings::open(Arc::clone(&directory)).defaults().dedup_at, DedupAt::WriteBack);
+    assert_eq!(Settings::open(Arc::clone(&directory)).defaults().dedup_at, ReduceAt::WriteBack);
     settings.change(ONE, &SettingsChange { dedup: Some(Deduplication::Off), ..SettingsChange::default() }).unwrap();
     assert_eq!(settings.of(ONE), DiskSettings::default());
 }
@@ -207,7 +208,7 @@ fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
     let directory = directory();
     let settings = Settings::open(Arc::clone(&directory));
     let set = |dedup: Deduplication| SettingsChange {
-        dedup_at: (!dedup.is_off()).then_some(DedupAt::Idle),
+        dedup_at: (!dedup.is_off()).then_some(ReduceAt::Idle),
         dedup: Some(dedup),
         ..SettingsChange::default()
     };
@@ -223,7 +224,7 @@ fn only_a_record_with_deduplication_has_the_version_of_deduplication() {
     settings.change(TWO, &set(Deduplication::Off)).unwrap();
     assert_eq!(version(&directory), Some('2'));
     let defaults = |dedup: Deduplication| DefaultsChange {
-        dedup_at: (!dedup.is_off()).then_some(DedupAt::Idle),
+        dedup_at: (!dedup.is_off()).then_some(ReduceAt::Idle),
         dedup: Some(dedup),
         ..DefaultsChange::default()
     };

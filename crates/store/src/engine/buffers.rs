@@ -261,6 +261,11 @@ impl Buffers {
         self.heads.read().get(&disk).cloned()
     }
 
+    /// The writable states of these disks, as far as they have any.
+    pub fn of_disks(&self, disks: &[u64]) -> Vec<Arc<Head>> {
+        disks.iter().filter_map(|disk| self.find(*disk)).collect()
+    }
+
     /// The state of a deleted disk: it refuses reads and writes.
     pub fn gone(disk: u64) -> Arc<Head> {
         Head::new(disk, Buffer { gone: true, ..Buffer::default() })

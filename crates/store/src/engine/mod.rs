@@ -79,6 +79,7 @@ mod heads;
 mod inspect;
 mod isolate;
 mod left_out;
+mod locked_buffers;
 mod log;
 mod maintain;
 mod metadata;

@@ -4,8 +4,8 @@
 use super::*;
 use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{
-    CompressAt, Compression, DedupAt, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat,
-    ImageKind, LimitsChange, NewDisk, OnFull, Point, Provisioning, SettingsChange, SnapshotOptions, Tuning,
+    Compression, Deduplication, DefaultsChange, DeltaFormat, DetectZeroes, Direction, DiskFormat, ImageKind,
+    LimitsChange, NewDisk, OnFull, Point, Provisioning, ReduceAt, SettingsChange, SnapshotOptions, Tuning,
 };
 
 fn requests() -> Vec<Request> {
@@ -33,9 +33,9 @@ fn requests() -> Vec<Request> {
                 remove_labels: vec![name()],
                 limits: LimitsChange { quota: Some(u64::MAX), reservation: Some(0) },
                 compression: Some(Compression::Zstd(19)),
-                compress_at: Some(CompressAt::WriteBack),
+                compress_at: Some(ReduceAt::WriteBack),
                 dedup: Some(Deduplication::Label("tenant".into())),
-                dedup_at: Some(DedupAt::Idle),
+                dedup_at: Some(ReduceAt::Idle),
             },
         }),
         Request::Disk(DiskRequest::Defaults {
@@ -43,7 +43,7 @@ fn requests() -> Vec<Request> {
                 compression: Some(Compression::Off),
                 compress_at: None,
                 dedup: Some(Deduplication::Disk),
-                dedup_at: Some(DedupAt::WriteBack),
+                dedup_at: Some(ReduceAt::WriteBack),
             },
         }),
         Request::Disk(DiskRequest::List),

@@ -4,8 +4,8 @@
 
 use crate::testbed::options;
 use crate::{
-    CheckOptions, CompressAt, Compression, Datastore, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions,
-    NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, SettingsChange, SnapshotOptions,
+    CheckOptions, Compression, Datastore, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions, NewDisk,
+    NoProgress, Point, Progress, Provisioning, QueueChoice, ReduceAt, SettingsChange, SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::ErrorKind;
@@ -32,11 +32,11 @@ fn open(path: &Path) -> Arc<Datastore> {
 }
 
 fn set(compression: Compression) -> SettingsChange {
-    let compress_at = (!compression.is_off()).then_some(CompressAt::Idle);
+    let compress_at = (!compression.is_off()).then_some(ReduceAt::Idle);
     SettingsChange { compression: Some(compression), compress_at, ..SettingsChange::default() }
 }
 
-fn set_at(compression: Compression, at: CompressAt) -> SettingsChange {
+fn set_at(compression: Compression, at: ReduceAt) -> SettingsChange {
     SettingsChange { compression: Some(compression), compress_at: Some(at), ..SettingsChange::default() }
 }
 
@@ -315,7 +315,7 @@ fn new_data_is_compressed_when_it_is_written_unless_the_setting_says_idle() {
     let (datastore, at) = (&bed.datastore, |at| set_at(Compression::Lz4, at));
     bed.write("a", 0, 1, MIB);
     assert_eq!(packed(datastore, "a"), 0);
-    datastore.edit_disk("a", &at(CompressAt::WriteBack)).unwrap();
+    datastore.edit_disk("a", &at(ReduceAt::WriteBack)).unwrap();
     // More than a flush appends to the journal.
     let device = datastore.device("a", false).unwrap();
     let long = |mib: usize, seed: u8| {
@@ -340,7 +340,7 @@ fn new_data_is_compressed_when_it_is_written_unless_the_setting_says_idle() {
         device.flush().unwrap();
         assert_eq!(packed(&again, disk) - before, MIB as u64, "{disk}");
     }
-    again.edit_disk("a", &at(CompressAt::Idle)).unwrap();
+    again.edit_disk("a", &at(ReduceAt::Idle)).unwrap();
     let before = packed(&again, "a");
     again.device("a", false).unwrap().write(6 * MIB as u64, SharedSlice::copy_of(&content(4, MIB)), false).unwrap();
     assert_eq!(packed(&again, "a"), before);
@@ -357,7 +357,7 @@ fn compression_that_is_switched_on_is_at_write_back() {
     };
     let at = || datastore.disk("a").unwrap().settings.compress_at;
     let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
-    for time in [CompressAt::WriteBack, CompressAt::Idle] {
+    for time in [ReduceAt::WriteBack, ReduceAt::Idle] {
         let alone = SettingsChange { compress_at: Some(time), ..SettingsChange::default() };
         let defaults = DefaultsChange { compress_at: Some(time), ..DefaultsChange::default() };
         let made = datastore.create_disk_with("x", &thin, &alone, &NoProgress).map(drop);
@@ -368,17 +368,17 @@ fn compression_that_is_switched_on_is_at_write_back() {
     }
     assert!(datastore.disk("x").is_err());
     edit(Some(Compression::Lz4), None).unwrap();
-    assert_eq!(at(), CompressAt::WriteBack);
-    edit(None, Some(CompressAt::Idle)).unwrap();
+    assert_eq!(at(), ReduceAt::WriteBack);
+    edit(None, Some(ReduceAt::Idle)).unwrap();
     edit(Some(Compression::Zstd(3)), None).unwrap();
-    assert_eq!(at(), CompressAt::Idle, "another method leaves the time as it is");
+    assert_eq!(at(), ReduceAt::Idle, "another method leaves the time as it is");
     edit(Some(Compression::Off), None).unwrap();
-    edit(Some(Compression::Lz4), Some(CompressAt::Idle)).unwrap();
-    assert_eq!(at(), CompressAt::Idle);
+    edit(Some(Compression::Lz4), Some(ReduceAt::Idle)).unwrap();
+    assert_eq!(at(), ReduceAt::Idle);
     let change = DefaultsChange { compression: Some(Compression::Lz4), ..DefaultsChange::default() };
     datastore.change_defaults(&change).unwrap();
     datastore.create_disk("new", &thin, &NoProgress).unwrap();
-    assert_eq!(datastore.disk("new").unwrap().settings.compress_at, CompressAt::WriteBack);
-    datastore.create_disk_with("other", &thin, &set_at(Compression::Lz4, CompressAt::Idle), &NoProgress).unwrap();
-    assert_eq!(datastore.disk("other").unwrap().settings.compress_at, CompressAt::Idle);
+    assert_eq!(datastore.disk("new").unwrap().settings.compress_at, ReduceAt::WriteBack);
+    datastore.create_disk_with("other", &thin, &set_at(Compression::Lz4, ReduceAt::Idle), &NoProgress).unwrap();
+    assert_eq!(datastore.disk("other").unwrap().settings.compress_at, ReduceAt::Idle);
 }

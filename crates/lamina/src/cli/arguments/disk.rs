@@ -9,8 +9,8 @@ use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{
-    CompressAt, Compression, DEDUP_MEMORY_MIN, DedupAt, Deduplication, DefaultsChange, Deletion, DeltaFormat,
-    DetectZeroes, DiskFormat, LimitsChange, Location, NewDisk, OnFull, Provisioning, SettingsChange, Tuning,
+    Compression, DEDUP_MEMORY_MIN, Deduplication, DefaultsChange, Deletion, DeltaFormat, DetectZeroes, DiskFormat,
+    LimitsChange, Location, NewDisk, OnFull, Provisioning, ReduceAt, SettingsChange, Tuning,
 };
 use std::path::PathBuf;
 
@@ -93,7 +93,7 @@ pub struct SettingsArguments {
     /// When new data is compressed: at write-back (what compression that is switched on has), or only by servers once
     /// it was not written for a while (idle), which they do with all data.
     #[arg(long, value_name = "write-back|idle")]
-    pub compress_at: Option<CompressAt>,
+    pub compress_at: Option<ReduceAt>,
     /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk
     /// (only within the disk), label:KEY such as label:tenant (the disks with this setting and the same value of the
     /// label), or datastore (all disks with this setting). Only for thin native disks. A new disk has what 'disk
@@ -103,7 +103,7 @@ pub struct SettingsArguments {
     /// When new data is compared with stored data: at write-back (what deduplication that is switched on has), or only
     /// by servers once it was not written for a while (idle), which they do with all data.
     #[arg(long, value_name = "write-back|idle")]
-    pub dedup_at: Option<DedupAt>,
+    pub dedup_at: Option<ReduceAt>,
 }
 
 impl SettingsArguments {
@@ -390,14 +390,14 @@ pub enum DiskCommand {
         /// When new data of these disks is compressed: at write-back, or only once it was not written for a while
         /// (idle).
         #[arg(long, value_name = "write-back|idle")]
-        compress_at: Option<CompressAt>,
+        compress_at: Option<ReduceAt>,
         /// Among which disks servers find equal data of new thin native disks.
         #[arg(long, value_name = "off|disk|label:KEY|datastore")]
         dedup: Option<Deduplication>,
         /// When new data of these disks is compared with stored data: at write-back, or only once it was not written
         /// for a while (idle).
         #[arg(long, value_name = "write-back|idle")]
-        dedup_at: Option<DedupAt>,
+        dedup_at: Option<ReduceAt>,
     },
     /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),

@@ -4,9 +4,9 @@ use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
 use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{
-    CompressAt, Compression, CompressionState, CompressionStatus, DedupAt, Deduplication, DeduplicationState,
-    DeduplicationStatus, DetectZeroes, DiskDefaults, DiskInfo, DiskSettings, DiskStatistics, DiskUser, ImageDetails,
-    LiveProgress, OnFull, Provisioning, Reclaimed, WaitingWrites,
+    Compression, CompressionState, CompressionStatus, Deduplication, DeduplicationState, DeduplicationStatus,
+    DetectZeroes, DiskDefaults, DiskInfo, DiskSettings, DiskStatistics, DiskUser, ImageDetails, LiveProgress, OnFull,
+    Provisioning, Reclaimed, ReduceAt, WaitingWrites,
 };
 use std::io::{self, Write};
 
@@ -146,12 +146,12 @@ fn compression(disk: &DiskInfo) -> Option<String> {
 }
 
 /// How and when data is compressed.
-fn method(compression: Compression, at: CompressAt, dedup: &Deduplication) -> String {
+fn method(compression: Compression, at: ReduceAt, dedup: &Deduplication) -> String {
     match (compression, at) {
         (Compression::Off, _) => compression.to_string(),
         _ if !dedup.is_off() => format!("{compression} after deduplication"),
-        (_, CompressAt::WriteBack) => format!("{compression} at write-back"),
-        (_, CompressAt::Idle) => format!("{compression} when idle"),
+        (_, ReduceAt::WriteBack) => format!("{compression} at write-back"),
+        (_, ReduceAt::Idle) => format!("{compression} when idle"),
     }
 }
 
@@ -177,11 +177,11 @@ fn deduplication(disk: &DiskInfo) -> Option<String> {
 }
 
 /// Among which disks and when equal data is found.
-fn domain_at(domain: &Deduplication, at: DedupAt) -> String {
+fn domain_at(domain: &Deduplication, at: ReduceAt) -> String {
     match at {
         _ if domain.is_off() => domain.to_string(),
-        DedupAt::WriteBack => format!("{domain} at write-back"),
-        DedupAt::Idle => format!("{domain} when idle"),
+        ReduceAt::WriteBack => format!("{domain} at write-back"),
+        ReduceAt::Idle => format!("{domain} when idle"),
     }
 }
 

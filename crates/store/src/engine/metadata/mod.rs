@@ -8,6 +8,7 @@ mod apply;
 mod cost;
 mod fetch;
 mod freed;
+mod part;
 mod pending;
 mod survey;
 mod view;
@@ -16,6 +17,7 @@ pub(crate) use apply::{Effects, NODES_PER_OPERATION, Nodes};
 pub(crate) use cost::{LEAVES_PER_TREE_MAX, PACK_SPLITS_MAX, Touched};
 pub(crate) use fetch::Fetch;
 pub(crate) use freed::Freed;
+pub(crate) use part::{LeafPart, PART_BLOCKS, PartOfLeaf, end_of_part};
 pub(crate) use pending::{Pending, Queue};
 pub(crate) use view::{Sight, View};
 

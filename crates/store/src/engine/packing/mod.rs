@@ -35,6 +35,7 @@ pub(crate) use examined::Examined;
 pub use places::PackPass;
 
 use super::Engine;
+use super::locked_buffers::LockedBuffers;
 use super::log::Cost;
 use super::reserve::KEPT;
 use crate::catalog::{ObjectState, Provisioning};
@@ -49,7 +50,6 @@ use places::Places;
 use plan::{Plan, Planned};
 pub(super) use plan::{Tree, Unsettled};
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Blocks that are packed together. A read of one block reads the whole pack.
 pub(super) const WINDOW: u64 = 32;
@@ -371,17 +371,11 @@ impl Engine {
         let mut disks: Vec<u64> = plan.changed().map(|(disk, _)| disk).collect();
         disks.sort_unstable();
         disks.dedup();
-        let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
-        let heads = find();
-        let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
+        let heads = self.buffers.of_disks(&disks);
+        let buffers = LockedBuffers::lock(&heads);
         let mut meta = self.meta.lock();
-        // A disk that was opened or reverted since has a buffer that is not locked.
-        let same = find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr));
-        let is_free = |(disk, window): (u64, Range<u64>)| {
-            let buffer = heads.iter().zip(&buffers).find(|(head, _)| head.id == disk);
-            buffer.is_none_or(|(_, buffer)| buffer.layers.is_free(&window))
-        };
-        if !same || !plan.changed().all(is_free) {
+        let is_current = buffers.are_current(&self.buffers, &disks);
+        if !is_current || !plan.changed().all(|(disk, window)| buffers.is_free(disk, &window)) {
             self.release_new(&mut meta, Some(run));
             return Ok(Outcome::Left);
         }

@@ -10,10 +10,9 @@
 
 use super::PackStep;
 use crate::catalog::ObjectState;
-use crate::engine::metadata::Effects;
+use crate::engine::metadata::{LeafPart, PartOfLeaf, end_of_part};
 use crate::engine::{Engine, Meta};
 use crate::pack::Packer;
-use crate::tree::{self, NodeId};
 use crate::{Result, is_lost};
 use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
@@ -22,8 +21,6 @@ use std::ops::Range;
 /// The most references of a shared block that is packed. Blocks with more of them stay plain: the most that packing can
 /// save is less than 1/64 of what sharing has saved.
 const REFERENCES_MAX: u32 = 64;
-/// Logical blocks of one step of a walk.
-const STEP_BLOCKS: u64 = if cfg!(test) { 16 } else { 1024 };
 /// Bytes of memory of a place.
 const PLACE_BYTES: usize = size_of::<Place>();
 /// Bytes of memory of a shared block with two places, as most of them have.
@@ -88,7 +85,7 @@ pub(super) struct Places {
     /// In ascending order once all are found.
     found: Vec<Place>,
     /// Parts of leaves that several trees share, and that were visited.
-    seen: FxHashSet<(NodeId, u64)>,
+    seen: FxHashSet<PartOfLeaf>,
 }
 
 impl Places {
@@ -153,7 +150,7 @@ struct Visited<T> {
     next: u64,
     found: Vec<T>,
     /// The part of a leaf that was visited, if several trees share the leaf.
-    part: Option<(NodeId, u64)>,
+    part: Option<PartOfLeaf>,
 }
 
 impl Engine {
@@ -220,7 +217,7 @@ impl Engine {
         match self.meta.look(step) {
             Err(error) if is_lost(&error) && self.running.goes_on() => {
                 tracing::debug!(%error, object, block = range.start, "shared blocks are not looked for");
-                let next = ((range.start / STEP_BLOCKS + 1) * STEP_BLOCKS).min(range.end);
+                let next = end_of_part(&range);
                 Ok(Some(Visited { next, found: Vec::new(), part: None }))
             }
             visited => visited,
@@ -236,24 +233,9 @@ impl Meta {
         objects.map(|object| (object.id, object.size_in_blocks())).collect()
     }
 
-    /// The leaf of the next step of a walk over an object: its part with the first mapped block of a range. `None` if
-    /// there is none.
-    fn next_leaf(&mut self, object: u64, range: Range<u64>) -> Result<Option<(tree::Leaf, u64, u64)>> {
-        let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(None) };
-        let mut effects = Effects::default();
-        let mut nodes = self.nodes(&mut effects);
-        let Some(first) = tree::first_mapped(&mut nodes, root, range.clone())? else { return Ok(None) };
-        // The steps within a leaf are the same for each tree that shares it.
-        let step = first / STEP_BLOCKS;
-        let stop = range.end.min((step + 1) * STEP_BLOCKS);
-        let leaf = tree::leaf_of(&mut nodes, root, first..stop)?;
-        let next = leaf.upper.min(stop);
-        Ok(Some((leaf, step, next)))
-    }
-
     /// The plain blocks, and the first blocks of packs, with a few references in the next part of an object.
     fn shared_blocks(&mut self, object: u64, range: Range<u64>) -> Result<Option<Visited<u64>>> {
-        let Some((leaf, _, next)) = self.next_leaf(object, range)? else { return Ok(None) };
+        let Some(LeafPart { leaf, next, .. }) = self.next_part(object, range)? else { return Ok(None) };
         let mut found = Vec::new();
         for mapping in leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
             let blocks = if mapping.packed.is_some() { 1 } else { mapping.blocks };
@@ -272,15 +254,15 @@ impl Meta {
         object: u64,
         range: Range<u64>,
         wanted: &[u64],
-        seen: &FxHashSet<(NodeId, u64)>,
+        seen: &FxHashSet<PartOfLeaf>,
     ) -> Result<Option<Visited<Place>>> {
-        let Some((leaf, step, next)) = self.next_leaf(object, range)? else { return Ok(None) };
-        let part = leaf.shared.then_some((leaf.id, step));
+        let Some(step) = self.next_part(object, range)? else { return Ok(None) };
+        let (part, next) = (step.shared(), step.next);
         let mut found = Vec::new();
         if part.is_some_and(|part| seen.contains(&part)) {
             return Ok(Some(Visited { next, found, part: None }));
         }
-        for mapping in leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
+        for mapping in step.leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
             // An entry of a pack is one place, whichever part of the pack it maps.
             let blocks = if mapping.packed.is_some() { 1 } else { mapping.blocks };
             let first = wanted.partition_point(|physical| *physical < mapping.physical);

@@ -1,7 +1,7 @@
 //! Hints: where a block with a checksum may be stored. With them, new data is found that is stored already.
 //!
 //! A hint has the checksum, the disk and the logical block. It was right when it was noted, and is not kept up to date:
-//! whoever uses it looks the block up in the map, and compares the content. So hints need no recovery, and may be lost
+//! each use looks the block up in the map, and compares the content. So hints need no recovery, and may be lost
 //! at any time. They are in memory only, in a table of a fixed size. A new hint replaces an arbitrary one when there is
 //! no room.
 //!

@@ -33,11 +33,13 @@ mod scan;
 mod written;
 
 use super::Engine;
+use super::locked_buffers::LockedBuffers;
 use super::log::{Cost, VERSION_SHARED_PACKS, VERSION_SHARES};
+use super::metadata::{PART_BLOCKS, PartOfLeaf};
 use super::reserve::KEPT;
 use crate::pack::Pack;
 use crate::space::Run;
-use crate::tree::{self, NodeId, Packed};
+use crate::tree::{self, Packed};
 use crate::{Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Buffer};
 pub use hints::HINT_BYTES;
@@ -45,11 +47,8 @@ pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned, Stored};
 use prints::{Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
-use std::sync::Arc;
 pub(super) use written::Equal;
 
-/// Logical blocks of which the prints are collected in one step.
-const SCAN_BLOCKS: u64 = if cfg!(test) { 16 } else { 1024 };
 /// The most blocks that are shared in one step (1 MiB).
 const PAIR_BLOCKS: u64 = tree::EXTENT_BLOCKS_MAX;
 /// How often the blocks that the kept ones cannot replace are grouped again before a pass leaves them. The limit bounds
@@ -61,7 +60,7 @@ pub const PRINT_BYTES: usize = 36;
 pub const PRINTS_MAX: usize = 4 << 20;
 /// The lowest limit of prints. A quarter of them are those that are kept when too many blocks have the same checksum,
 /// and a step of a scan must have room beside these.
-pub const PRINTS_MIN: usize = 4 * SCAN_BLOCKS as usize;
+pub const PRINTS_MIN: usize = 4 * PART_BLOCKS as usize;
 
 /// What a step of a pass has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -111,7 +110,7 @@ pub struct SharePass {
     /// The object and the logical block at which the scan continues.
     at: (usize, u64),
     /// Parts of leaves that several trees share, and that were scanned: the leaf, and the number of the step within it.
-    seen: FxHashSet<(NodeId, u64)>,
+    seen: FxHashSet<PartOfLeaf>,
     /// For each print the one that is kept instead.
     kept: Vec<Option<u32>>,
     /// The prints of duplicates that are to be replaced.
@@ -384,20 +383,16 @@ impl Engine {
         disks.push(pair.kept.0);
         disks.sort_unstable();
         disks.dedup();
-        let find = || disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect::<Vec<_>>();
-        let heads = find();
-        let buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
+        let heads = self.buffers.of_disks(&disks);
+        let buffers = LockedBuffers::lock(&heads);
         let of_kept = pair.kept.1..pair.kept.1 + plan.blocks;
         let of_duplicates = plan.logical..plan.logical + plan.blocks;
-        for (head, buffer) in heads.iter().zip(&buffers) {
-            let is_kept = head.id != pair.kept.0 || buffer.layers.is_free(&of_kept);
-            if !is_kept || plan.objects.contains(&head.id) && !buffer.layers.is_free(&of_duplicates) {
-                return Ok(Outcome::Left(plan.blocks));
-            }
+        let are_free = plan.objects.iter().all(|object| buffers.is_free(*object, &of_duplicates));
+        if !buffers.is_free(pair.kept.0, &of_kept) || !are_free {
+            return Ok(Outcome::Left(plan.blocks));
         }
         let mut meta = self.meta.lock();
-        // A disk that was opened or reverted since has a buffer that is not locked, and may have a write already.
-        if !find().iter().map(Arc::as_ptr).eq(heads.iter().map(Arc::as_ptr)) {
+        if !buffers.are_current(&self.buffers, &disks) {
             return Ok(Outcome::Left(plan.blocks));
         }
         let still = matches!(meta.plan_share(pair, true)?, Planned::Share(now) if now == *plan);

@@ -4,11 +4,10 @@
 //! block of each pack is read.
 
 use super::prints::{KEPT_REFERENCES_MAX, Print};
-use super::{SCAN_BLOCKS, SharePass, ShareStep};
-use crate::engine::metadata::Effects;
+use super::{SharePass, ShareStep};
+use crate::engine::metadata::{PartOfLeaf, end_of_part};
 use crate::engine::{Engine, Meta};
 use crate::space::Run;
-use crate::tree::{self, NodeId};
 use crate::{IoContext, Result, is_lost, pack};
 use backend::Buffer;
 use rustc_hash::FxHashSet;
@@ -18,7 +17,7 @@ struct Scanned {
     /// The logical block at which the scan of the object continues.
     next: u64,
     /// The leaf, if several trees share it.
-    leaf: Option<(NodeId, u64)>,
+    leaf: Option<PartOfLeaf>,
     blocks: Vec<Found>,
 }
 
@@ -56,7 +55,7 @@ impl Engine {
         let seen = &pass.seen;
         let scanned = match self.meta.look(|meta| meta.scan(object, at, end, seen)) {
             Err(error) if is_lost(&error) && self.running.goes_on() => {
-                let next = (at - at % SCAN_BLOCKS + SCAN_BLOCKS).min(end);
+                let next = end_of_part(&(at..end));
                 tracing::debug!(%error, object, block = at, "equal blocks are not looked for");
                 pass.at = (number, next);
                 return Ok(ShareStep { lost: next - at, ..ShareStep::default() });
@@ -114,23 +113,14 @@ impl Engine {
 impl Meta {
     /// The blocks of the next part of an object, within one leaf. `None` if nothing is mapped from `at` to `end`, or if
     /// the object was deleted.
-    fn scan(&mut self, object: u64, at: u64, end: u64, seen: &FxHashSet<(NodeId, u64)>) -> Result<Option<Scanned>> {
-        let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(None) };
-        let mut effects = Effects::default();
-        let mut nodes = self.nodes(&mut effects);
-        let Some(first) = tree::first_mapped(&mut nodes, root, at..end)? else { return Ok(None) };
-        // The steps within a leaf are the same for each tree that shares it.
-        let step = first / SCAN_BLOCKS;
-        let stop = end.min((step + 1) * SCAN_BLOCKS);
-        let leaf = tree::leaf_of(&mut nodes, root, first..stop)?;
-        let mut scanned = Scanned { next: leaf.upper.min(stop), leaf: None, blocks: Vec::new() };
-        if leaf.shared {
-            if seen.contains(&(leaf.id, step)) {
-                return Ok(Some(scanned));
-            }
-            scanned.leaf = Some((leaf.id, step));
+    fn scan(&mut self, object: u64, at: u64, end: u64, seen: &FxHashSet<PartOfLeaf>) -> Result<Option<Scanned>> {
+        let Some(part) = self.next_part(object, at..end)? else { return Ok(None) };
+        let mut scanned = Scanned { next: part.next, leaf: None, blocks: Vec::new() };
+        if part.shared().is_some_and(|part| seen.contains(&part)) {
+            return Ok(Some(scanned));
         }
-        for mapping in leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
+        scanned.leaf = part.shared();
+        for mapping in part.leaf.mappings.iter().filter(|mapping| !mapping.unwritten) {
             for within in 0..mapping.blocks {
                 let (block, pack) = match mapping.packed {
                     None => (mapping.physical + within, None),

@@ -340,6 +340,13 @@ fn a_repair_replays_what_does_not_lie_below_a_lost_leaf() {
     }
 }
 
+/// Makes a node of the map unreadable, and the images of the last checkpoint, from which it could be restored.
+pub(super) fn lose_node(disk: &SimulatedDisk, node: crate::tree::NodeId) {
+    (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
+    let at = node.0 * BLOCK_SIZE as u64;
+    disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+}
+
 /// A pack names one tree for each leaf that it changes. Here a snapshot is named, and the path from its root is lost,
 /// but the disk shares the leaf.
 #[test]
@@ -365,9 +372,7 @@ fn a_repair_replays_a_pack_in_a_leaf_that_another_tree_shares() {
     assert_eq!(checkpoints(&engine), before);
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    let at = root.0 * BLOCK_SIZE as u64;
-    disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+    lose_node(&disk, root);
     is_salvaged(&disk, new, blocks);
     let salvage = Salvage::open(disk.directory()).unwrap();
     for (block, content) in salvage.contents(1, 0..64).unwrap().into_iter().enumerate() {

@@ -26,6 +26,7 @@
 
 use super::{BATCH_STRIDE, batch_blocks};
 use crate::buffer::{Content, DirtyPiece, Held};
+use crate::engine::locked_buffers::LockedBuffers;
 use crate::engine::log::VERSION_SHARED_WRITES;
 use crate::engine::placement::Watch;
 use crate::engine::sharing::{Equal, Hint, Hints};
@@ -38,7 +39,6 @@ use crate::{Result, is_lost, tree};
 use backend::BLOCK_SIZE;
 use rustc_hash::FxHashSet;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// The most runs of stored blocks that are read for one batch of write-back. A random read of a hard disk takes about
 /// 10 ms.
@@ -135,30 +135,6 @@ impl Drop for EqualRuns<'_> {
     fn drop(&mut self) {
         let watches: Vec<Watch> = self.runs.drain(..).flat_map(|run| run.watches).collect();
         self.engine.end_watches(&watches);
-    }
-}
-
-/// The buffers of the disks that have stored blocks, locked in ascending order.
-pub(super) struct KeptBuffers<'h> {
-    heads: &'h [Arc<Head>],
-    buffers: Vec<MutexGuard<'h, Buffer>>,
-}
-
-impl<'h> KeptBuffers<'h> {
-    pub fn lock(heads: &'h [Arc<Head>]) -> Self {
-        Self { heads, buffers: heads.iter().map(|head| head.lock()).collect() }
-    }
-
-    fn of(&mut self, disk: u64) -> Option<&mut Buffer> {
-        let at = self.heads.iter().position(|head| head.id == disk)?;
-        Some(&mut self.buffers[at])
-    }
-
-    /// Whether these are still the buffers of the disks: a disk that was opened or reverted since has another one,
-    /// which is not locked and may have a write already. Called with the metadata locked.
-    pub fn are_current(&self, engine: &Engine, disks: &[u64]) -> bool {
-        let now = disks.iter().filter_map(|disk| engine.buffers.find(*disk));
-        now.map(|head| Arc::as_ptr(&head)).eq(self.heads.iter().map(Arc::as_ptr))
     }
 }
 
@@ -335,18 +311,13 @@ impl Engine {
         disks
     }
 
-    /// The heads of these disks, as far as they have any.
-    pub(super) fn heads_of(&self, disks: &[u64]) -> Vec<Arc<Head>> {
-        disks.iter().filter_map(|disk| self.buffers.find(*disk)).collect()
-    }
-
     /// Whether the stored blocks of a run can still be mapped. Called with the metadata and the buffers locked.
     pub(super) fn is_still_equal(
         &self,
         meta: &mut Meta,
         disk: u64,
         equal: &EqualRun,
-        kept: &mut KeptBuffers<'_>,
+        kept: &mut LockedBuffers<'_>,
     ) -> Result<bool> {
         let together = {
             let hints = self.writeback.equal.hints.lock();
@@ -375,13 +346,13 @@ impl Engine {
                 runs.iter().for_each(|equal| meta.survey_operation(&equal.operation(head.id)));
             });
             let disks = Self::kept_disks(runs, Some(head.id));
-            let heads = self.heads_of(&disks);
+            let heads = self.buffers.of_disks(&disks);
             if !heads.iter().any(|own| std::ptr::eq(&**own, head)) {
                 return Ok(any);
             }
-            let mut buffers = KeptBuffers::lock(&heads);
+            let mut buffers = LockedBuffers::lock(&heads);
             let mut meta = self.meta.lock();
-            if !buffers.are_current(self, &disks) {
+            if !buffers.are_current(&self.buffers, &disks) {
                 return Ok(any);
             }
             let mut gone = Held::default();
@@ -421,7 +392,7 @@ impl Engine {
         meta: &mut Meta,
         disk: u64,
         equal: &EqualRun,
-        buffers: &mut KeptBuffers<'_>,
+        buffers: &mut LockedBuffers<'_>,
         gone: &mut Held,
     ) -> Result<bool> {
         let Some(own) = buffers.of(disk) else { return Ok(true) };

@@ -16,9 +16,10 @@
 //! 3. No write-through is under way when a snapshot is taken, when a checkpoint is captured, when permits end, or when
 //!    the disk is deleted or reverted.
 
-use super::equal::{EqualRun, EqualRuns, KeptBuffers, NewData, THROUGH_READS};
+use super::equal::{EqualRun, EqualRuns, NewData, THROUGH_READS};
 use super::packs::NewPack;
 use crate::engine::admit::batch_bytes;
+use crate::engine::locked_buffers::LockedBuffers;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Fetch, Touched};
 use crate::engine::{Engine, Head, Meta};
@@ -145,15 +146,15 @@ impl Engine {
         fetch: &mut Fetch,
     ) -> Result<Outcome> {
         let disks = Engine::kept_disks(&equal.runs, None);
-        let heads = self.heads_of(&disks);
+        let heads = self.buffers.of_disks(&disks);
         let (parts, losses, _grant, _changes) = {
-            let mut kept = KeptBuffers::lock(&heads);
+            let mut kept = LockedBuffers::lock(&heads);
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let losses = meta.data.losses();
             let root = meta.catalog.get(head.id)?.root;
             let own = fetch.require(meta, |meta| meta.places(root, range.clone()))?;
-            let is_current = kept.are_current(self, &disks);
+            let is_current = kept.are_current(&self.buffers, &disks);
             let mut mapped: Vec<&EqualRun> = Vec::new();
             for equal in equal.runs.iter().filter(|_| is_current) {
                 if fetch.require(meta, |meta| self.is_still_equal(meta, head.id, equal, &mut kept))? {

@@ -5,8 +5,8 @@
 use super::LOOK_INTERVAL;
 use crate::testbed::options;
 use crate::{
-    CheckOptions, Compression, Datastore, DedupAt, Deduplication, DefaultsChange, DiskFormat, IdlePass, ImageKind,
-    InitOptions, NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, Reclaimed, SettingsChange,
+    CheckOptions, Compression, Datastore, Deduplication, DefaultsChange, DiskFormat, IdlePass, ImageKind, InitOptions,
+    NewDisk, NoProgress, Point, Progress, Provisioning, QueueChoice, Reclaimed, ReduceAt, SettingsChange,
     SnapshotOptions,
 };
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -38,7 +38,7 @@ fn tenant() -> Deduplication {
 
 /// The setting, with which only passes find equal blocks.
 fn set(dedup: Deduplication) -> SettingsChange {
-    let dedup_at = (!dedup.is_off()).then_some(DedupAt::Idle);
+    let dedup_at = (!dedup.is_off()).then_some(ReduceAt::Idle);
     SettingsChange { dedup: Some(dedup), dedup_at, ..SettingsChange::default() }
 }
 
@@ -493,7 +493,7 @@ fn deduplication_that_is_switched_on_is_at_write_back() {
         |dedup, dedup_at| datastore.edit_disk("a", &SettingsChange { dedup, dedup_at, ..SettingsChange::default() });
     let at = || datastore.disk("a").unwrap().settings.dedup_at;
     let thin = NewDisk::native(8 * MIB as u64, Provisioning::Thin);
-    for time in [DedupAt::WriteBack, DedupAt::Idle] {
+    for time in [ReduceAt::WriteBack, ReduceAt::Idle] {
         let alone = SettingsChange { dedup_at: Some(time), ..SettingsChange::default() };
         let defaults = DefaultsChange { dedup_at: Some(time), ..DefaultsChange::default() };
         let made = datastore.create_disk_with("x", &thin, &alone, &NoProgress).map(drop);
@@ -504,19 +504,19 @@ fn deduplication_that_is_switched_on_is_at_write_back() {
     }
     assert!(datastore.disk("x").is_err());
     edit(Some(Deduplication::Disk), None).unwrap();
-    assert_eq!(at(), DedupAt::WriteBack);
-    edit(None, Some(DedupAt::Idle)).unwrap();
+    assert_eq!(at(), ReduceAt::WriteBack);
+    edit(None, Some(ReduceAt::Idle)).unwrap();
     edit(Some(Deduplication::Datastore), None).unwrap();
-    assert_eq!(at(), DedupAt::Idle, "another domain leaves the time as it is");
+    assert_eq!(at(), ReduceAt::Idle, "another domain leaves the time as it is");
     edit(Some(Deduplication::Off), None).unwrap();
-    edit(Some(Deduplication::Disk), Some(DedupAt::Idle)).unwrap();
-    assert_eq!(at(), DedupAt::Idle);
+    edit(Some(Deduplication::Disk), Some(ReduceAt::Idle)).unwrap();
+    assert_eq!(at(), ReduceAt::Idle);
     let change = DefaultsChange { dedup: Some(Deduplication::Disk), ..DefaultsChange::default() };
     datastore.change_defaults(&change).unwrap();
     datastore.create_disk("new", &thin, &NoProgress).unwrap();
-    assert_eq!(datastore.disk("new").unwrap().settings.dedup_at, DedupAt::WriteBack);
+    assert_eq!(datastore.disk("new").unwrap().settings.dedup_at, ReduceAt::WriteBack);
     datastore.create_disk_with("other", &thin, &set(Deduplication::Disk), &NoProgress).unwrap();
-    assert_eq!(datastore.disk("other").unwrap().settings.dedup_at, DedupAt::Idle);
+    assert_eq!(datastore.disk("other").unwrap().settings.dedup_at, ReduceAt::Idle);
     datastore.create_disk_with("off", &thin, &set(Deduplication::Off), &NoProgress).unwrap();
-    assert_eq!(datastore.disk("off").unwrap().settings.dedup_at, DedupAt::Idle);
+    assert_eq!(datastore.disk("off").unwrap().settings.dedup_at, ReduceAt::Idle);
 }

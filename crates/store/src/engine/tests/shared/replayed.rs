@@ -1,6 +1,6 @@
 //! Openings after a kill that replay shares, with a page that the medium has lost.
 
-use super::super::replayed::{checkpoints, get, is_reused, is_salvaged, reuse, spoil};
+use super::super::replayed::{checkpoints, get, is_reused, is_salvaged, lose_node, reuse, spoil};
 use super::super::unreadable::{grown, leaves};
 use super::*;
 
@@ -42,9 +42,7 @@ fn a_repair_replays_a_share_in_a_leaf_that_another_tree_shares() {
     assert_eq!(checkpoints(&engine), before);
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    let at = root.0 * BLOCK_SIZE as u64;
-    disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+    lose_node(&disk, root);
     is_salvaged(&disk, new, blocks);
     let salvage = Salvage::open(disk.directory()).unwrap();
     assert_eq!(salvage.contents(1, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(1));
@@ -84,9 +82,7 @@ fn a_repair_keeps_a_shared_block_for_its_other_owner() {
         assert_eq!(root, engine.with_catalog(|catalog| catalog.get(1).unwrap().root.unwrap()));
         // The engine is dropped without closing, as by a kill.
         drop(engine);
-        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-        let at = root.0 * BLOCK_SIZE as u64;
-        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        lose_node(&disk, root);
         if salvaged {
             is_salvaged(&disk, new, blocks);
             let salvage = Salvage::open(disk.directory()).unwrap();
@@ -128,9 +124,7 @@ fn a_repair_keeps_the_content_of_a_block_that_a_lost_disk_shares() {
         assert_eq!(checkpoints(&engine), before);
         // The engine is dropped without closing, as by a kill.
         drop(engine);
-        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-        let at = root.0 * BLOCK_SIZE as u64;
-        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        lose_node(&disk, root);
         if salvaged {
             let salvage = Salvage::open(disk.directory()).unwrap();
             assert_eq!(salvage.contents(other, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(77));
@@ -237,9 +231,7 @@ fn a_repair_keeps_a_shared_block_with_journalled_payload_for_its_other_owner() {
         assert_eq!(checkpoints(&engine), before);
         drop(engine);
         let disk = disk.crash();
-        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-        let at = root.0 * BLOCK_SIZE as u64;
-        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        lose_node(&disk, root);
         let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
         engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
         assert_eq!(get(&engine, other, 0).unwrap(), 77, "seed {seed}");
@@ -330,9 +322,7 @@ fn a_repair_keeps_a_pack_of_shared_blocks_for_its_other_owner() {
         assert_eq!(checkpoints(&engine), before);
         // The engine is dropped without closing, as by a kill.
         drop(engine);
-        (0..9).for_each(|bit| disk.flip_bit(IMAGES_FILE, 100 + 7 * bit, (bit % 8) as u8).unwrap());
-        let at = root.0 * BLOCK_SIZE as u64;
-        disk.fail_reads("map", at..at + BLOCK_SIZE as u64).unwrap();
+        lose_node(&disk, root);
         if salvaged {
             let salvage = Salvage::open(disk.directory()).unwrap();
             let found = salvage.contents(other, 7..39).unwrap();
