@@ -13,9 +13,10 @@ fn compressed_blocks_are_read_from_the_cache_of_the_size_that_is_set() {
     store.run("disk create vm1 1M").ok();
     let content: Vec<u8> = (0..64 * BLOCK).map(|at| (at / 64) as u8).collect();
     let cache = || store.run("status --json").json()["read_cache"].clone();
-    let read_twice = || {
+    // The page cache has what is read first, so it is kept when it is read the second time.
+    let read_three_times = || {
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
-        for _ in 0..2 {
+        for _ in 0..3 {
             for at in (0..content.len()).step_by(BLOCK) {
                 assert!(client.read(at as u64, BLOCK as u32).unwrap() == content[at..at + BLOCK]);
             }
@@ -28,10 +29,10 @@ fn compressed_blocks_are_read_from_the_cache_of_the_size_that_is_set() {
     drop(client);
     store.run("disk optimize vm1").ok();
     assert_eq!((&cache()["limit"], &cache()["misses"]), (&(8 << 20).into(), &0.into()));
-    read_twice();
+    read_three_times();
     let used = cache();
     let (hits, misses) = (used["hits"].as_u64().unwrap(), used["misses"].as_u64().unwrap());
-    assert!(hits >= 64 && misses > 0 && hits + misses >= 128, "{used}");
+    assert!(hits >= 64 && misses > 0 && hits + misses >= 192, "{used}");
     assert_eq!(used["resident"], 64 * BLOCK);
     let disk = store.run("disk show vm1 --json").json();
     assert_eq!((&disk["cache_hits"], &disk["cache_misses"]), (&used["hits"], &used["misses"]));
@@ -41,7 +42,7 @@ fn compressed_blocks_are_read_from_the_cache_of_the_size_that_is_set() {
     assert!(line(&store.run("disk show vm1").ok()).is_some());
     drop(server);
     let server = store.serve("--read-cache 0");
-    read_twice();
+    read_three_times();
     assert!(cache().is_null() && line(&store.run("status").ok()).is_none());
     drop(server);
     store.is_clean();

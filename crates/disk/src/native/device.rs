@@ -74,9 +74,9 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
         Part::Zero { length } => Segment::Zero { length: *length },
         Part::Memory(slice) | Part::Cached(slice) => Segment::Memory(slice.clone()),
         Part::Stored(stored) => Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length())),
-        // A pack of which many blocks were overwritten has many parts, and is fetched for the first of them only.
+        // A pack of which many blocks were overwritten has many parts. What is fetched is fetched for the first only.
         // [`Device::finish_read`] decodes the others from there.
-        Part::Packed(packed) if !packs.insert(packed.stored.block) => Segment::Zero { length: packed.length() },
+        Part::Packed(packed) if !packs.insert(packed.fetched()) => Segment::Zero { length: packed.length() },
         Part::Packed(packed) => {
             let stored = &packed.stored;
             let media = Media::new(Arc::clone(&stored.file), stored.offset, stored.length());
@@ -201,12 +201,12 @@ impl Device for NativeDevice {
         let mut packs = BTreeMap::new();
         for (index, part) in planned.parts.iter().enumerate() {
             if let Part::Packed(packed) = part {
-                packs.entry(packed.stored.block).or_insert(index);
+                packs.entry(packed.fetched()).or_insert(index);
             }
         }
         let fetched = |index: usize| {
             let index = match planned.parts.get(index) {
-                Some(Part::Packed(packed)) => packs.get(&packed.stored.block).copied().unwrap_or(index),
+                Some(Part::Packed(packed)) => packs.get(&packed.fetched()).copied().unwrap_or(index),
                 _ => index,
             };
             match plan.segments.get(index) {
@@ -214,7 +214,7 @@ impl Device for NativeDevice {
                 _ => &[],
             }
         };
-        if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned.parts, fetched, &replan)? {
+        if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned, fetched, &replan)? {
             return Ok(Verdict::Again);
         }
         let mut decoded = Vec::new();

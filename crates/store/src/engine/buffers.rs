@@ -34,7 +34,7 @@ pub struct Head {
     /// Whether the height of the disk's tree is known.
     measured: AtomicBool,
     /// Reads of the disk that the read cache could answer.
-    pub(super) lookups: Lookups,
+    pub(super) lookups: Arc<Lookups>,
     /// Whether writes are recorded in `written`: most disks have no such record, and writes to them only test this.
     is_recorded: AtomicBool,
     written: RwLock<Records>,
@@ -91,7 +91,7 @@ impl Buffer {
 impl Head {
     fn new(id: u64, buffer: Buffer) -> Arc<Self> {
         let measured = AtomicBool::new(false);
-        let (lookups, is_recorded) = (Lookups::default(), AtomicBool::new(false));
+        let (lookups, is_recorded) = (Arc::default(), AtomicBool::new(false));
         let (buffer, written) = (Mutex::new(buffer), RwLock::default());
         Arc::new(Self { id, buffer, measured, lookups, is_recorded, written })
     }

@@ -1,16 +1,19 @@
 //! Reading: finds blocks in the buffer and the map, and verifies what the caller has read from the data files.
 
+mod packed;
+mod plan;
+
+pub use packed::Packed;
+
 use super::log::Cost;
-use super::metadata::{Effects, Fetch};
-use super::read_cache::{Place, worth_using};
-use super::{DataFiles, Engine, Head, Meta};
+use super::metadata::Fetch;
+use super::read_cache::{Lookups, Place};
+use super::{Engine, Head};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
-use crate::pack::Pack;
 use crate::pages::PageKey;
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
-use crate::tree::{self, Aim, Extent, NodeId};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::collections::BTreeMap;
@@ -41,33 +44,6 @@ pub enum Part {
     Packed(Packed),
 }
 
-/// Consecutive blocks of a pack.
-pub struct Packed {
-    /// The whole pack.
-    pub stored: Stored,
-    /// Index within the pack of the first block.
-    index: usize,
-    /// Number of blocks that are read.
-    blocks: usize,
-}
-
-impl Packed {
-    /// Length of the decoded blocks in bytes.
-    pub fn length(&self) -> usize {
-        self.blocks * BLOCK_SIZE
-    }
-
-    /// Decodes the blocks from the verified bytes of the pack into `out`, which has [`Packed::length`] bytes. Returns
-    /// the CRC32C of each.
-    ///
-    /// # Errors
-    /// `Corrupt` if the pack does not contain the blocks, although the stored bytes have their checksums.
-    pub fn decode(&self, name: &str, pack: &[u8], out: &mut [u8]) -> Result<Vec<u32>> {
-        let decoded = Pack::decode(pack).and_then(|pack| pack.read(self.index..self.index + self.blocks, out));
-        decoded.map_err(|error| error.context(format!("{name}: reading the pack at block {}", self.stored.block)))
-    }
-}
-
 /// Adjacent blocks of a data file, and their checksums.
 pub struct Stored {
     /// The data file.
@@ -90,6 +66,9 @@ pub struct Planned {
     changes: u64,
     /// Whether the read cache keeps the blocks.
     kept: bool,
+    /// The counters of the disk, if the plan has blocks that are counted when they are read, because the read may have to
+    /// be planned again.
+    uncounted: Option<Arc<Lookups>>,
 }
 
 impl Stored {
@@ -127,25 +106,6 @@ impl Part {
 /// Parts of a plan, each with its first logical block.
 type Parts = Vec<(u64, Part)>;
 
-/// The pieces of a range of blocks: those in the read cache one by one, and the ranges between them.
-fn pieces(
-    range: Range<u64>,
-    cached: Vec<(u64, SharedSlice)>,
-) -> impl Iterator<Item = (Range<u64>, Option<SharedSlice>)> {
-    let mut cached = cached.into_iter().peekable();
-    let mut at = range.start;
-    std::iter::from_fn(move || {
-        let from = at;
-        at = cached.peek().map_or(range.end, |(block, _)| *block);
-        if from < at {
-            return Some((from..at, None));
-        }
-        let (block, content) = cached.next()?;
-        at = block + 1;
-        Some((block..at, Some(content)))
-    })
-}
-
 /// The parts without their logical blocks. Collecting them directly would reuse the memory of `parts` and shrink it,
 /// which costs more than all other allocations of a read.
 fn without_blocks(parts: Parts) -> Vec<Part> {
@@ -157,105 +117,6 @@ fn without_blocks(parts: Parts) -> Vec<Part> {
 /// Whether the read cache keeps the blocks of a read of this range.
 fn is_kept(range: &Range<u64>) -> bool {
     range.end - range.start <= (KEPT_MAX / BLOCK_SIZE) as u64
-}
-
-impl Meta {
-    /// Appends the locations of `range` in the tree `root`.
-    fn plan(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
-        let planned = self.plan_walk(files, root, range.clone(), out);
-        if planned.is_err() && self.pages.absent() > 0 {
-            // Surveys the whole range, so that all missing pages are read at once.
-            self.survey(root, range, Aim::Read);
-        }
-        planned
-    }
-
-    fn plan_walk(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
-        let mut extents: Vec<Extent> = Vec::with_capacity(1);
-        if let Some(root) = root {
-            let mut effects = Effects::default();
-            tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
-        }
-        let mut at = range.start;
-        for extent in extents {
-            if at < extent.logical {
-                out.push((at, Part::Zero { length: (extent.logical - at) as usize * BLOCK_SIZE }));
-            }
-            at = extent.logical + extent.blocks;
-            if extent.unwritten {
-                out.push((extent.logical, Part::Zero { length: extent.blocks as usize * BLOCK_SIZE }));
-            } else if let Some(packed) = extent.packed {
-                let stored = extent.stored();
-                let run = Run { start: stored.physical, blocks: stored.blocks };
-                let first = u64::from(packed.index);
-                let indexes = first..first + extent.blocks;
-                let cached = self.read_cache.packed(run.start, indexes.clone());
-                for (piece, content) in pieces(indexes, cached) {
-                    let part = match content {
-                        Some(content) => Part::Cached(content),
-                        None => {
-                            let (file, offset) = files.locate(run)?;
-                            let mut checksums = Vec::with_capacity(run.blocks as usize);
-                            self.data.checksums(&mut self.pages, run, &mut checksums)?;
-                            let stored = Stored { file, offset, block: run.start, checksums };
-                            let (index, blocks) = (piece.start as usize, (piece.end - piece.start) as usize);
-                            Part::Packed(Packed { stored, index, blocks })
-                        }
-                    };
-                    out.push((extent.logical + (piece.start - first), part));
-                }
-            } else {
-                self.plan_run(files, extent.logical, Run { start: extent.physical, blocks: extent.blocks }, out)?;
-            }
-        }
-        if at < range.end {
-            out.push((at, Part::Zero { length: (range.end - at) as usize * BLOCK_SIZE }));
-        }
-        Ok(())
-    }
-
-    /// Plans a run of data: from memory where journalled payload is not written to its block yet, elsewhere from the
-    /// data file.
-    fn plan_run(&mut self, files: &DataFiles, logical: u64, run: Run, out: &mut Parts) -> Result<()> {
-        let mut block = run.start;
-        let end = run.start + run.blocks;
-        while block < end {
-            let next = if self.logged.is_empty() {
-                None
-            } else {
-                self.logged.range(block..end).next().map(|(at, slice)| (*at, slice.clone()))
-            };
-            let until = next.as_ref().map_or(end, |(at, _)| *at);
-            let part = Run { start: block, blocks: until - block };
-            let cached = worth_using(part, self.read_cache.plain(part));
-            for (piece, content) in pieces(block..until, cached) {
-                let (block, at) = (piece.start, logical + (piece.start - run.start));
-                if let Some(content) = content {
-                    out.push((at, Part::Cached(content)));
-                    continue;
-                }
-                let part = Run { start: block, blocks: piece.end - block };
-                let (file, offset) = files.locate(part)?;
-                let mut checksums = Vec::with_capacity(part.blocks as usize);
-                self.data.checksums(&mut self.pages, part, &mut checksums)?;
-                // Two extents that are adjacent on the medium become one read.
-                if let Some((before, Part::Stored(last))) = out.last_mut()
-                    && *before + last.checksums.len() as u64 == at
-                    && last.block + last.checksums.len() as u64 == block
-                    && last.offset + last.length() as u64 == offset
-                {
-                    last.checksums.append(&mut checksums);
-                } else {
-                    out.push((at, Part::Stored(Stored { file, offset, block, checksums })));
-                }
-            }
-            if let Some((at, slice)) = next {
-                out.push((logical + (at - run.start), Part::Memory(slice)));
-            }
-            block = until + 1;
-        }
-        Ok(())
-    }
 }
 
 impl Engine {
@@ -338,7 +199,7 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range) }))
+        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range), uncounted: None }))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
@@ -349,18 +210,21 @@ impl Engine {
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range) })
+            Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range), uncounted: None })
         })?;
         Ok(self.count_lookups(planned, None))
     }
 
     /// Counts which blocks of a plan were found in the read cache.
-    fn count_lookups(&self, planned: Planned, head: Option<&Head>) -> Planned {
+    fn count_lookups(&self, mut planned: Planned, head: Option<&Head>) -> Planned {
         let cache = self.meta.read_cache();
         let (mut hits, mut misses) = (0, 0);
         for part in &planned.parts {
             match part {
                 Part::Cached(_) => hits += 1,
+                Part::Packed(packed) if packed.begins_with_index() => {
+                    planned.uncounted = head.map(|head| Arc::clone(&head.lookups));
+                }
                 Part::Packed(packed) => misses += packed.blocks as u64,
                 Part::Stored(stored) if cache.holds_plain() => misses += stored.checksums.len() as u64,
                 _ => {}
@@ -379,13 +243,20 @@ impl Engine {
             return;
         }
         let cache = self.meta.read_cache();
+        if let Part::Packed(packed) = part
+            && packed.begins_with_index()
+        {
+            for lookups in std::iter::once(&cache.lookups).chain(planned.uncounted.as_deref()) {
+                lookups.count(0, packed.blocks as u64);
+            }
+        }
         let blocks = content.chunks_exact(BLOCK_SIZE);
         match part {
             Part::Stored(stored) if cache.holds_plain() => {
                 cache.keep((stored.block..).map(Place::plain).zip(blocks), planned.changes);
             }
             Part::Packed(packed) => {
-                let places = (packed.index..).map(|index| Place::packed(packed.stored.block, index));
+                let places = (packed.index..).map(|index| Place::packed(packed.pack.start, index));
                 cache.keep(places.zip(blocks), planned.changes);
             }
             _ => {}
@@ -393,26 +264,27 @@ impl Engine {
     }
 
     /// Verifies the data that was read for a range starting at block `logical`. `fetched` returns the bytes of each
-    /// stored part by its index, the same bytes for all parts in one pack. `replan` plans a read of one block again.
-    /// False if the range changed during the read: the caller must plan again.
+    /// stored part by its index, the same bytes for all parts with the same [`Packed::fetched`]. `replan` plans a read of
+    /// one block again. False if the range changed during the read, or if only the index of a pack was fetched: the
+    /// caller must plan again.
     pub fn verify<'a>(
         &self,
         name: &str,
         logical: u64,
-        parts: &[Part],
+        planned: &Planned,
         fetched: impl Fn(usize) -> &'a [u8],
         replan: &dyn Fn(u64) -> Result<Planned>,
     ) -> Result<bool> {
         let mut at = logical;
-        // The pack of which all blocks were found good last. Several parts may be in one pack.
-        let (mut good_pack, mut unchanged) = (None, true);
-        for (index, part) in parts.iter().enumerate() {
+        // What was fetched from a pack last, if all of it was found good. Several parts may need it.
+        let (mut good_pack, mut is_whole) = (None, true);
+        for (index, part) in planned.parts.iter().enumerate() {
             let first = at;
             at += (part.length() / BLOCK_SIZE) as u64;
             let Some(stored) = part.stored() else { continue };
             // A damaged block of a pack affects all blocks that are read from the pack.
-            let is_packed = matches!(part, Part::Packed(_));
-            if is_packed && good_pack == Some(stored.block) {
+            let packed = if let Part::Packed(packed) = part { Some(packed) } else { None };
+            if good_pack.is_some() && good_pack == packed.map(Packed::fetched) {
                 continue;
             }
             let mut is_good = true;
@@ -422,32 +294,33 @@ impl Engine {
             }
             for (i, (block, wanted)) in bytes.chunks_exact(BLOCK_SIZE).zip(&stored.checksums).enumerate() {
                 if checksum(block) != *wanted {
-                    if i > 0
-                        && let Part::Packed(packed) = part
-                        && checksum(&bytes[..BLOCK_SIZE]) == stored.checksums[0]
-                        && packed.decode(name, bytes, &mut Buffer::recycled(packed.blocks)).is_ok()
-                    {
-                        // The damage is in other blocks of the pack: the index, which is in the first block of the
-                        // pack, proves the content of those that are read.
-                        is_good = false;
+                    is_good = false;
+                    // If the damage is in other blocks of the pack, the content of those that are read is proved.
+                    if packed.is_some_and(|packed| packed.is_proved_in(name, bytes)) {
                         continue;
                     }
                     let here = Run { start: stored.block + i as u64, blocks: 1 };
-                    let logical = if is_packed { first } else { first + i as u64 };
+                    let logical = if packed.is_some() { first } else { first + i as u64 };
                     self.mismatch(name, logical, here, *wanted, replan)?;
                     // A crash may have left many blocks of the range suspect. All are settled now: a client gets an
                     // error if a range has to be planned too often.
-                    (is_good, unchanged) = (false, false);
-                    if is_packed {
+                    is_whole = false;
+                    if packed.is_some() {
                         break;
                     }
                 }
             }
-            if is_packed && is_good {
-                good_pack = Some(stored.block);
+            if let Some(packed) = packed.filter(|_| is_good) {
+                if packed.begins_with_index() {
+                    let index = packed.index_in(name, bytes)?;
+                    is_whole &= packed.is_in_first_block(&index);
+                    self.meta.read_cache().keep_index(packed.pack.start, Arc::new(index), planned.changes);
+                } else {
+                    good_pack = Some(packed.fetched());
+                }
             }
         }
-        Ok(unchanged)
+        Ok(is_whole)
     }
 
     /// Handles a block that does not have the planned checksum. There are three causes: the block changed during the
@@ -463,10 +336,17 @@ impl Engine {
         replan: &dyn Fn(u64) -> Result<Planned>,
     ) -> Result<()> {
         let now = replan(logical)?;
-        let planned_for = |planned: &Planned| planned.parts.first()?.stored()?.checksum_of(run.start);
+        let planned_for = |planned: &Planned| match planned.parts.first() {
+            // The plan of one block of a pack fetches a part of the pack only.
+            Some(Part::Packed(packed)) if packed.is_in_pack(run.start) => {
+                self.meta.look(|meta| Ok(Some(meta.entry(run.start)?.checksum)))
+            }
+            Some(part) => Ok(part.stored().and_then(|stored| stored.checksum_of(run.start))),
+            None => Ok(None),
+        };
         // The read cache may have a block that a longer read takes from the medium. That says nothing about the place.
         let cached = matches!(now.parts.first(), Some(Part::Cached(_)));
-        if !cached && planned_for(&now) != Some(planned) {
+        if !cached && planned_for(&now)? != Some(planned) {
             return Ok(());
         }
         // A block that is suspect or in flight now may get the planned content after the read below.
@@ -491,7 +371,7 @@ impl Engine {
             let still = replan(logical)?;
             // The block was freed during the read, or its table entry was lost while the map still refers to it. Only
             // the second is an error: it is detected when planning again returns the same block.
-            return match planned_for(&still) {
+            return match planned_for(&still)? {
                 Some(_) => Err(Error::new(
                     ErrorKind::Corrupt,
                     format!(
@@ -577,9 +457,9 @@ impl Engine {
             let planned = plan(range.clone())?;
             // Where each part lies in `out`.
             let mut places = Vec::with_capacity(planned.parts.len());
-            // The packs by first block, which are decoded once they are verified. Each is read once, although many
-            // parts of the range may be in it.
-            let mut packs: BTreeMap<u64, Buffer> = BTreeMap::new();
+            // What is fetched from packs, which is decoded once it is verified. It is read once, although many parts of
+            // the range may be in one pack.
+            let mut packs: BTreeMap<(u64, usize), Buffer> = BTreeMap::new();
             let mut at = 0;
             for part in &planned.parts {
                 let place = at..at + part.length();
@@ -592,25 +472,26 @@ impl Engine {
                         .file
                         .read_at(into, stored.offset)
                         .during(|| format!("{name}: reading {} bytes", stored.length()))?,
-                    Part::Packed(Packed { stored, .. }) if packs.contains_key(&stored.block) => {}
-                    Part::Packed(Packed { stored, .. }) => {
+                    Part::Packed(packed) if packs.contains_key(&packed.fetched()) => {}
+                    Part::Packed(packed) => {
+                        let stored = &packed.stored;
                         let mut pack = Buffer::recycled(stored.checksums.len());
                         let read = stored.file.read_at(&mut pack, stored.offset);
                         read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
-                        packs.insert(stored.block, pack);
+                        packs.insert(packed.fetched(), pack);
                     }
                 }
                 places.push(place);
             }
             let replan = |block: u64| plan(block..block + 1);
             let fetched = |index: usize| match &planned.parts[index] {
-                Part::Packed(packed) => packs.get(&packed.stored.block).map_or(&[] as &[u8], |pack| &pack[..]),
+                Part::Packed(packed) => packs.get(&packed.fetched()).map_or(&[] as &[u8], |pack| &pack[..]),
                 _ => &out[places[index].clone()],
             };
-            if self.verify(name, range.start, &planned.parts, fetched, &replan)? {
+            if self.verify(name, range.start, &planned, fetched, &replan)? {
                 for (part, place) in planned.parts.iter().zip(places) {
                     if let Part::Packed(packed) = part
-                        && let Some(pack) = packs.get(&packed.stored.block)
+                        && let Some(pack) = packs.get(&packed.fetched())
                     {
                         packed.decode(name, pack, &mut out[place.clone()])?;
                     }

@@ -26,7 +26,7 @@ use super::flush::payload_max;
 use super::left_out::{LeftOut, Tolerance};
 use super::log::{CheckpointRecord, CommitLog, Images, Superblock};
 use super::metadata::{Meta, Metadata};
-use super::read_cache::ReadCache;
+use super::read_cache::{Kept, ReadCache};
 use super::rebuild::{damaged_page, damaged_superblock, note_unreported};
 use super::replay::Replayed;
 use super::reserve::{Reserves, unless_full};
@@ -238,7 +238,12 @@ impl Engine {
             superblock.unreported.summaries = superblock.unreported.summaries.saturating_add(1);
         }
         journal.resume(found.end, found.incarnation + 1);
-        let read_cache = ReadCache::new(options.read_cache, options.cache_plain && options.mode == IoMode::Direct);
+        let kept = match options.mode {
+            IoMode::Buffered => Kept::PackedAgain,
+            IoMode::Direct if options.cache_plain => Kept::All,
+            IoMode::Direct => Kept::Packed,
+        };
+        let read_cache = ReadCache::new(options.read_cache, kept);
         let engine = Self::assemble(Parts {
             meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog, read_cache),
             directory,

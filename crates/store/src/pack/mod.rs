@@ -17,6 +17,10 @@
 //! What must hold: a decoder accepts any bytes, never reads or allocates more than the pack and one block, and returns
 //! only content that has its checksum.
 
+mod index;
+
+pub use index::Index;
+
 use crate::{Error, ErrorKind, Result, checksum};
 use backend::BLOCK_SIZE;
 use std::cell::RefCell;
@@ -172,17 +176,10 @@ fn decompress(frame: &[u8], out: &mut [u8]) -> Result<Option<usize>> {
     })
 }
 
-/// A fragment of a pack.
-struct Fragment {
-    checksum: u32,
-    codec: u8,
-    place: Range<usize>,
-}
-
 /// A pack of which head and index are valid.
 pub struct Pack<'a> {
     bytes: &'a [u8],
-    fragments: Vec<Fragment>,
+    index: Index,
 }
 
 #[cold]
@@ -190,94 +187,30 @@ fn damaged(what: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("a pack is damaged: {what}; restore its blocks from a snapshot or backup"))
 }
 
-/// Decodes head and index of a pack of `length` bytes. `bytes` are its beginning, at least the first block.
-fn index(bytes: &[u8], length: usize) -> Result<Vec<Fragment>> {
-    let word = |at: usize| bytes.get(at..at + 4).map(|word| [word[0], word[1], word[2], word[3]]);
-    let half = |at: usize| bytes.get(at..at + 2).map(|half| u16::from_le_bytes([half[0], half[1]]));
-    let (Some(count), Some(version), Some(sum)) = (half(6), half(4), word(8)) else {
-        return Err(damaged("it is too short"));
-    };
-    if word(0) != Some(MAGIC) {
-        return Err(damaged("it does not begin as a pack"));
-    }
-    if version != VERSION {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("a pack has version {version}, this program supports version {VERSION}: use a newer one"),
-        ));
-    }
-    let count = usize::from(count);
-    let index = bytes.get(..HEAD + ENTRY * count).filter(|_| (1..=BLOCKS_MAX).contains(&count));
-    let mut index = index.ok_or_else(|| damaged("its number of blocks is impossible"))?.to_vec();
-    index[8..12].fill(0);
-    if checksum(&index) != u32::from_le_bytes(sum) {
-        return Err(damaged("its index fails its checksum"));
-    }
-    let mut at = index.len();
-    let mut fragments = Vec::with_capacity(count);
-    for entry in index[HEAD..].chunks_exact(ENTRY) {
-        let stored = usize::from(u16::from_le_bytes([entry[4], entry[5]]));
-        let place = at..at + stored;
-        let possible = match entry[6] {
-            ABSENT => stored == 0,
-            PLAIN => stored == BLOCK_SIZE,
-            LZ4 | ZSTD => stored > 0 && stored < BLOCK_SIZE,
-            _ => false,
-        };
-        if !possible || place.end > length || entry[7] != 0 {
-            return Err(damaged("its index has an impossible entry"));
-        }
-        at = place.end;
-        let checksum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
-        fragments.push(Fragment { checksum, codec: entry[6], place });
-    }
-    Ok(fragments)
-}
-
 /// The stored bytes of each index of a pack of `blocks` blocks, of which `first` is the first one.
 pub fn stored_bytes(first: &[u8], blocks: u64) -> Result<Vec<u64>> {
-    let fragments = index(first, blocks as usize * BLOCK_SIZE)?;
-    Ok(fragments.into_iter().map(|fragment| fragment.place.len() as u64).collect())
+    Ok(Index::decode(first, blocks as usize * BLOCK_SIZE)?.stored_bytes())
 }
 
 /// The checksum of the content of each index of a pack of `blocks` blocks, of which `first` is the first one.
 pub fn checksums(first: &[u8], blocks: u64) -> Result<Vec<Option<u32>>> {
-    let fragments = index(first, blocks as usize * BLOCK_SIZE)?;
-    Ok(fragments.into_iter().map(|fragment| (fragment.codec != ABSENT).then_some(fragment.checksum)).collect())
+    Ok(Index::decode(first, blocks as usize * BLOCK_SIZE)?.checksums())
 }
 
 impl<'a> Pack<'a> {
     /// Decodes head and index of a pack.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
-        Ok(Self { bytes, fragments: index(bytes, bytes.len())? })
+        Ok(Self { bytes, index: Index::decode(bytes, bytes.len())? })
     }
 
     /// Number of blocks in the pack.
     pub fn count(&self) -> usize {
-        self.fragments.iter().filter(|fragment| fragment.codec != ABSENT).count()
+        self.index.checksums().iter().flatten().count()
     }
 
     /// Decodes blocks by their indexes. `out` has room for all of them. Returns their checksums.
     pub fn read(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
-        let fragments = self.fragments.get(blocks).ok_or_else(|| damaged("it has fewer blocks than the map says"))?;
-        let mut sums = Vec::with_capacity(fragments.len());
-        for (fragment, out) in fragments.iter().zip(out.chunks_exact_mut(BLOCK_SIZE)) {
-            let stored = &self.bytes[fragment.place.clone()];
-            let length = match fragment.codec {
-                PLAIN => {
-                    out.copy_from_slice(stored);
-                    Some(BLOCK_SIZE)
-                }
-                LZ4 => lz4_flex::block::decompress_into(stored, out).ok(),
-                ZSTD => decompress(stored, out)?,
-                _ => None,
-            };
-            if length != Some(BLOCK_SIZE) || checksum(out) != fragment.checksum {
-                return Err(damaged("a block in it cannot be decompressed, or fails its checksum"));
-            }
-            sums.push(fragment.checksum);
-        }
-        Ok(sums)
+        self.index.read(self.bytes, 0, blocks, out)
     }
 }
 

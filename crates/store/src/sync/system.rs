@@ -4,7 +4,7 @@ pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 /// Atomic numbers.
 pub mod atomic {
-    pub use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    pub use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 }
 
 /// Threads.

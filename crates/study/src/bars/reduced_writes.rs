@@ -19,6 +19,9 @@ const LONG: u32 = 512 << 10;
 /// Part of each block, in percent, that disks are filled with before a cell.
 const FILL: u32 = 50;
 
+/// The most space, in relation to that of the packed disk, after it was overwritten and was idle.
+const GROWTH_MOST: f64 = 1.2;
+
 /// The settings of a disk.
 struct Side {
     name: &'static str,
@@ -51,8 +54,19 @@ struct Cell {
     /// Part of each block, in percent, that can be compressed.
     compressible: u32,
     before: Before,
+    /// How often the disk is overwritten completely. 0 for a run of the plan's time.
+    times: u64,
     /// Least rate of each of [`SIDES`] in relation to [`OFF`]; 0 if there is none.
     least: [f64; 3],
+}
+
+/// The results of one run.
+struct Run {
+    rate: f64,
+    /// Bytes that the data files take afterwards.
+    space: u64,
+    /// The same after idle time in relation to what they took before, for cells that overwrite the disk completely.
+    growth: Option<f64>,
 }
 
 const OVERWRITES: Cell = Cell {
@@ -62,6 +76,7 @@ const OVERWRITES: Cell = Cell {
     depth: 16,
     compressible: FILL,
     before: Before::Data,
+    times: 0,
     least: [0.85, 0.7, 0.65],
 };
 const LONG_WRITES: Cell = Cell {
@@ -71,12 +86,14 @@ const LONG_WRITES: Cell = Cell {
     depth: 4,
     compressible: 0,
     before: Before::Nothing,
+    times: 0,
     least: [0.8, 0.8, 0.8],
 };
 const READS: Cell =
     Cell { name: "random 4 KiB reads", pattern: Pattern::RandomRead, least: [0.85, 0.85, 0.85], ..OVERWRITES };
-const CELLS: [Cell; 7] = [
+const CELLS: [Cell; 8] = [
     OVERWRITES,
+    Cell { name: "random 4 KiB, overwritten five times", times: 5, least: [0.7; 3], ..OVERWRITES },
     Cell { name: "random 4 KiB, new blocks", before: Before::Nothing, ..OVERWRITES },
     LONG_WRITES,
     Cell { name: "sequential 512 KiB, 50 %", compressible: 50, least: [0.0; 3], ..LONG_WRITES },
@@ -101,13 +118,15 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut raw = Vec::new();
     for cell in cells {
         let sides: Vec<&Side> = std::iter::once(&OFF).chain(&SIDES).collect();
-        let (mut rates, mut space) = (vec![Vec::new(); sides.len()], vec![0; sides.len()]);
+        let (mut rates, mut growth) = (vec![Vec::new(); sides.len()], vec![Vec::new(); sides.len()]);
+        let mut space = vec![0; sides.len()];
         for round in 0..setting.plan.runs {
             for (number, side) in sides.iter().enumerate() {
                 say(&format!("{}: {}, run {}", cell.name, side.name, round + 1));
-                let (rate, allocated) = run(setting, cell, side, u64::from(round))?;
-                rates[number].push(rate);
-                space[number] = allocated;
+                let run = run(setting, cell, side, u64::from(round))?;
+                rates[number].push(run.rate);
+                growth[number].extend(run.growth);
+                space[number] = run.space;
             }
         }
         for (number, side) in sides.iter().enumerate().skip(1) {
@@ -118,16 +137,21 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             let saved = 1.0 - ratio(space[number] as f64, space[0] as f64);
             let what = format!("{}: {}, space saved", cell.name, side.name);
             outcome.findings.push(Finding::new(PROPERTY, what, saved, ""));
+            if !growth[number].is_empty() {
+                let what = format!("{}: {}, space after idle time against before", cell.name, side.name);
+                let growth = Finding::new(PROPERTY, what, median(&growth[number]), "");
+                outcome.findings.push(growth.at_most(GROWTH_MOST));
+            }
         }
         let names: Vec<&str> = sides.iter().map(|side| side.name).collect();
-        raw.push(json!({ "cell": cell.name, "sides": names, "rates": rates, "space": space }));
+        raw.push(json!({ "cell": cell.name, "sides": names, "rates": rates, "space": space, "growth": growth }));
     }
     outcome.raw = Value::Array(raw);
     Ok(outcome)
 }
 
-/// The rate of one run, and the bytes that the data files take afterwards.
-fn run(setting: &Setting, cell: &Cell, side: &Side, seed: u64) -> Result<(f64, u64)> {
+/// One run of a cell on a new disk.
+fn run(setting: &Setting, cell: &Cell, side: &Side, seed: u64) -> Result<Run> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "datastore")?;
     let size = plan.disk_size.to_string();
@@ -151,22 +175,32 @@ fn run(setting: &Setting, cell: &Cell, side: &Side, seed: u64) -> Result<(f64, u
             _ => fio::run_compressible(&setting.scratch, &endpoint, &fill, FILL)?,
         };
     }
-    if cell.before == Before::OneBlock && side.dedup != "off" {
-        // What write-back has not found.
+    // What the passes of a server do in idle time.
+    let idle = || -> Result<u64> {
+        if side.compression != "off" || side.dedup != "off" {
+            let dedup = if side.dedup == "off" { "off" } else { "disk" };
+            datastore.verb(&["disk", "optimize", DISK, "--compression", side.compression, "--dedup", dedup])?;
+        }
+        scratch::data_allocated(datastore.path())
+    };
+    let mut packed = 0;
+    if cell.times > 0 || cell.before == Before::OneBlock && side.dedup != "off" {
         server.service.stop()?;
-        datastore.verb(&["disk", "optimize", DISK, "--compression", side.compression, "--dedup", "disk"])?;
+        packed = idle()?;
         (server, _) = datastore.serve(&Serving::plain(plan.mode()), DISK)?;
     }
     setting.scratch.rest(datastore.path())?;
-    // A new disk is written once.
     let length = match (cell.before, cell.pattern) {
+        _ if cell.times > 0 => Length::Bytes(cell.times * plan.disk_size),
+        // A new disk is written once.
         (Before::Nothing, Pattern::Write) => Length::Bytes(plan.disk_size),
         _ => Length::Time { seconds: plan.seconds, ramp: 1.0 },
     };
     let measured = job(cell.pattern, cell.block, cell.depth, length);
     let sample = fio::run_compressible(&setting.scratch, &endpoint, &measured, cell.compressible)?;
     server.service.stop()?;
-    let allocated = scratch::data_allocated(datastore.path())?;
+    let space = scratch::data_allocated(datastore.path())?;
+    let growth = if cell.times > 0 { Some(idle()? as f64 / packed as f64) } else { None };
     setting.scratch.remove(datastore.path())?;
-    Ok((sample.rate, allocated))
+    Ok(Run { rate: sample.rate, space, growth })
 }

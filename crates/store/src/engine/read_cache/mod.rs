@@ -2,7 +2,9 @@
 //! share a place share its cached content.
 //!
 //! In buffered mode the page cache of the kernel holds what is stored, so only content that was decompressed is kept
-//! here. In direct mode plain blocks are kept too.
+//! here, when it is read a second time: to read and decompress a block from the page cache costs little more than to
+//! keep it. In direct mode plain blocks are kept too. In both modes the cache keeps indexes of packs, with which a short
+//! read fetches only the stored blocks that it needs.
 //!
 //! What must hold:
 //!
@@ -13,17 +15,20 @@
 //!    journalled payload. With 1 it is the content that a read of the medium would have returned.
 //! 3. A read plans under the metadata lock and reads without it. Its content is refused if the place was forgotten
 //!    since the plan. [`ReadCache::changes`] numbers the changes for that.
-//! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept.
+//! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept. The index is kept from a first
+//!    block that has the checksum in the plan.
 //! 5. The locks of the shards are held for a few instructions, and no other lock is acquired under them.
 
 mod queue;
 
+use crate::pack::Index;
 use crate::space::Run;
 use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use backend::{BLOCK_SIZE, SharedSlice};
 use queue::Queue;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The most shards of a small cache.
 const SHARDS_USUAL: usize = 16;
@@ -31,6 +36,10 @@ const SHARDS_USUAL: usize = 16;
 const SHARDS_MAX: usize = 4096;
 /// The fewest entries of a shard, if there are several.
 const SHARD_ENTRIES_MIN: usize = 1024;
+/// Places whose first read is remembered, for each block for which there is memory.
+const SEEN_PER_ENTRY: usize = 4;
+/// The most places whose first read is remembered.
+const SEEN_MAX: usize = 1 << 24;
 /// The most entries of a shard, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
 /// thread that passes over all entries of the shard, to find one that may leave the cache, or to drop stale items.
 const SHARD_ENTRIES_MAX: usize = 4096;
@@ -43,8 +52,16 @@ const SLOTS: u64 = 256;
 const MIDDLE_MIN: usize = 32;
 /// Memory of an entry beside its content: its nodes in the tree and in the queues, also as a ghost.
 const OVERHEAD: usize = 384;
+/// The unit of memory of entries. The index of a usual pack takes one, a block seven.
+const UNIT: usize = 640;
+/// Memory of a block in units.
+const BLOCK_UNITS: usize = (BLOCK_SIZE + OVERHEAD).div_ceil(UNIT);
+/// The smallest memory of a cache that keeps indexes. In a smaller one they could leave before they are used.
+const INDEXES_MIN: usize = 512 << 10;
 /// The index of content that is not in a pack.
 const PLAIN: u16 = u16::MAX;
+/// The index of the index of a pack.
+const INDEX: u16 = u16::MAX - 1;
 
 /// Where content is stored.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -67,8 +84,36 @@ impl Place {
     }
 }
 
+/// What is cached.
+enum Value {
+    /// The content of a block.
+    Block(SharedSlice),
+    /// The index of a pack.
+    Index(Arc<Index>),
+}
+
+impl Value {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Block(_) => BLOCK_SIZE,
+            Self::Index(index) => index.memory(),
+        }
+    }
+}
+
+/// What a cache keeps beside indexes of packs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kept {
+    /// Plain blocks and blocks of packs.
+    All,
+    /// Blocks of packs.
+    Packed,
+    /// Blocks of packs that are read a second time.
+    PackedAgain,
+}
+
 struct Shard {
-    queue: Queue<Place, SharedSlice>,
+    queue: Queue<Place, Value>,
     /// Number of the last change of a place, by its [`ReadCache::slot`].
     changed: Box<[u64]>,
 }
@@ -111,10 +156,13 @@ pub struct ReadCacheStatistics {
 pub struct ReadCache {
     /// None if the cache is off.
     shards: Box<[Mutex<Shard>]>,
-    holds_plain: bool,
+    kept: Kept,
+    /// Fingerprints of places that were read once, if content is kept when it is read a second time.
+    seen: Box<[AtomicU16]>,
+    holds_indexes: bool,
     /// Number of changes so far.
     changes: AtomicU64,
-    /// Number of blocks in the cache.
+    /// Bytes of blocks and indexes in the cache.
     resident: AtomicU64,
     /// Lookups of all disks and snapshots.
     pub lookups: Lookups,
@@ -146,17 +194,20 @@ pub fn worth_using(run: Run, cached: Vec<(u64, SharedSlice)>) -> Vec<(u64, Share
 
 impl ReadCache {
     /// An empty cache that takes at most `bytes` of memory. If they do not suffice for one block, the cache is off.
-    pub fn new(bytes: usize, holds_plain: bool) -> Self {
+    pub fn new(bytes: usize, kept: Kept) -> Self {
         let entries = bytes / (BLOCK_SIZE + OVERHEAD);
         let count = (entries / SHARD_ENTRIES_MIN).clamp(entries.min(1), SHARDS_USUAL);
         let count = entries.div_ceil(SHARD_ENTRIES_MAX).clamp(count, SHARDS_MAX);
         let shard = |_| {
             let changed = vec![0; SLOTS as usize].into_boxed_slice();
-            Mutex::new(Shard { queue: Queue::new(entries / count), changed })
+            Mutex::new(Shard { queue: Queue::new(entries / count * BLOCK_UNITS), changed })
         };
+        let seen = if kept == Kept::PackedAgain { (entries * SEEN_PER_ENTRY).min(SEEN_MAX) } else { 0 };
         Self {
             shards: (0..count).map(shard).collect(),
-            holds_plain,
+            kept,
+            seen: (0..seen).map(|_| AtomicU16::new(0)).collect(),
+            holds_indexes: bytes >= INDEXES_MIN,
             changes: AtomicU64::new(0),
             resident: AtomicU64::new(0),
             lookups: Lookups::default(),
@@ -165,7 +216,12 @@ impl ReadCache {
 
     /// Whether plain blocks are kept.
     pub fn holds_plain(&self) -> bool {
-        self.holds_plain && !self.shards.is_empty()
+        self.kept == Kept::All && !self.shards.is_empty()
+    }
+
+    /// Whether indexes of packs are kept.
+    pub fn holds_indexes(&self) -> bool {
+        self.holds_indexes
     }
 
     /// The number of changes so far. Called under the metadata lock, by a read that is being planned.
@@ -176,8 +232,7 @@ impl ReadCache {
     /// Counters for `status` and tests.
     pub fn statistics(&self) -> ReadCacheStatistics {
         let (hits, misses) = self.lookups.counts();
-        let resident = self.resident.load(Ordering::Relaxed) * BLOCK_SIZE as u64;
-        ReadCacheStatistics { resident, hits, misses }
+        ReadCacheStatistics { resident: self.resident.load(Ordering::Relaxed), hits, misses }
     }
 
     fn shard(&self, block: u64) -> &Mutex<Shard> {
@@ -200,8 +255,23 @@ impl ReadCache {
         let mut found = Vec::new();
         if !self.is_empty() {
             let places = Place::packed(block, indexes.start as usize)..Place::packed(block, indexes.end as usize);
-            self.shard(block).lock().queue.read(places, |place, content| {
+            self.shard(block).lock().queue.read(places, |place, value| {
+                let Value::Block(content) = value else { return false };
                 found.push((u64::from(place.index), content.clone()));
+                true
+            });
+        }
+        found
+    }
+
+    /// The index of the pack that begins at `block`, if it is cached. Called under the metadata lock.
+    pub fn index(&self, block: u64) -> Option<Arc<Index>> {
+        let mut found = None;
+        if !self.is_empty() {
+            let places = Place { block, index: INDEX }..Place { block, index: PLAIN };
+            self.shard(block).lock().queue.read(places, |_, value| {
+                let Value::Index(index) = value else { return false };
+                found = Some(Arc::clone(index));
                 true
             });
         }
@@ -211,15 +281,15 @@ impl ReadCache {
     /// The cached plain blocks of a run. Called under the metadata lock.
     pub fn plain(&self, run: Run) -> Vec<(u64, SharedSlice)> {
         let mut found = Vec::new();
-        if self.holds_plain && !self.is_empty() {
+        if self.kept == Kept::All && !self.is_empty() {
             for part in groups(run) {
                 let places = Place::packed(part.start, 0)..Place::packed(part.end, 0);
-                self.shard(part.start).lock().queue.read(places, |place, content| {
-                    let is_plain = place.index == PLAIN;
-                    if is_plain {
+                self.shard(part.start).lock().queue.read(places, |place, value| match value {
+                    Value::Block(content) if place.index == PLAIN => {
                         found.push((place.block, content.clone()));
+                        true
                     }
-                    is_plain
+                    _ => false,
                 });
             }
         }
@@ -233,21 +303,50 @@ impl ReadCache {
             return;
         }
         for (place, content) in blocks {
-            // The memory is copied, allocated and freed outside of the lock.
-            let content = SharedSlice::copy_of(content);
-            let mut dropped = Vec::new();
-            let mut shard = self.shard(place.block).lock();
-            if shard.changed[self.slot(place.block)] > planned {
+            if !self.is_kept(place) {
                 continue;
             }
-            let before = shard.queue.len();
-            shard.queue.insert(place, content, &mut dropped);
-            self.count(before, shard.queue.len());
+            // The memory is copied, allocated and freed outside of the lock.
+            self.insert(place, Value::Block(SharedSlice::copy_of(content)), BLOCK_UNITS, planned);
         }
     }
 
-    fn count(&self, before: usize, after: usize) {
-        self.resident.fetch_add((after as u64).wrapping_sub(before as u64), Ordering::Relaxed);
+    /// Whether content is kept now. Places that are not distinguished are kept a little earlier or later.
+    fn is_kept(&self, place: Place) -> bool {
+        if self.seen.is_empty() {
+            return true;
+        }
+        // Fibonacci hashing: the upper bits of the product depend on all bits of the place.
+        let hash = (place.block << 8 | u64::from(place.index)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let fingerprint = (hash >> 16) as u16 | 1;
+        let seen = &self.seen[(hash >> 32) as usize % self.seen.len()];
+        seen.load(Ordering::Relaxed) == fingerprint || {
+            seen.store(fingerprint, Ordering::Relaxed);
+            false
+        }
+    }
+
+    /// Keeps the index of the pack that begins at `block`, which a read has verified, like [`ReadCache::keep`].
+    pub fn keep_index(&self, block: u64, index: Arc<Index>, planned: u64) {
+        if self.holds_indexes {
+            let units = (index.memory() + OVERHEAD).div_ceil(UNIT);
+            self.insert(Place { block, index: INDEX }, Value::Index(index), units, planned);
+        }
+    }
+
+    fn insert(&self, place: Place, value: Value, units: usize, planned: u64) {
+        let (bytes, mut dropped) = (value.bytes(), Vec::new());
+        let mut shard = self.shard(place.block).lock();
+        if shard.changed[self.slot(place.block)] <= planned {
+            shard.queue.insert(place, value, units, &mut dropped);
+            self.count(bytes, &dropped);
+        }
+    }
+
+    /// Counts what was added to the cache, and what has left it.
+    fn count(&self, added: usize, dropped: &[Value]) {
+        let removed: usize = dropped.iter().map(Value::bytes).sum();
+        self.resident.fetch_add((added as u64).wrapping_sub(removed as u64), Ordering::Relaxed);
     }
 
     /// Removes what is stored in a run of blocks. Called under the metadata lock, when the blocks get other content.
@@ -262,15 +361,14 @@ impl ReadCache {
             for block in part.clone() {
                 shard.changed[self.slot(block)] = change;
             }
-            let before = shard.queue.len();
             shard.queue.remove(Place::packed(part.start, 0)..Place::packed(part.end, 0), &mut dropped);
-            self.count(before, shard.queue.len());
+            self.count(0, &dropped);
         }
     }
 
     /// Like [`ReadCache::forget`], for blocks that are not in packs.
     pub fn forget_plain(&self, run: Run) {
-        if self.holds_plain {
+        if self.kept == Kept::All {
             self.forget(run);
         }
     }

@@ -12,7 +12,7 @@ use super::super::files::{DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
 use super::super::left_out::{LeftOut, Tolerance};
 use super::super::log::{IMAGES_FILE, Images, Superblock};
 use super::super::metadata::{Meta, Metadata};
-use super::super::read_cache::ReadCache;
+use super::super::read_cache::{Kept, ReadCache};
 use super::super::recover::{Parts, Survey, collect_images, survey};
 use super::super::{Engine, EngineOptions};
 use super::{EVERYTHING, Salvage, is_readable};
@@ -89,7 +89,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     journal.resume(found.end, found.incarnation + 1);
     let options = EngineOptions { metadata_cache: METADATA_CACHE, threads: false, ..EngineOptions::default() };
     let engine = Engine::assemble(Parts {
-        meta: Metadata::new(Arc::clone(&directory), files, pages, map, data, catalog, ReadCache::new(0, false)),
+        meta: Metadata::new(Arc::clone(&directory), files, pages, map, data, catalog, ReadCache::new(0, Kept::All)),
         files: DataFiles::open(Arc::clone(&directory), IoMode::Buffered)?,
         directory,
         options,

@@ -1,7 +1,7 @@
 //! The read cache: reads return what they would return without it, whatever is overwritten, freed, packed, shared or
 //! reverted in between, and places that several disks share are read from the medium once.
 
-use super::packed::{pack, place, quiet};
+use super::packed::{holds, mixed, pack, place, quiet};
 use super::shared::share;
 use super::*;
 use std::collections::BTreeMap;
@@ -50,7 +50,9 @@ fn a_storm_of_clones_reads_the_golden_image_once() {
             }
             assert_eq!(engine.cache_lookups(clone).0 + engine.cache_lookups(clone).1, 200);
         }
-        assert_eq!(lookups(&engine), (99 * 200, 200), "packed: {packed}");
+        // In buffered mode the second read comes from the page cache, and is kept.
+        let read = if packed { 2 } else { 1 };
+        assert_eq!(lookups(&engine), ((100 - read) * 200, read * 200), "packed: {packed}");
         assert_eq!(engine.read_cache_statistics().resident, 200 * BLOCK_SIZE as u64);
     }
 }
@@ -249,9 +251,134 @@ fn cached_blocks_do_not_divide_a_sequential_read() {
     assert_eq!(requests(), 0);
 }
 
+/// A store with one pack of 32 blocks, of which half can be compressed.
+fn one_pack(read_cache: usize) -> (SimulatedDisk, Arc<Engine>, Run) {
+    let (disk, engine) = made();
+    engine.close().unwrap();
+    let engine = Engine::open(disk.directory(), with(IoMode::Direct, read_cache)).unwrap();
+    engine.write_blocks(&engine.head(1), 0, mixed(0..32)).unwrap();
+    quiet(&engine);
+    assert_eq!(pack(&engine, 1, 0..32), (32, 17));
+    quiet(&engine);
+    let run = place(&engine, 1, 0).0;
+    (disk, engine, run)
+}
+
+/// The stored blocks that each plan of a read fetches, by their numbers in the pack.
+fn fetches(engine: &Engine, pack: Run, range: std::ops::Range<u64>) -> Vec<Vec<u64>> {
+    let (plans, head) = (std::cell::RefCell::new(Vec::new()), engine.head(1));
+    let read = engine.read_blocks("vm", range.clone(), &|range| {
+        let planned = engine.plan_head(&head, range)?;
+        let mut fetched = Vec::new();
+        for part in &planned.parts {
+            if let Part::Packed(packed) = part {
+                let first = packed.stored.block - pack.start;
+                fetched.extend(first..first + packed.stored.checksums.len() as u64);
+            }
+        }
+        plans.borrow_mut().push(fetched);
+        Ok(planned)
+    });
+    assert!(read.unwrap()[..] == mixed(range.map(|block| block as u8))[..]);
+    plans.into_inner()
+}
+
+#[test]
+fn a_short_read_fetches_the_stored_blocks_of_a_pack_that_hold_its_blocks() {
+    let (_disk, engine, run) = one_pack(4 << 20);
+    // The index begins with 16 bytes for the pack and has 8 for each block, and a block takes about 2,150 bytes.
+    assert_eq!(fetches(&engine, run, 20..21), [vec![0], vec![10, 11]]);
+    assert_eq!(fetches(&engine, run, 31..32), [vec![16]]);
+    assert_eq!(fetches(&engine, run, 8..16), [(4..9).collect::<Vec<u64>>()]);
+    // What is decoded is cached, and the rest is read in two parts.
+    assert_eq!(fetches(&engine, run, 18..22), [vec![9, 10, 11]]);
+    assert_eq!(fetches(&engine, run, 0..32), [(0..17).cycle().take(3 * 17).collect::<Vec<u64>>()]);
+    assert_eq!(fetches(&engine, run, 0..32), [Vec::<u64>::new()]);
+    // Each block counts once, also if its read was planned twice.
+    let (hits, misses) = lookups(&engine);
+    assert_eq!((hits, misses, engine.cache_lookups(1)), (32 + 1 + 13, 32, (hits, misses)));
+}
+
+#[test]
+fn a_block_that_is_stored_beside_the_index_is_read_with_it() {
+    let (_disk, engine, run) = one_pack(4 << 20);
+    assert_eq!(fetches(&engine, run, 0..1), [vec![0]]);
+    assert_eq!((lookups(&engine), engine.cache_lookups(1)), ((0, 1), (0, 1)));
+    assert_eq!(fetches(&engine, run, 1..2), [vec![0, 1]]);
+}
+
+#[test]
+fn a_cache_that_is_too_small_for_indexes_reads_whole_packs() {
+    for read_cache in [0, 64 << 10] {
+        let (_disk, engine, run) = one_pack(read_cache);
+        assert_eq!(fetches(&engine, run, 20..21), [(0..17).collect::<Vec<u64>>()]);
+    }
+}
+
+/// The index is kept under the place of the pack, which another pack may get.
+#[test]
+fn the_index_of_a_pack_that_is_gone_is_not_used_for_its_successor() {
+    let (_disk, engine, run) = one_pack(4 << 20);
+    let head = engine.head(1);
+    let mut found = false;
+    fetches(&engine, run, 20..21);
+    let planned = engine.plan_head(&head, 9..10).unwrap();
+    drop(planned);
+    for round in 1..40u8 {
+        let value = |block: u64| round.wrapping_mul(32).wrapping_add(block as u8 / 2);
+        engine.discard_blocks(&head, 0..32).unwrap();
+        quiet(&engine);
+        engine.write_blocks(&head, 0, mixed((0..32).map(value))).unwrap();
+        quiet(&engine);
+        pack(&engine, 1, 0..32);
+        quiet(&engine);
+        found |= place(&engine, 1, 0) == (run, true);
+        (0..32).rev().for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), value(block), "block {block}"));
+    }
+    assert!(found, "the place of the pack was not used again");
+}
+
+/// With the index in the cache, and without it: a damaged stored block affects what it holds, and reads end.
+#[test]
+fn a_damaged_stored_block_of_a_pack_affects_what_it_holds() {
+    for (damaged, knows_index) in [(0, false), (0, true), (5, false), (5, true)] {
+        let (disk, engine, run) = one_pack(4 << 20);
+        if knows_index {
+            fetches(&engine, run, 31..32);
+        }
+        let (_, offset) = engine.files.locate(Run { start: run.start + damaged, blocks: 1 }).unwrap();
+        disk.flip_bit("data.0000", offset + 2000, 3).unwrap();
+        let (head, plans) = (engine.head(1), AtomicU32::new(0));
+        let read = |range: std::ops::Range<u64>| {
+            engine.read_blocks("vm", range, &|range| {
+                assert!(plans.fetch_add(1, Ordering::Relaxed) < 500, "a read does not end");
+                engine.plan_head(&head, range)
+            })
+        };
+        let long_read_fails = || {
+            let error = read(0..32).map(drop).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt);
+            assert!(error.to_string().contains(&format!("physical block {}", run.start + damaged)), "{error}");
+        };
+        long_read_fails();
+        let failed: Vec<u64> = (0..32).filter(|block| read(*block..*block + 1).is_err()).collect();
+        let expected: Vec<u64> = match (damaged, knows_index) {
+            (0, false) => (0..32).collect(),
+            (0, true) => vec![0],
+            _ => failed.clone(),
+        };
+        assert!(failed == expected && (damaged == 0 || (1..=2).contains(&failed.len())), "{damaged}: {failed:?}");
+        // Some blocks are cached now.
+        long_read_fails();
+        for block in (0..32).filter(|block| !failed.contains(block)) {
+            assert_eq!(holds(&engine, 1, block).unwrap(), block as u8);
+        }
+    }
+}
+
 #[test]
 fn random_histories_read_the_same_with_a_cache() {
-    for seed in 0..12 {
+    for seed in 0..16 {
         let mode = if seed % 3 == 0 { IoMode::Buffered } else { IoMode::Direct };
         // The small cache holds a part of the blocks.
         history(seed, with(mode, if seed % 2 == 0 { 100 << 10 } else { 4 << 20 }));
@@ -260,8 +387,12 @@ fn random_histories_read_the_same_with_a_cache() {
 
 fn history(seed: u64, options: EngineOptions) {
     let disk = formatted();
-    // In buffered mode only packs are cached, and shared blocks are not packed.
-    let shares = options.mode == IoMode::Direct;
+    // Packs of mixed blocks are long, so that parts of them are read.
+    let is_mixed = seed % 4 > 1;
+    let content = |value: u8, blocks: usize| match is_mixed {
+        true => mixed(std::iter::repeat_n(value, blocks)),
+        false => slice(value, blocks),
+    };
     let engine = Engine::open(disk.directory(), options).unwrap();
     let mut random = Random(seed);
     let mut names = 0;
@@ -302,7 +433,7 @@ fn history(seed: u64, options: EngineOptions) {
             }
             10..14 => {
                 quiet(&engine);
-                if shares && random.percent(50) {
+                if random.percent(50) {
                     share(&engine, &disks);
                 } else {
                     pack(&engine, on, 0..DISK_BLOCKS);
@@ -315,7 +446,7 @@ fn history(seed: u64, options: EngineOptions) {
             36..60 => {
                 let value = 1 + random.below(255) as u8;
                 let blocks = (range.end - range.start) as usize;
-                engine.write_blocks(&engine.head(on), range.start, slice(value, blocks)).unwrap();
+                engine.write_blocks(&engine.head(on), range.start, content(value, blocks)).unwrap();
                 contents.get_mut(&on).unwrap().extend(range.map(|block| (block, value)));
             }
             _ => {
@@ -328,10 +459,11 @@ fn history(seed: u64, options: EngineOptions) {
                 };
                 for (bytes, block) in read.unwrap().chunks(BLOCK_SIZE).zip(range) {
                     let expected = contents[&object].get(&block).copied().unwrap_or(0);
-                    assert!(
-                        bytes == [expected; BLOCK_SIZE],
-                        "seed {seed}, step {step}, object {object}, block {block}"
-                    );
+                    let is_good = match expected {
+                        0 => bytes == [0; BLOCK_SIZE],
+                        value => bytes == &content(value, 1)[..],
+                    };
+                    assert!(is_good, "seed {seed}, step {step}, object {object}, block {block}");
                 }
             }
         }

@@ -320,11 +320,11 @@ fn a_read_settles_no_doubt_during_a_write_of_the_block() {
     let mut buffer = Buffer::zeroed(1);
     stored.file.read_at(&mut buffer, stored.offset).unwrap();
     let replan = |block: u64| engine.plan_head(&head, block..block + 1);
-    assert!(!engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan).unwrap());
+    assert!(!engine.verify("vm", 0, &planned, |_| &buffer, &replan).unwrap());
     assert!(engine.meta.lock().pending.iter().all(|pending| !matches!(pending.operation, Operation::Resolve { .. })));
     // The write has failed, so its block stays in flight: a read must not wait for it.
     engine.stop(Error::new(ErrorKind::Io, "the medium has failed"));
-    let finished = engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan);
+    let finished = engine.verify("vm", 0, &planned, |_| &buffer, &replan);
     assert_eq!(finished.unwrap_err().kind(), ErrorKind::Stopped);
 }
 

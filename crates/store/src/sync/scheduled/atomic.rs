@@ -45,6 +45,7 @@ macro_rules! atomic {
 }
 
 atomic!(AtomicBool, bool);
+atomic!(AtomicU16, u16);
 atomic!(AtomicU64, u64);
 
 impl AtomicU64 {

@@ -6,6 +6,10 @@ use super::*;
 use crate::testbed::Random;
 
 impl<K: Ord + Copy, V: Copy> Queue<K, V> {
+    fn len(&self) -> usize {
+        self.counts[Place::Small as usize] + self.counts[Place::Main as usize]
+    }
+
     fn get(&mut self, key: K) -> Option<V> {
         let found = self.entries.get_mut(&key)?;
         let value = found.value?;
@@ -40,7 +44,7 @@ impl Lru {
 
 #[test]
 fn random_operations_return_the_last_value_of_a_key_within_the_bounds() {
-    for (seed, limit) in [(1, 1), (2, 3), (3, 10), (4, 100)] {
+    for (seed, limit, heaviest) in [(1, 1, 1), (2, 3, 1), (3, 3, 3), (4, 10, 2), (5, 100, 7)] {
         let (mut queue, mut random) = (Queue::new(limit), Random(seed));
         let mut model = BTreeMap::new();
         for step in 0..20_000u64 {
@@ -55,7 +59,7 @@ fn random_operations_return_the_last_value_of_a_key_within_the_bounds() {
                     let mut dropped = Vec::new();
                     let known = queue.entries.get(&key).is_some_and(|entry| entry.value.is_some());
                     let before = queue.len();
-                    queue.insert(key, step, &mut dropped);
+                    queue.insert(key, step, 1 + key as usize % heaviest, &mut dropped);
                     assert_eq!(queue.len() + dropped.len(), before + 1);
                     if !known {
                         model.insert(key, step);
@@ -69,11 +73,12 @@ fn random_operations_return_the_last_value_of_a_key_within_the_bounds() {
                     assert!(keys.clone().all(|key| !queue.entries.contains_key(&key)));
                 }
             }
-            let sums = [Place::Small, Place::Main, Place::Ghost]
-                .map(|place| queue.entries.values().filter(|entry| entry.place == place).count());
-            assert_eq!(sums, queue.counts);
-            assert!(queue.len() <= limit && sums[2] <= limit, "{sums:?}");
-            assert!(queue.items.iter().all(|items| items.len() <= 2 * limit + 1));
+            let of = |place| queue.entries.values().filter(move |entry| entry.place == place);
+            let places = [Place::Small, Place::Main, Place::Ghost];
+            let sums = places.map(|place| of(place).map(|entry| entry.weight).sum::<usize>());
+            assert_eq!((places.map(|place| of(place).count()), sums), (queue.counts, queue.weights));
+            assert!(sums[0] + sums[1] <= limit && sums[2] <= limit, "{sums:?}");
+            assert!(queue.items.iter().all(|items| items.len() <= 2 * limit + STALE_MAX));
         }
     }
 }
@@ -81,9 +86,9 @@ fn random_operations_return_the_last_value_of_a_key_within_the_bounds() {
 #[test]
 fn what_is_read_once_does_not_displace_what_is_read_again() {
     let mut queue = Queue::new(100);
-    (0..50).for_each(|key| queue.insert(key, (), &mut Vec::new()));
+    (0..50).for_each(|key| queue.insert(key, (), 1, &mut Vec::new()));
     assert!((0..50).all(|key| queue.get(key).is_some()));
-    (1000..20_000).for_each(|key| queue.insert(key, (), &mut Vec::new()));
+    (1000..20_000).for_each(|key| queue.insert(key, (), 1, &mut Vec::new()));
     assert!((0..50).all(|key| queue.get(key).is_some()));
     assert_eq!(queue.len(), 100);
 }
@@ -91,10 +96,10 @@ fn what_is_read_once_does_not_displace_what_is_read_again() {
 #[test]
 fn a_key_that_left_the_small_queue_too_early_gets_into_the_main_queue() {
     let mut queue = Queue::new(100);
-    (0..150).for_each(|key| queue.insert(key, (), &mut Vec::new()));
+    (0..150).for_each(|key| queue.insert(key, (), 1, &mut Vec::new()));
     assert!(queue.get(0).is_none());
-    queue.insert(0, (), &mut Vec::new());
-    (1000..20_000).for_each(|key| queue.insert(key, (), &mut Vec::new()));
+    queue.insert(0, (), 1, &mut Vec::new());
+    (1000..20_000).for_each(|key| queue.insert(key, (), 1, &mut Vec::new()));
     assert!(queue.get(0).is_some());
 }
 
@@ -116,11 +121,11 @@ fn more_reads_hit_than_with_lru_and_scans_cost_none() {
             let key = sums.partition_point(|sum| *sum <= chosen) as u64;
             found += u64::from(queue.get(key).is_some());
             found_by_lru += u64::from(lru.read(key));
-            queue.insert(key, (), &mut Vec::new());
+            queue.insert(key, (), 1, &mut Vec::new());
             if scans && number % 2000 == 0 {
                 for _ in 0..1000 {
                     scanned += 1;
-                    queue.insert(scanned, (), &mut Vec::new());
+                    queue.insert(scanned, (), 1, &mut Vec::new());
                     lru.read(scanned);
                 }
             }
@@ -132,4 +137,18 @@ fn more_reads_hit_than_with_lru_and_scans_cost_none() {
     println!("without scans {alone} % (LRU {alone_by_lru} %), with {beside_scans} % (LRU {beside_scans_by_lru} %)");
     assert!(alone >= alone_by_lru + 5 && beside_scans >= beside_scans_by_lru + 7);
     assert!(beside_scans + 1 >= alone);
+}
+
+#[test]
+fn a_light_entry_takes_little_room() {
+    let mut queue = Queue::new(70);
+    (0..50).for_each(|key| queue.insert(key, (), 1, &mut Vec::new()));
+    assert!((0..50).all(|key| queue.get(key).is_some()));
+    (1000..1100).for_each(|key| queue.insert(key, (), 7, &mut Vec::new()));
+    assert!((0..50).all(|key| queue.get(key).is_some()));
+    assert_eq!((queue.len(), queue.weight()), (52, 64));
+    // What is heavier than the room does not enter, and displaces nothing.
+    let mut dropped = Vec::new();
+    queue.insert(9, (), 71, &mut dropped);
+    assert_eq!((queue.len(), dropped.len()), (52, 1));
 }

@@ -1,0 +1,114 @@
+//! The index of a pack: where each block is stored in the pack, how, and the checksum of its content. With the index, a
+//! block is read from the one or two stored blocks that hold it.
+
+use super::{ABSENT, BLOCKS_MAX, ENTRY, HEAD, LZ4, MAGIC, PLAIN, VERSION, ZSTD, damaged, decompress};
+use crate::{Error, ErrorKind, Result, checksum};
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+
+/// A block of a pack. They are stored one after the other.
+struct Fragment {
+    checksum: u32,
+    stored: u16,
+    codec: u8,
+}
+
+/// A valid index.
+pub struct Index(Box<[Fragment]>);
+
+impl Index {
+    /// Decodes head and index of a pack of `length` bytes. `bytes` are its beginning, at least the first block.
+    pub fn decode(bytes: &[u8], length: usize) -> Result<Self> {
+        let word = |at: usize| bytes.get(at..at + 4).map(|word| [word[0], word[1], word[2], word[3]]);
+        let half = |at: usize| bytes.get(at..at + 2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+        let (Some(count), Some(version), Some(sum)) = (half(6), half(4), word(8)) else {
+            return Err(damaged("it is too short"));
+        };
+        if word(0) != Some(MAGIC) {
+            return Err(damaged("it does not begin as a pack"));
+        }
+        if version != VERSION {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("a pack has version {version}, this program supports version {VERSION}: use a newer one"),
+            ));
+        }
+        let count = usize::from(count);
+        let index = bytes.get(..HEAD + ENTRY * count).filter(|_| (1..=BLOCKS_MAX).contains(&count));
+        let mut index = index.ok_or_else(|| damaged("its number of blocks is impossible"))?.to_vec();
+        index[8..12].fill(0);
+        if checksum(&index) != u32::from_le_bytes(sum) {
+            return Err(damaged("its index fails its checksum"));
+        }
+        let mut end = index.len();
+        let mut fragments = Vec::with_capacity(count);
+        for entry in index[HEAD..].chunks_exact(ENTRY) {
+            let checksum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
+            let (stored, codec) = (u16::from_le_bytes([entry[4], entry[5]]), entry[6]);
+            let possible = match codec {
+                ABSENT => stored == 0,
+                PLAIN => usize::from(stored) == BLOCK_SIZE,
+                LZ4 | ZSTD => stored > 0 && usize::from(stored) < BLOCK_SIZE,
+                _ => false,
+            };
+            end += usize::from(stored);
+            if !possible || end > length || entry[7] != 0 {
+                return Err(damaged("its index has an impossible entry"));
+            }
+            fragments.push(Fragment { checksum, stored, codec });
+        }
+        Ok(Self(fragments.into_boxed_slice()))
+    }
+
+    /// The stored bytes of each block.
+    pub fn stored_bytes(&self) -> Vec<u64> {
+        self.0.iter().map(|fragment| u64::from(fragment.stored)).collect()
+    }
+
+    /// The checksum of the content of each block; `None` for those that are not in the pack.
+    pub fn checksums(&self) -> Vec<Option<u32>> {
+        self.0.iter().map(|fragment| (fragment.codec != ABSENT).then_some(fragment.checksum)).collect()
+    }
+
+    /// Memory of the index in bytes.
+    pub fn memory(&self) -> usize {
+        size_of_val(&*self.0)
+    }
+
+    /// Where blocks are stored in the pack, in bytes. `None` if the pack has fewer blocks.
+    pub fn place(&self, blocks: &Range<usize>) -> Option<Range<usize>> {
+        let bytes =
+            |fragments: &[Fragment]| fragments.iter().map(|fragment| usize::from(fragment.stored)).sum::<usize>();
+        let length = bytes(self.0.get(blocks.clone())?);
+        let start = HEAD + ENTRY * self.0.len() + bytes(&self.0[..blocks.start]);
+        Some(start..start + length)
+    }
+
+    /// Decodes blocks. `stored` are bytes of the pack that begin at offset `from` and contain the blocks. `out` has room
+    /// for all blocks. Returns their checksums.
+    pub fn read(&self, stored: &[u8], from: usize, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
+        let fewer = || damaged("it has fewer blocks than the map says");
+        let mut at = self.place(&blocks).and_then(|place| place.start.checked_sub(from)).ok_or_else(fewer)?;
+        let fragments = &self.0[blocks];
+        let mut sums = Vec::with_capacity(fragments.len());
+        for (fragment, out) in fragments.iter().zip(out.chunks_exact_mut(BLOCK_SIZE)) {
+            let end = at + usize::from(fragment.stored);
+            let stored = stored.get(at..end).ok_or_else(fewer)?;
+            at = end;
+            let length = match fragment.codec {
+                PLAIN => {
+                    out.copy_from_slice(stored);
+                    Some(BLOCK_SIZE)
+                }
+                LZ4 => lz4_flex::block::decompress_into(stored, out).ok(),
+                ZSTD => decompress(stored, out)?,
+                _ => None,
+            };
+            if length != Some(BLOCK_SIZE) || checksum(out) != fragment.checksum {
+                return Err(damaged("a block in it cannot be decompressed, or fails its checksum"));
+            }
+            sums.push(fragment.checksum);
+        }
+        Ok(sums)
+    }
+}
