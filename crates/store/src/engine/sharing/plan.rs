@@ -146,7 +146,7 @@ impl Meta {
     }
 
     /// The places of the written blocks of an object in a range; `None` for each other block.
-    fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
+    pub(super) fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
         let mut found = vec![None; blocks as usize];
         let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(found) };
         let mut extents = Vec::new();
@@ -247,7 +247,7 @@ impl Meta {
     }
 
     /// The checksums of the physical blocks of one side, of which `sums` are those of plain ones.
-    fn checksums_of(&mut self, side: Stored, sums: &[u32], blocks: u64) -> Result<Vec<u32>> {
+    pub(super) fn checksums_of(&mut self, side: Stored, sums: &[u32], blocks: u64) -> Result<Vec<u32>> {
         if side.packed.is_none() {
             return Ok(sums.to_vec());
         }
