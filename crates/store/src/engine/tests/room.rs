@@ -1,6 +1,6 @@
 //! Space: acknowledged writes always have space, failures leak none, and thick disks keep their reservations.
 
-use super::unreadable::lose_entries;
+use super::unreadable::{lose_entries, lose_loaded};
 use super::*;
 use backend::simulated::{Fault, Request};
 use backend::{File, IoMode};
@@ -478,6 +478,19 @@ fn what_a_crash_left_reserved_is_given_back_step_by_step() {
     let (disk, engine, before) = unclaimed();
     engine.close().unwrap();
     assert_eq!(allocated(&disk), before);
+}
+
+/// Other space is returned, and the check reports the rest.
+#[test]
+fn a_damaged_page_of_the_table_ends_neither_the_search_for_unclaimed_space_nor_a_check() {
+    for corrupt in [false, true] {
+        let (disk, engine, before) = unclaimed();
+        let _mend = lose_loaded(&disk, &engine, "data.table", 0, corrupt);
+        let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+        let problems: Vec<&str> = report.findings.iter().map(|finding| finding.problem.as_str()).collect();
+        assert!(problems.len() == 1 && problems[0].contains("page 0 of data.table is damaged"), "{problems:?}");
+        assert_eq!((allocated(&disk), report.leaked), (before, 0));
+    }
 }
 
 #[test]
