@@ -2,6 +2,7 @@
 //! packed or cut off in between, and a shared block is free when nothing maps it any more.
 
 mod counted;
+mod damaged;
 mod divided;
 mod histories;
 mod obstacles;
