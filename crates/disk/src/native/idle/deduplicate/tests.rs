@@ -452,12 +452,27 @@ fn only_thin_native_disks_get_the_setting() {
     let thin = NewDisk::native(size, Provisioning::Thin);
     let thick = NewDisk::native(size, Provisioning::ZeroedThick);
     let image = NewDisk { format: DiskFormat::Image(ImageKind::SeSparse), ..thin };
-    for (new, why) in [(&thick, "thick, and is not deduplicated"), (&image, "native one, so it is not deduplicated")] {
-        let refused = datastore.create_disk_with("t", new, &set(tenant()), &NoProgress).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+    // A time alone must not advise a setting that is then refused.
+    let time = SettingsChange { dedup_at: Some(ReduceAt::Idle), ..SettingsChange::default() };
+    let advice = "; leave out --dedup and --dedup-at, or ";
+    for (new, why, of_new) in [
+        (&thick, "thick, and is not deduplicated", "a thick disk is not deduplicated, because"),
+        (&image, "native one, so it is not deduplicated: 'lamina disk migrate'", "only native disks are deduplicated"),
+    ] {
+        for change in [&set(tenant()), &time] {
+            let refused = datastore.create_disk_with("t", new, change, &NoProgress).unwrap_err();
+            let text = refused.to_string();
+            assert!(
+                refused.kind() == ErrorKind::Unsupported && text.contains(of_new) && text.contains(advice),
+                "{text}"
+            );
+            assert!(!text.contains("migrate") && text.contains("'t' was not made"), "{text}");
+        }
         datastore.create_disk_with("t", new, &set(Deduplication::Off), &NoProgress).unwrap();
-        let refused = datastore.edit_disk("t", &set(Deduplication::Disk)).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        for change in [&set(Deduplication::Disk), &time] {
+            let refused = datastore.edit_disk("t", change).unwrap_err();
+            assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        }
         bed.edit("t", &set(Deduplication::Off));
         datastore.delete_disk("t", false).unwrap();
     }
