@@ -11,11 +11,12 @@
 //! the trees again.
 
 use super::Engine;
+use super::affected::Affected;
 use super::checkpoint::Purpose;
 use super::files::data_file_name;
 use super::metadata::{Effects, Sight, View};
 use super::rebuild::{Damaged, mender};
-use super::scrub::{DamagedPlace, Spans};
+use super::scrub::DamagedPlace;
 use super::verify::StoreActivity;
 use crate::FILE_BLOCKS;
 use crate::catalog::{Catalog, ObjectState};
@@ -31,10 +32,6 @@ use std::ops::Range;
 const FINDINGS_MAX: usize = 1000;
 /// Places that are listed for all findings; further ones are only counted.
 const PLACES_MAX: usize = if cfg!(test) { 256 } else { 1 << 16 };
-/// Places of a finding in one disk or snapshot. The last one contains all further ones.
-const SPANS_MAX: usize = 16;
-/// Disks and snapshots that the text of a finding names, and places in each; further ones are counted.
-const NAMED_MAX: usize = 8;
 /// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data. Tests have
 /// small passes, so that they reach the second one.
 const WINDOW_BLOCKS: u64 = if cfg!(test) { TABLE_ENTRIES << 2 } else { TABLE_ENTRIES << 15 };
@@ -66,17 +63,6 @@ pub struct Finding {
     pub places: Vec<Affected>,
     /// Number of parts beyond those listed.
     pub unlisted: u64,
-}
-
-/// A part of a disk or snapshot that damage affects.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Affected {
-    /// `disk` or `disk@snapshot`.
-    pub name: String,
-    /// The first byte.
-    pub offset: u64,
-    /// The length in bytes.
-    pub length: u64,
 }
 
 /// The result of a check.
@@ -127,9 +113,9 @@ impl Report {
 
 /// A tree to walk, and its name in messages.
 pub(super) struct Root {
-    name: String,
+    pub name: String,
     /// The name without an explanation: `disk` or `disk@snapshot`.
-    short: String,
+    pub short: String,
     pub node: NodeId,
     /// Blocks of the disk.
     blocks: u64,
@@ -137,69 +123,9 @@ pub(super) struct Root {
 
 impl Root {
     /// The bytes of the disk in a range of blocks.
-    fn bytes(&self, range: &Range<u64>) -> Range<u64> {
+    pub fn bytes(&self, range: &Range<u64>) -> Range<u64> {
         let byte = |block: u64| block.min(self.blocks) * BLOCK_SIZE as u64;
         byte(range.start)..byte(range.end)
-    }
-
-    fn affected(&self, span: &Range<u64>) -> Affected {
-        let Range { start, end } = self.bytes(span);
-        Affected { name: self.short.clone(), offset: start, length: end - start }
-    }
-}
-
-/// The parts of disks and snapshots that refer to a damaged place.
-#[derive(Default)]
-pub(super) struct Owners<'a>(Vec<(&'a Root, Vec<Range<u64>>)>);
-
-impl Owners<'_> {
-    /// All parts.
-    pub fn places(&self) -> Vec<Affected> {
-        self.0.iter().flat_map(|(root, spans)| spans.iter().map(|span| root.affected(span))).collect()
-    }
-
-    /// Names the first disks and snapshots, each by the bytes that contain all its parts.
-    pub fn ranges(&self) -> String {
-        self.named(|root, spans| {
-            let start = spans.iter().map(|span| root.bytes(span).start).min().unwrap_or(0);
-            let end = spans.iter().map(|span| root.bytes(span).end).max().unwrap_or(0);
-            format!("{} bytes {start} to {end}", root.name)
-        })
-    }
-
-    /// Names the first disks and snapshots, each with its first places.
-    pub fn offsets(&self) -> String {
-        self.named(|root, spans| {
-            let first = spans.iter().take(NAMED_MAX).map(|span| root.bytes(span).start.to_string()).collect::<Vec<_>>();
-            let (plural, more) = (if spans.len() > 1 { "s" } else { "" }, spans.len() - first.len());
-            let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("{} at offset{plural} {}{rest}", root.name, first.join(", "))
-        })
-    }
-
-    fn named(&self, describe: impl Fn(&Root, &[Range<u64>]) -> String) -> String {
-        if self.0.is_empty() {
-            return "nothing that is in use".to_owned();
-        }
-        let named: Vec<String> = self.0.iter().take(NAMED_MAX).map(|(root, spans)| describe(root, spans)).collect();
-        let more = self.0.len() - named.len();
-        let rest = if more > 0 { format!(", and {more} more disks and snapshots") } else { String::new() };
-        format!("{}{rest}", named.join(", "))
-    }
-}
-
-impl Sight<'_> {
-    /// Finds the parts of disks and snapshots that refer to each of these places.
-    pub(super) fn owners_of<'a>(&mut self, roots: &'a [Root], places: &[DamagedPlace]) -> Result<Vec<Owners<'a>>> {
-        let mut owners: Vec<Owners<'a>> = places.iter().map(|_| Owners::default()).collect();
-        if !places.is_empty() {
-            let trees: Vec<&Root> = roots.iter().collect();
-            let mut found = |root: &&'a Root, spans: Spans| {
-                spans.into_iter().for_each(|(place, spans)| owners[place].0.push((*root, spans)));
-            };
-            self.search_trees(places, SPANS_MAX, &trees, |root| root.node, &|| true, &mut found)?;
-        }
-        Ok(owners)
     }
 }
 

@@ -67,6 +67,7 @@
 
 mod accounting;
 mod admit;
+mod affected;
 mod buffers;
 mod bulk;
 mod check;
@@ -104,9 +105,10 @@ mod writeback;
 mod written;
 
 pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, PackFill, SetSpace, WouldFree};
+pub use affected::Affected;
 pub use buffers::Head;
 pub use bulk::BulkWriter;
-pub use check::{Affected, CheckOptions, Finding, Report};
+pub use check::{CheckOptions, Finding, Report};
 pub use control::{DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit, assert_not_looking};
 pub use create::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use files::JOURNAL_FILE;
