@@ -440,7 +440,7 @@ impl Datastore {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
         let problems = migrate::problems(self.directory())?.into_iter();
-        report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
+        report.findings.extend(problems.map(|problem| Finding::new(problem, None)));
         snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
         self.native.settings.check(options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;

@@ -5,7 +5,7 @@ use crate::deduplication::Deduplication;
 use crate::file_system::FileSystemInfo;
 use crate::growth::Growth;
 use crate::quota::LimitInfo;
-use crate::scrub::ScrubSummary;
+use crate::scrub::{DamageReference, ScrubSummary};
 use crate::settings::DiskSettings;
 use crate::space::TotalSpace;
 use backend::dirty::DirtyUse;
@@ -576,6 +576,24 @@ pub struct Finding {
     pub problem: String,
     /// How the problem was repaired; `None` if it was not.
     pub repaired: Option<String>,
+    /// The parts of native disks and snapshots that damage affects, as far as that is known. Of many parts in one disk,
+    /// the last one contains those that are not listed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub places: Vec<DamageReference>,
+    /// Number of parts beyond those in `places`.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub unlisted: u64,
+}
+
+impl Finding {
+    /// A finding for which no parts of disks are known.
+    pub fn new(problem: impl Into<String>, repaired: Option<String>) -> Self {
+        Self { problem: problem.into(), repaired, places: Vec::new(), unlisted: 0 }
+    }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The result of a check.

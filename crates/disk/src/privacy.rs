@@ -107,7 +107,7 @@ pub fn explain(folder: &Path, error: Error) -> Error {
 }
 
 fn repaired(problem: String, how: String) -> Finding {
-    Finding { problem, repaired: Some(how) }
+    Finding::new(problem, Some(how))
 }
 
 /// The first names, and how many more there are.

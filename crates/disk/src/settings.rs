@@ -363,7 +363,7 @@ impl Settings {
             self.state.lock().unreadable = None;
             repaired = Some(format!("the record is '{DAMAGED}' now, and all disks have the default settings"));
         }
-        report.findings.push(Finding { problem: why, repaired });
+        report.findings.push(Finding::new(why, repaired));
         Ok(())
     }
 }

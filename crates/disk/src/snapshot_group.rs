@@ -233,7 +233,7 @@ pub(crate) fn check(directory: &dyn Directory, repair: bool, report: &mut CheckR
         }
         let problem = format!("{} ({error})", problem(&name));
         let repaired = repair.then(|| "the record was removed, and the existing snapshots are kept".to_owned());
-        report.findings.push(Finding { problem, repaired });
+        report.findings.push(Finding::new(problem, repaired));
     }
     Ok(())
 }

@@ -9,24 +9,35 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use work::Progress;
 
-/// Refuses settings that have no effect on a disk.
-fn refuse(name: &str, is_native: bool, provisioning: Provisioning, change: &SettingsChange) -> Result<()> {
-    let compresses = change.compression.is_some_and(|compression| !compression.is_off());
-    let shares = change.dedup.as_ref().is_some_and(|dedup| !dedup.is_off());
-    let why = match (compresses, shares, is_native, provisioning) {
-        (false, false, _, _) | (_, _, true, Provisioning::Thin) => return Ok(()),
-        (true, _, true, _) => {
-            "is thick, and is not compressed: its space is reserved so that its writes never need new space"
-        }
-        (false, true, true, _) => {
-            "is thick, and is not deduplicated: its space is reserved so that its writes never need new space"
-        }
-        (true, _, false, _) => "is not a native one, so it is not compressed: 'lamina disk migrate' makes it native",
-        (false, true, false, _) => {
-            "is not a native one, so it is not deduplicated: 'lamina disk migrate' makes it native"
-        }
+/// Refuses settings that have no effect on a disk, of a disk that exists or is to be made (`new`).
+fn refuse(name: &str, is_native: bool, provisioning: Provisioning, change: &SettingsChange, new: bool) -> Result<()> {
+    // A time without a method or a domain has no effect on such a disk either, and it gets none of these.
+    let compresses = change.compression.map_or(change.compress_at.is_some(), |compression| !compression.is_off());
+    let shares = change.dedup.as_ref().map_or(change.dedup_at.is_some(), |dedup| !dedup.is_off());
+    if !(compresses || shares) || is_native && provisioning == Provisioning::Thin {
+        return Ok(());
+    }
+    let (what, options) = match compresses {
+        true => ("compressed", "--compression and --compress-at"),
+        false => ("deduplicated", "--dedup and --dedup-at"),
     };
-    Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' {why}")))
+    let text = match (is_native, new) {
+        (true, false) => format!(
+            "disk '{name}' is thick, and is not {what}: its space is reserved so that its writes never need new space"
+        ),
+        (true, true) => format!(
+            "disk '{name}' was not made: a thick disk is not {what}, because its space is reserved so that its writes \
+             never need new space; leave out {options}, or make a thin disk"
+        ),
+        (false, false) => {
+            format!("disk '{name}' is not a native one, so it is not {what}: 'lamina disk migrate' makes it native")
+        }
+        (false, true) => format!(
+            "disk '{name}' was not made: in this format it is not a native one, and only native disks are {what}; \
+             leave out {options}, or --format"
+        ),
+    };
+    Err(Error::new(ErrorKind::Unsupported, text))
 }
 
 impl Datastore {
@@ -44,7 +55,7 @@ impl Datastore {
     /// Checks the settings of a new disk. Returns them with those that are the defaults.
     pub(super) fn settings_of_new(&self, name: &str, new: &NewDisk, given: &SettingsChange) -> Result<SettingsChange> {
         let is_native = new.format == DiskFormat::Native;
-        refuse(name, is_native, new.provisioning, given)?;
+        refuse(name, is_native, new.provisioning, given, true)?;
         let mut settings = given.clone();
         if is_native && new.provisioning == Provisioning::Thin {
             let defaults = self.defaults();
@@ -81,7 +92,7 @@ impl Datastore {
 
     /// Refuses settings that have no effect on a disk.
     pub(super) fn check_change(&self, disk: &DiskInfo, change: &SettingsChange) -> Result<()> {
-        refuse(&disk.name, disk.format == "native", disk.provisioning, change)
+        refuse(&disk.name, disk.format == "native", disk.provisioning, change, false)
     }
 
     /// Gives a disk that was made by a copy, an import or a reception the settings that are the defaults. A failure is

@@ -50,14 +50,14 @@ impl Foreign {
             };
             let problem = format!("the disk in folder images/{folder} cannot be opened: {why}");
             let repaired = mended.then(|| "its images were repaired, and the disk was opened".to_owned());
-            report.findings.push(Finding { problem, repaired });
+            report.findings.push(Finding::new(problem, repaired));
         }
         for entry in self.entries() {
             let name = entry.disk.name();
             if let Some(why) = entry.disk.stopped() {
                 let problem =
                     format!("disk '{name}' takes no writes ({why}); 'lamina disk reopen {name}' opens it again");
-                report.findings.push(Finding { problem, repaired: None });
+                report.findings.push(Finding::new(problem, None));
             }
             let mut found = entry.disk.check(repair, progress);
             if repair
@@ -75,7 +75,7 @@ impl Foreign {
                 }
                 Err(error) => {
                     let problem = format!("disk '{name}' cannot be checked: {error}");
-                    report.findings.push(Finding { problem, repaired: None });
+                    report.findings.push(Finding::new(problem, None));
                     continue;
                 }
             };
@@ -84,19 +84,19 @@ impl Foreign {
             if found.record_mended {
                 let problem = format!("disk '{name}': one byte of its record was damaged");
                 let repaired = Some("the byte was corrected when the disk was opened".to_owned());
-                report.findings.push(Finding { problem, repaired });
+                report.findings.push(Finding::new(problem, repaired));
             }
             for problem in found.mended {
                 let repaired = Some("repaired in the image".to_owned());
-                report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired });
+                report.findings.push(Finding::new(format!("disk '{name}': {problem}"), repaired));
             }
             let listed = found.problems.len() as u64;
             for problem in found.problems {
-                report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired: None });
+                report.findings.push(Finding::new(format!("disk '{name}': {problem}"), None));
             }
             if found.problem_count > listed {
                 let problem = format!("disk '{name}': {} more problems of these kinds", found.problem_count - listed);
-                report.findings.push(Finding { problem, repaired: None });
+                report.findings.push(Finding::new(problem, None));
             }
         }
         Ok(())
@@ -140,11 +140,11 @@ impl Foreign {
                 if checked.repaired > 0 {
                     for note in checked.notes {
                         let repaired = Some("repaired in the image".to_owned());
-                        report.findings.push(Finding { problem: format!("'{label}': {note}"), repaired });
+                        report.findings.push(Finding::new(format!("'{label}': {note}"), repaired));
                     }
                 }
                 let open = checked.problems.into_iter().map(|problem| format!("'{label}': {problem}"));
-                report.findings.extend(open.map(|problem| Finding { problem, repaired: None }));
+                report.findings.extend(open.map(|problem| Finding::new(problem, None)));
             }
         }
         Ok(())

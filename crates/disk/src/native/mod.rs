@@ -43,6 +43,7 @@ use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding, Point};
 use crate::names;
 use crate::quota;
+use crate::scrub::DamageReference;
 use crate::settings::Settings;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
@@ -191,11 +192,15 @@ impl Native {
         let mut findings: Vec<Finding> = report
             .findings
             .into_iter()
-            .map(|finding| Finding { problem: finding.problem, repaired: finding.repaired })
+            .map(|finding| Finding {
+                problem: finding.problem,
+                repaired: finding.repaired,
+                places: finding.places.into_iter().map(DamageReference::from).collect(),
+                unlisted: finding.unlisted,
+            })
             .collect();
         if report.unlisted > 0 {
-            findings
-                .push(Finding { problem: format!("{} more problems of these kinds", report.unlisted), repaired: None });
+            findings.push(Finding::new(format!("{} more problems of these kinds", report.unlisted), None));
         }
         Ok(CheckReport {
             pages: report.pages,

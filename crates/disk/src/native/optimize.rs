@@ -60,6 +60,23 @@ impl<'a> Steps<'a> {
     }
 }
 
+/// The error of a pass that has failed. If space is lacking, it says what was done, and what to do.
+fn ended_early(name: &str, error: Error, reclaimed: &Reclaimed) -> Error {
+    if error.kind() != ErrorKind::NoSpace {
+        return error.context(name);
+    }
+    let done = match reclaimed.shared + reclaimed.moved {
+        0 => "nothing was changed".to_owned(),
+        _ => format!(
+            "the content is unchanged, and what was done stays so: {} bytes of equal data were removed, and {} bytes were \
+             compressed",
+            reclaimed.shared, reclaimed.moved
+        ),
+    };
+    let text = format!("{name}: {error}; {done}; free space, and run the command again: it continues with the rest");
+    Error::new(ErrorKind::NoSpace, text)
+}
+
 impl Native {
     /// Stores equal blocks of the chosen data once, and compresses the blocks of a disk and its snapshots that are not
     /// compressed yet, and that are worth it. `memory` limits the prints of the deduplication, in bytes; `None` for the
@@ -105,18 +122,22 @@ impl Native {
         let mut reclaimed = Reclaimed::default();
         let before = sum(&domain);
         let memory = memory.unwrap_or_else(|| self.memory_of_prints());
-        if !domain.is_empty() {
-            let done = self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true);
-            done.map_err(|error| error.context(name))?;
-        }
-        if let Some(codec) = codec {
-            let work = own.iter().map(|(object, blocks)| (*object, 0..*blocks)).collect();
-            let mut pass = PackPass::new(Packer::new(codec)?, memory, work);
-            let done = self.compress(disk.id, own, &mut pass, before, &mut steps, &mut reclaimed);
-            done.map_err(|error| error.context(name))?;
-        }
-        // The old blocks become free when the changes are durable.
-        self.engine.checkpoint()?;
+        let reduce = || {
+            if !domain.is_empty() {
+                self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true)?;
+            }
+            if let Some(codec) = codec {
+                let work = own.iter().map(|(object, blocks)| (*object, 0..*blocks)).collect();
+                let mut pass = PackPass::new(Packer::new(codec)?, memory, work);
+                self.compress(disk.id, own, &mut pass, before, &mut steps, &mut reclaimed)?;
+            }
+            Ok(())
+        };
+        let reduced: Result<()> = reduce();
+        // The old blocks become free when the changes are durable, also those of a pass that has failed.
+        let durable = self.engine.checkpoint();
+        reduced.map_err(|error| ended_early(name, error, &reclaimed))?;
+        durable?;
         Ok(reclaimed)
     }
 
@@ -225,6 +246,20 @@ impl Native {
 mod tests {
     use super::*;
     use backend::BLOCK_SIZE;
+
+    #[test]
+    fn the_error_of_a_full_file_system_says_what_was_done_and_what_to_do() {
+        let full = || Error::new(ErrorKind::NoSpace, "the file system is full");
+        let of =
+            |shared, moved| ended_early("vm", full(), &Reclaimed { shared, moved, ..Reclaimed::default() }).to_string();
+        let nothing = of(0, 0);
+        assert!(nothing.starts_with("vm: the file system is full; nothing was changed; free space"), "{nothing}");
+        let some = of(8192, 4096);
+        assert!(some.contains("8192 bytes of equal data were removed, and 4096 bytes were compressed"), "{some}");
+        assert!(some.ends_with("run the command again: it continues with the rest"), "{some}");
+        let other = ended_early("vm", Error::new(ErrorKind::Io, "broken"), &Reclaimed::default());
+        assert_eq!((other.kind(), other.to_string()), (ErrorKind::Io, "vm: broken".into()));
+    }
 
     #[test]
     fn a_sum_beyond_the_range_of_the_type_is_the_highest_number() {

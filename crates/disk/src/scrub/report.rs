@@ -79,6 +79,12 @@ pub struct DamageReference {
     pub length: u64,
 }
 
+impl From<store::engine::Affected> for DamageReference {
+    fn from(part: store::engine::Affected) -> Self {
+        Self { name: part.name, offset: part.offset, length: part.length }
+    }
+}
+
 /// A damaged place.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubDamage {

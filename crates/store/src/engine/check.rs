@@ -11,13 +11,16 @@
 //! the trees again.
 
 use super::Engine;
+use super::affected::Affected;
 use super::checkpoint::Purpose;
 use super::files::data_file_name;
 use super::metadata::{Effects, Sight, View};
 use super::rebuild::{Damaged, mender};
+use super::scrub::DamagedPlace;
 use super::verify::StoreActivity;
 use crate::FILE_BLOCKS;
 use crate::catalog::{Catalog, ObjectState};
+use crate::pages::PageFile;
 use crate::space::{BlockEntry, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
 use crate::{Error, ErrorKind, Result};
@@ -27,6 +30,8 @@ use std::ops::Range;
 
 /// Findings listed one by one; further ones are only counted.
 const FINDINGS_MAX: usize = 1000;
+/// Places that are listed for all findings; further ones are only counted.
+const PLACES_MAX: usize = if cfg!(test) { 256 } else { 1 << 16 };
 /// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data. Tests have
 /// small passes, so that they reach the second one.
 const WINDOW_BLOCKS: u64 = if cfg!(test) { TABLE_ENTRIES << 2 } else { TABLE_ENTRIES << 15 };
@@ -54,6 +59,10 @@ pub struct Finding {
     pub problem: String,
     /// How the problem was repaired; `None` if it was not.
     pub repaired: Option<String>,
+    /// The parts of disks and snapshots that the damage affects, as far as that is known.
+    pub places: Vec<Affected>,
+    /// Number of parts beyond those listed.
+    pub unlisted: u64,
 }
 
 /// The result of a check.
@@ -71,6 +80,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub unlisted: u64,
+    /// Number of places that are listed for all findings.
+    places: usize,
     /// Number of findings that were repaired, listed or not.
     pub(super) repairs: u64,
     /// Pages of `data.table` that were rebuilt. The checksums that remained readable in them must be compared with the
@@ -82,9 +93,18 @@ pub struct Report {
 
 impl Report {
     pub(super) fn add(&mut self, problem: String, repaired: Option<String>) {
+        self.add_at(problem, repaired, Vec::new());
+    }
+
+    /// Adds a finding that affects these parts of disks and snapshots.
+    pub(super) fn add_at(&mut self, problem: String, repaired: Option<String>, mut places: Vec<Affected>) {
         self.repairs += u64::from(repaired.is_some());
         if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(Finding { problem, repaired });
+            let listed = places.len().min(PLACES_MAX - self.places);
+            let unlisted = (places.len() - listed) as u64;
+            places.truncate(listed);
+            self.places += listed;
+            self.findings.push(Finding { problem, repaired, places, unlisted });
         } else {
             self.unlisted += 1;
         }
@@ -93,17 +113,19 @@ impl Report {
 
 /// A tree to walk, and its name in messages.
 pub(super) struct Root {
-    name: String,
+    pub name: String,
+    /// The name without an explanation: `disk` or `disk@snapshot`.
+    pub short: String,
     pub node: NodeId,
     /// Blocks of the disk.
     blocks: u64,
 }
 
 impl Root {
-    /// Describes a range of the disk by byte offsets, for a message.
-    pub fn bytes(&self, range: &Range<u64>) -> String {
+    /// The bytes of the disk in a range of blocks.
+    pub fn bytes(&self, range: &Range<u64>) -> Range<u64> {
         let byte = |block: u64| block.min(self.blocks) * BLOCK_SIZE as u64;
-        format!("{} bytes {} to {}", self.name, byte(range.start), byte(range.end))
+        byte(range.start)..byte(range.end)
     }
 }
 
@@ -302,12 +324,12 @@ impl Engine {
             let whole = lost.is_empty() && sight.catalog.lost().is_empty();
             let repair = options.repair && whole;
             if number == 0 {
-                self.note_lost_nodes(sight, &roots, &lost, report);
+                self.note_lost_nodes(sight, &roots, &lost, report)?;
                 report.pages = seen.iter().filter(|seen| **seen).count() as u64;
                 self.renew_node_tables(sight, &roots, &damaged, &nodes, repair, report);
                 self.compare_nodes(sight, &nodes, repair, report)?;
             }
-            self.renew_block_tables(sight, &roots, &damaged, &mut window, repair, report);
+            self.renew_block_tables(sight, &roots, &damaged, &mut window, repair, report)?;
             self.compare_blocks(sight, &window, repair, report)?;
             let there = self.files.count() * FILE_BLOCKS;
             for block in window.range.start.max(there)..window.range.end {
@@ -368,31 +390,35 @@ impl Engine {
         window: &mut Window,
         repair: bool,
         report: &mut Report,
-    ) {
-        for (page, why) in &damaged.data_tables {
+    ) -> Result<()> {
+        let is_here = |page: u64| window.range.contains(&(page * TABLE_ENTRIES));
+        let pages: Vec<(u64, &String)> =
+            damaged.data_tables.iter().map(|(page, why)| (*page, why)).filter(|(page, _)| is_here(*page)).collect();
+        let place = |(number, _): &(u64, &String)| DamagedPlace::Page { file: PageFile::DataTable, number: *number };
+        let owners = sight.owners_of(roots, &pages.iter().map(place).collect::<Vec<_>>())?;
+        for ((page, why), owners) in pages.into_iter().zip(owners) {
             let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
-            if !window.range.contains(&blocks.start) {
-                continue;
-            }
-            let owners = sight.describe_blocks(roots, &blocks);
             let mut done = None;
             if repair && self.has_room_for_repair(sight) {
-                sight.renew_blocks(*page, window);
-                report.renewed.push(*page);
+                sight.renew_blocks(page, window);
+                report.renewed.push(page);
                 done = Some("recounted from the trees; blocks whose checksum was lost are named below".to_owned());
             } else {
                 window.clear(blocks.clone());
             }
-            report.add(
+            report.add_at(
                 format!(
                     "page {page} of data.table is damaged. It has the reference counts and checksums of data blocks {} \
-                     to {}, which contain {owners}: {why}",
+                     to {}, which contain {}: {why}",
                     blocks.start,
-                    blocks.end - 1
+                    blocks.end - 1,
+                    owners.ranges()
                 ),
                 done,
+                owners.places(),
             );
         }
+        Ok(())
     }
 
     /// Finds space of the data files that no block in the table accounts for.
@@ -478,16 +504,21 @@ impl Engine {
 }
 
 /// Reports records that refer to objects which do not exist. Returns the trees to walk.
-fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
+pub(super) fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     let mut roots = Vec::new();
     for object in catalog.objects() {
-        let name = match object.state {
-            ObjectState::Disk => format!("disk '{}'", object.name),
+        let short = match object.state {
+            ObjectState::Disk => object.name.clone(),
             ObjectState::Snapshot | ObjectState::Unsealed => {
                 let disk = catalog.find(object.disk).map_or("?", |disk| disk.name.as_str());
-                format!("snapshot '{disk}@{}'", object.name)
+                format!("{disk}@{}", object.name)
             }
             ObjectState::Trash => format!("deleted object {}", object.id),
+        };
+        let name = match object.state {
+            ObjectState::Disk => format!("disk '{short}'"),
+            ObjectState::Snapshot | ObjectState::Unsealed => format!("snapshot '{short}'"),
+            ObjectState::Trash => short.clone(),
         };
         if object.is_snapshot() && catalog.find(object.disk).is_none() {
             report.add(format!("{name} belongs to a disk that does not exist"), None);
@@ -501,7 +532,7 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
             }
         }
         if let Some(node) = object.root {
-            roots.push(Root { name, node, blocks: object.size_in_blocks() });
+            roots.push(Root { name, short, node, blocks: object.size_in_blocks() });
         }
     }
     roots.sort_by(|a, b| a.name.cmp(&b.name));
@@ -558,33 +589,4 @@ fn count_tree(
     };
     let mut damaged = |id: NodeId, _: Range<u64>, error: Error| drop(lost.insert(id.0, error.to_string()));
     tree::walk_damaged(&mut sight.nodes(&mut effects), root.node, &mut visit, &mut damaged)
-}
-
-/// Which disks and snapshots map a data block, for the message about a damaged block.
-pub(super) fn owners_of(sight: &mut Sight<'_>, block: u64) -> Result<String> {
-    let mut report = Report::default();
-    let mut names = Vec::new();
-    for root in check_catalog(sight.catalog, &mut report) {
-        let mut effects = Effects::default();
-        let mut at = None;
-        let mut visit = |visit: Visit| {
-            if let Visit::Extent(mapping) = visit
-                && let affected = mapping.logical_of(block..block + 1)
-                && !affected.is_empty()
-            {
-                at = Some(affected.start * BLOCK_SIZE as u64);
-            }
-            Ok(at.is_none())
-        };
-        let nodes = &mut sight.nodes(&mut effects);
-        let walked = tree::walk_damaged(nodes, root.node, &mut visit, &mut |_, _, _| {});
-        if let (Ok(()), Some(offset)) = (walked, at) {
-            names.push(format!("{} at offset {offset}", root.name));
-        }
-        if names.len() >= 4 {
-            names.push("and more".into());
-            break;
-        }
-    }
-    Ok(names.join(", "))
 }

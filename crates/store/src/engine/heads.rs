@@ -62,15 +62,8 @@ impl Engine {
             drop(room);
             room = match self.claim_blocks(lacks + ASIDE_SLACK) {
                 Err(error) if error.kind() == ErrorKind::NoSpace => self.claim_blocks(lacks).map_err(|error| {
-                    let names = self.with_catalog(|catalog| {
-                        let thick = wanted.iter().filter_map(|new| catalog.find(new.disk));
-                        let thick = thick.filter(|disk| disk.provisioning != crate::catalog::Provisioning::Thin);
-                        thick.map(|disk| disk.name.clone()).collect::<Vec<_>>().join(", ")
-                    });
-                    error.context(format!(
-                        "disk {names} is thick and a snapshot of it needs its whole size again: {} bytes",
-                        lacks * BLOCK_SIZE as u64
-                    ))
+                    tracing::debug!(%error, "there is no space for a snapshot of thick disks");
+                    self.no_space_aside(wanted, lacks)
                 })?,
                 other => other?,
             };
@@ -78,6 +71,27 @@ impl Engine {
             // reserved space durably.
             self.commit_changes()?;
         }
+    }
+
+    /// The error if this many blocks are lacking for snapshots of thick disks.
+    fn no_space_aside(&self, wanted: &[NewSnapshot], lacks: u64) -> Error {
+        let names: Vec<String> = self.with_catalog(|catalog| {
+            let thick = wanted.iter().filter_map(|new| catalog.find(new.disk));
+            let thick = thick.filter(|disk| disk.provisioning != crate::catalog::Provisioning::Thin);
+            thick.map(|disk| format!("'{}'", disk.name)).collect()
+        });
+        let (are, its) = if names.len() > 1 { ("disks {} are", "their") } else { ("disk {} is", "its") };
+        let left =
+            self.directory.room().map_or_else(|_| String::new(), |room| format!(" ({} are left)", room.available));
+        Error::new(
+            ErrorKind::NoSpace,
+            format!(
+                "{} thick, and after a snapshot all {its} writes need new space: {} bytes must be free in the file \
+                 system of the datastore, and in its quota{left}; free space, or delete disks or snapshots",
+                are.replace("{}", &names.join(", ")),
+                lacks * BLOCK_SIZE as u64
+            ),
+        )
     }
 
     /// Takes the snapshots if `room` claimed blocks suffice. Called under `control` and a grant.

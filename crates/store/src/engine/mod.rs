@@ -67,6 +67,7 @@
 
 mod accounting;
 mod admit;
+mod affected;
 mod buffers;
 mod bulk;
 mod check;
@@ -104,6 +105,7 @@ mod writeback;
 mod written;
 
 pub use accounting::{Accounts, NODES_PER_QUESTION, ObjectSpace, PackFill, SetSpace, WouldFree};
+pub use affected::Affected;
 pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};

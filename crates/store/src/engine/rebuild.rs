@@ -15,20 +15,16 @@
 
 use super::check::{Report, Root, Steps, Window};
 use super::log::Unreported;
-use super::metadata::{Effects, Meta, Sight, unreleased};
+use super::metadata::{Meta, Sight, unreleased};
+use super::scrub::DamagedPlace;
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::verify::StoreActivity;
 use crate::pages::{Mender, PageFile, PageKey};
 use crate::space::{BlockEntry, SUMMARY_ENTRIES, TABLE_ENTRIES};
-use crate::tree::{self, NodeId, Visit};
 use crate::{Error, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
-use std::ops::Range;
-
-/// Owners named in one finding, at most.
-const OWNERS_MAX: usize = 8;
 
 /// The finding for a damaged copy of the superblock.
 pub(super) fn damaged_superblock(copy: u64) -> String {
@@ -121,43 +117,6 @@ impl Sight<'_> {
         damaged
     }
 
-    /// Names the disks and snapshots that map blocks of a range, with the logical ranges, as text.
-    pub(super) fn describe_blocks(&mut self, roots: &[Root], blocks: &Range<u64>) -> String {
-        let mut owners = Vec::new();
-        for root in roots {
-            let mut here: Option<Range<u64>> = None;
-            let mut effects = Effects::default();
-            let mut visit = |visit: Visit| {
-                if let Visit::Extent(mapping) = visit {
-                    let affected = mapping.logical_of(blocks.clone());
-                    if !affected.is_empty() {
-                        here.get_or_insert(affected.clone()).end = affected.end;
-                    }
-                }
-                Ok(true)
-            };
-            // A damaged tree is already reported by the walk that counts the references.
-            let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut visit, &mut |_, _, _| {});
-            owners.extend(here.map(|span| root.bytes(&span)));
-        }
-        listed(owners)
-    }
-
-    /// Names the trees that contain the given nodes, with the logical ranges below the nodes.
-    pub(super) fn describe_nodes(&mut self, roots: &[Root], damaged: &BTreeMap<u64, String>) -> BTreeMap<u64, String> {
-        let mut owners: BTreeMap<u64, Vec<String>> = BTreeMap::new();
-        for root in roots {
-            let mut effects = Effects::default();
-            let mut lost = |id: NodeId, range: Range<u64>, _: Error| {
-                if damaged.contains_key(&id.0) {
-                    owners.entry(id.0).or_default().push(root.bytes(&range));
-                }
-            };
-            let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut |_| Ok(true), &mut lost);
-        }
-        owners.into_iter().map(|(id, owners)| (id, listed(owners))).collect()
-    }
-
     /// Rebuilds a page of `map.table` from the counted references.
     pub(super) fn renew_nodes(&mut self, page: u64, nodes: &[u32]) {
         self.map.renew_table(self.pages, page, &mut |id, _| BlockEntry {
@@ -177,16 +136,6 @@ impl Sight<'_> {
             references => BlockEntry { references, backed: true, checksum: left.checksum, ..BlockEntry::default() },
         });
     }
-}
-
-fn listed(mut owners: Vec<String>) -> String {
-    if owners.is_empty() {
-        return "nothing that is in use".to_owned();
-    }
-    let more = owners.len().saturating_sub(OWNERS_MAX);
-    owners.truncate(OWNERS_MAX);
-    let rest = if more > 0 { format!(", and {more} more") } else { String::new() };
-    format!("{}{rest}", owners.join(", "))
 }
 
 impl Engine {
@@ -315,18 +264,18 @@ impl Engine {
         roots: &[Root],
         lost: &BTreeMap<u64, String>,
         report: &mut Report,
-    ) {
-        if lost.is_empty() {
-            return;
-        }
-        let mut described = sight.describe_nodes(roots, lost);
-        for (id, why) in lost {
-            let owners = described.remove(id).unwrap_or_default();
-            report.add(
-                format!("page {id} of map is damaged ({why}); what lies below it cannot be read or written: {owners}"),
+    ) -> Result<()> {
+        let place = |number: &u64| DamagedPlace::Page { file: PageFile::Map, number: *number };
+        let owners = sight.owners_of(roots, &lost.keys().map(place).collect::<Vec<_>>())?;
+        for ((id, why), owners) in lost.iter().zip(owners) {
+            let named = owners.ranges();
+            report.add_at(
+                format!("page {id} of map is damaged ({why}); what lies below it cannot be read or written: {named}"),
                 None,
+                owners.places(),
             );
         }
+        Ok(())
     }
 
     /// Compares the blocks of rebuilt table pages with the remaining checksums of their entries.

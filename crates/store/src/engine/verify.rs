@@ -16,8 +16,9 @@
 //!    because no tree of the view maps them as written.
 
 use super::Engine;
-use super::check::{Report, Steps, Window, owners_of};
+use super::check::{Report, Steps, Window, check_catalog};
 use super::metadata::Sight;
+use super::scrub::DamagedPlace;
 use crate::space::{BlockEntry, Run};
 use crate::{IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
@@ -139,6 +140,7 @@ impl Engine {
         let (file, offset) = self.files.locate(run)?;
         let mut bytes = Buffer::recycled(run.blocks as usize);
         let whole = file.read_at(&mut bytes, offset).is_ok();
+        let mut damaged = Vec::new();
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
             // If a sector of the run is unreadable, the blocks are read one by one.
@@ -150,10 +152,10 @@ impl Engine {
             match found {
                 Found::Good => report.verified += 1,
                 _ if matches!(standing, StoreActivity::Running) => doubts.push(block),
-                found => report_block(sight, block, found, report)?,
+                found => damaged.push((block, found)),
             }
         }
-        Ok(())
+        report_blocks(sight, damaged, report)
     }
 
     /// The current checksums of a run. While the returned guard exists, none of these blocks is reused.
@@ -218,16 +220,14 @@ impl Engine {
         let examined = doubts.len();
         let damaged = self.confirm(&|run, into| self.read_run(run, into), std::mem::take(doubts))?;
         report.verified += (examined - damaged.len()) as u64;
+        let mut still = Vec::new();
         for (block, found) in damaged {
-            if let Found::Differs { expected: 0, .. } = found
-                && sight.entry(block)?.checksum != 0
-            {
-                // The block was freed since the view was made, and reserved again without being written.
-                continue;
+            // Otherwise the block was freed since the view was made, and reserved again without being written.
+            if !matches!(found, Found::Differs { expected: 0, .. }) || sight.entry(block)?.checksum == 0 {
+                still.push((block, found));
             }
-            report_block(sight, block, found, report)?;
         }
-        Ok(())
+        report_blocks(sight, still, report)
     }
 }
 
@@ -240,18 +240,27 @@ pub(super) fn read_one(read: ReadRun<'_>, block: u64, sum: Option<u32>) -> Found
     }
 }
 
-fn report_block(sight: &mut Sight<'_>, block: u64, found: Found, report: &mut Report) -> Result<()> {
-    match found {
-        Found::Good => report.verified += 1,
-        Found::Unreadable(error) => report.add(error, None),
-        Found::Differs { expected, found } => {
-            report.verified += 1;
-            let owners = owners_of(sight, block)?;
-            report.add(
-                format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x}): {owners}"),
-                None,
-            );
-        }
+/// Reports damaged blocks, with the disks and snapshots that have them.
+fn report_blocks(sight: &mut Sight<'_>, blocks: Vec<(u64, Found)>, report: &mut Report) -> Result<()> {
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let roots = check_catalog(sight.catalog, &mut Report::default());
+    let places: Vec<DamagedPlace> = blocks.iter().map(|(block, _)| DamagedPlace::Block(*block)).collect();
+    let owners = sight.owners_of(&roots, &places)?;
+    for ((block, found), owners) in blocks.into_iter().zip(owners) {
+        let what = match found {
+            Found::Good => {
+                report.verified += 1;
+                continue;
+            }
+            Found::Unreadable(error) => error,
+            Found::Differs { expected, found } => {
+                report.verified += 1;
+                format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x})")
+            }
+        };
+        report.add_at(format!("{what}: {}", owners.offsets()), None, owners.places());
     }
     Ok(())
 }

@@ -274,12 +274,19 @@ fn only_thin_native_disks_get_the_setting() {
     let thin = NewDisk::native(size, Provisioning::Thin);
     let thick = NewDisk::native(size, Provisioning::ZeroedThick);
     let image = NewDisk { format: DiskFormat::Image(ImageKind::SeSparse), ..thin };
+    let time = SettingsChange { compress_at: Some(ReduceAt::Idle), ..SettingsChange::default() };
     for (new, why) in [(&thick, "never need new space"), (&image, "not a native one")] {
-        let refused = datastore.create_disk_with("t", new, &set(Compression::Lz4), &NoProgress).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        for change in [&set(Compression::Lz4), &time] {
+            let refused = datastore.create_disk_with("t", new, change, &NoProgress).unwrap_err();
+            let text = refused.to_string();
+            assert!(refused.kind() == ErrorKind::Unsupported && text.contains(why), "{text}");
+            assert!(text.contains("leave out --compression and --compress-at"), "{text}");
+        }
         datastore.create_disk_with("t", new, &set(Compression::Off), &NoProgress).unwrap();
-        let refused = datastore.edit_disk("t", &set(Compression::Lz4)).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        for change in [&set(Compression::Lz4), &time] {
+            let refused = datastore.edit_disk("t", change).unwrap_err();
+            assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        }
         datastore.edit_disk("t", &set(Compression::Off)).unwrap();
         datastore.delete_disk("t", false).unwrap();
     }

@@ -13,7 +13,7 @@
 
 use crate::engine::Engine;
 use crate::space::{BlockEntry, REGION_BLOCKS, Run, TABLE_ENTRIES};
-use crate::{IoContext, Result};
+use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
 
@@ -118,7 +118,7 @@ impl Engine {
         for range in taken {
             for part in crate::engine::write::chunks(range.start + base..range.end + base, TABLE_ENTRIES) {
                 let mut unclaimed: Vec<Run> = Vec::new();
-                self.meta.look(|meta| {
+                let looked = self.meta.look(|meta| {
                     unclaimed.clear();
                     for block in part.start..part.start + part.blocks {
                         // A block in use keeps its space, even if a repair of an earlier version did not count it.
@@ -132,7 +132,16 @@ impl Engine {
                         }
                     }
                     Ok(())
-                })?;
+                });
+                match looked {
+                    // Nothing is known of the blocks that a damaged page of the table describes. Repairs rebuild the
+                    // page, and return the space of the free ones.
+                    Err(error) if is_lost(&error) && self.running.goes_on() => {
+                        tracing::debug!(%error, block = part.start, "unclaimed space is not looked for");
+                        continue;
+                    }
+                    looked => looked?,
+                }
                 for run in unclaimed {
                     match found.last_mut() {
                         Some(last) if last.start + last.blocks == run.start && run.start > range.start + base => {

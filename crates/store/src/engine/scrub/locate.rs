@@ -5,7 +5,7 @@
 
 use super::DamagedPlace;
 use crate::catalog::ObjectState;
-use crate::engine::metadata::Effects;
+use crate::engine::metadata::{Effects, Sight};
 use crate::engine::{Engine, NODES_PER_QUESTION};
 use crate::pages::PageFile;
 use crate::space::TABLE_ENTRIES;
@@ -62,13 +62,15 @@ struct Search {
     entered: Vec<Entered>,
     /// Finds since the walk began.
     found: u64,
-    /// The logical blocks of the current tree that refer to each place.
-    spans: BTreeMap<usize, Range<u64>>,
+    /// The logical blocks of the current tree that refer to each place: at most this many ranges, of which the last one
+    /// contains all further ones.
+    spans: BTreeMap<usize, Vec<Range<u64>>>,
+    spans_max: usize,
     visited: u64,
 }
 
 impl Search {
-    fn new(places: &[DamagedPlace], nodes: u64) -> Self {
+    fn new(places: &[DamagedPlace], spans_max: usize, nodes: u64) -> Self {
         let mut search = Self {
             blocks: Vec::new(),
             tables: BTreeMap::new(),
@@ -78,6 +80,7 @@ impl Search {
             entered: Vec::new(),
             found: 0,
             spans: BTreeMap::new(),
+            spans_max,
             visited: 0,
         };
         for (index, place) in places.iter().enumerate() {
@@ -117,8 +120,14 @@ impl Search {
     /// Adds logical blocks of the current tree to those that refer to a place.
     fn find(&mut self, index: usize, logical: Range<u64>) {
         self.found += 1;
-        let span = self.spans.entry(index).or_insert_with(|| logical.clone());
-        *span = span.start.min(logical.start)..span.end.max(logical.end);
+        let spans = self.spans.entry(index).or_default();
+        let is_full = spans.len() >= self.spans_max;
+        match spans.last_mut() {
+            Some(last) if is_full || logical.start <= last.end && last.start <= logical.end => {
+                *last = last.start.min(logical.start)..last.end.max(logical.end);
+            }
+            _ => spans.push(logical),
+        }
     }
 
     /// Leaves the nodes that do not contain the next node, which is on `level`.
@@ -184,6 +193,35 @@ impl Search {
     }
 }
 
+/// For each place to which a tree refers, the logical blocks.
+pub(in crate::engine) type Spans = BTreeMap<usize, Vec<Range<u64>>>;
+
+impl Sight<'_> {
+    /// Calls `found` for each of the trees, with the places to which it refers: at most `spans_max` ranges for each
+    /// place, of which the last one contains all further ones.
+    pub(in crate::engine) fn search_trees<T>(
+        &mut self,
+        places: &[DamagedPlace],
+        spans_max: usize,
+        trees: &[T],
+        root: impl Fn(&T) -> NodeId,
+        go_on: &dyn Fn() -> bool,
+        found: &mut dyn FnMut(&T, Spans),
+    ) -> Result<()> {
+        let search = RefCell::new(Search::new(places, spans_max, self.map.blocks()));
+        for tree in trees {
+            let mut effects = Effects::default();
+            let mut visit = |visit: Visit| search.borrow_mut().visit(visit, go_on);
+            let mut lost = |id: NodeId, logical: Range<u64>, _: Error| search.borrow_mut().lost(id, logical);
+            tree::walk_damaged(&mut self.nodes(&mut effects), root(tree), &mut visit, &mut lost)?;
+            let mut search = search.borrow_mut();
+            search.leave(None);
+            found(tree, std::mem::take(&mut search.spans));
+        }
+        Ok(())
+    }
+}
+
 impl Engine {
     /// Finds which disks and snapshots refer to damaged places. Deleted ones do not count. `go_on` is called after each
     /// [`NODES_PER_QUESTION`] nodes, and returns false to stop the search.
@@ -201,31 +239,19 @@ impl Engine {
             .filter_map(|object| Some((object.id, object.root?, object.capacity)))
             .collect();
         let mut located = Located { references: vec![Vec::new(); places.len()], objects: BTreeMap::new() };
-        let searched = {
-            let mut sight = view.sight();
-            let search = RefCell::new(Search::new(places, sight.map.blocks()));
-            let mut walk_all = || -> Result<()> {
-                for (object, root, capacity) in &objects {
-                    let mut effects = Effects::default();
-                    let mut visit = |visit: Visit| search.borrow_mut().visit(visit, go_on);
-                    let mut lost = |id: NodeId, logical: Range<u64>, _: Error| search.borrow_mut().lost(id, logical);
-                    tree::walk_damaged(&mut sight.nodes(&mut effects), *root, &mut visit, &mut lost)?;
-                    let mut search = search.borrow_mut();
-                    search.leave(None);
-                    let spans = std::mem::take(&mut search.spans);
-                    if !spans.is_empty() {
-                        located.objects.insert(*object, spans.len() as u64);
-                    }
-                    for (index, span) in spans {
-                        let byte = |block: u64| block.saturating_mul(BLOCK_SIZE as u64).min(*capacity);
-                        let (offset, end) = (byte(span.start), byte(span.end));
-                        located.references[index].push(Reference { object: *object, offset, length: end - offset });
-                    }
-                }
-                Ok(())
-            };
-            walk_all()
+        let mut found = |(object, _, capacity): &(u64, NodeId, u64), spans: Spans| {
+            if !spans.is_empty() {
+                located.objects.insert(*object, spans.len() as u64);
+            }
+            for (index, span) in
+                spans.into_iter().flat_map(|(index, spans)| spans.into_iter().map(move |span| (index, span)))
+            {
+                let byte = |block: u64| block.saturating_mul(BLOCK_SIZE as u64).min(*capacity);
+                let (offset, end) = (byte(span.start), byte(span.end));
+                located.references[index].push(Reference { object: *object, offset, length: end - offset });
+            }
         };
+        let searched = view.sight().search_trees(places, 1, &objects, |(_, root, _)| *root, go_on, &mut found);
         located.references.iter_mut().for_each(|references| references.sort_by_key(|reference| reference.object));
         // If pages of the view were lost, what was found in it is meaningless.
         view.check()?;

@@ -24,6 +24,7 @@
 mod locate;
 mod restore;
 
+pub(super) use locate::Spans;
 pub use locate::{Located, Reference};
 pub use restore::{Copies, WantedBlock};
 

@@ -1,11 +1,11 @@
 //! Sharing: deduplicates cold blocks of disks and snapshots in the background.
 //!
 //! A pass collects the checksums of blocks ([`scan`], [`prints`]), and pairs blocks with equal checksums. For a run of
-//! pairs both sides are read and compared. Then one operation ([`Operation::Share`](crate::journal::Operation::Share),
-//! or `SharePack` if the kept blocks are in a pack) maps the kept blocks in every leaf that mapped the duplicates,
-//! which are then free. A pack is free when no entry maps any of its blocks. The content of no disk or snapshot
-//! changes, so an interrupted or repeated pass loses nothing. A pass needs no index that remains: what it remembers is
-//! only a hint, and may be out of date.
+//! pairs both sides are read and compared. Blocks that differ are paired again by a second hash ([`unequal`]). Then one
+//! operation ([`Operation::Share`](crate::journal::Operation::Share), or `SharePack` if the kept blocks are in a pack)
+//! maps the kept blocks in every leaf that mapped the duplicates, which are then free. A pack is free when no entry
+//! maps any of its blocks. The content of no disk or snapshot changes, so an interrupted or repeated pass loses
+//! nothing. A pass needs no index that remains: what it remembers is only a hint, and may be out of date.
 //!
 //! What must hold:
 //!
@@ -30,6 +30,7 @@ mod hints;
 mod plan;
 mod prints;
 mod scan;
+mod unequal;
 mod written;
 
 use super::Engine;
@@ -47,12 +48,15 @@ pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned, Stored};
 use prints::{Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
+#[cfg(test)]
+pub use unequal::HASHED_MAX;
+use unequal::Unequal;
 pub(super) use written::Equal;
 
 /// The most blocks that are shared in one step (1 MiB).
 const PAIR_BLOCKS: u64 = tree::EXTENT_BLOCKS_MAX;
-/// How often the blocks that the kept ones cannot replace are grouped again before a pass leaves them. The limit bounds
-/// the time of a pass, however many blocks with different contents a guest has given the same checksum.
+/// How often blocks that have equal hashes, and that the kept ones cannot replace, are grouped again before a pass
+/// leaves them. The kept one may have too many references, or may have changed. The limit bounds the time of a pass.
 const REGROUPED_MAX: u32 = 16;
 /// Memory for a print in bytes: the print itself, which print is kept instead, and its places in two lists.
 pub const PRINT_BYTES: usize = 36;
@@ -117,8 +121,14 @@ pub struct SharePass {
     queue: Vec<u32>,
     /// The place in the queue.
     next: usize,
-    /// Duplicates that the kept block cannot replace, and how often such duplicates were grouped again.
+    /// Duplicates that the kept block cannot replace.
     not_kept: Vec<u32>,
+    /// The prints that are kept beside others with the same checksum.
+    several: Vec<u32>,
+    /// Duplicates that have other content than the kept block, how often such ones were collected, and how often those
+    /// of the current chunk were grouped again.
+    unequal: Unequal,
+    collected: u32,
     regrouped: u32,
     /// Duplicates that wait for pending operations, and whether a block was shared since the last of these waits.
     held: Vec<u32>,
@@ -132,7 +142,7 @@ impl SharePass {
     /// see [`PRINTS_MAX`]. A limit outside [`PRINTS_MIN`] and 2^32 becomes the nearest one within.
     pub fn new(objects: Vec<(u64, u64)>, prints: usize) -> Self {
         let prints = Prints::new(prints.clamp(PRINTS_MIN, u32::MAX as usize));
-        let (seen, kept, queue, not_kept, held) = Default::default();
+        let (seen, kept, queue, not_kept, several, unequal, held) = Default::default();
         let phase = Phase::Scan;
         Self {
             objects,
@@ -144,6 +154,9 @@ impl SharePass {
             queue,
             next: 0,
             not_kept,
+            several,
+            unequal,
+            collected: 0,
             regrouped: 0,
             held,
             progress: false,
@@ -154,6 +167,12 @@ impl SharePass {
     /// How much of the pass is done, in parts of [`SharePass::PARTS`]. Never decreases.
     pub fn position(&self) -> u64 {
         self.reached
+    }
+
+    /// Whether blocks are read to group them.
+    #[cfg(test)]
+    pub(super) fn is_grouping(&self) -> bool {
+        self.unequal.is_reading()
     }
 
     fn note_position(&mut self) {
@@ -172,10 +191,10 @@ impl SharePass {
     pub const PARTS: u64 = SUMS >> 12;
 
     fn begin_sharing(&mut self, interrupted: bool) {
-        self.kept = self.prints.kept();
+        (self.kept, self.several) = self.prints.kept();
         self.enqueue_pairs(&(0..self.kept.len() as u32).collect::<Vec<u32>>());
         self.progress = false;
-        self.regrouped = 0;
+        self.collected = 0;
         self.phase = Phase::Share { interrupted };
     }
 
@@ -184,6 +203,13 @@ impl SharePass {
         self.queue.clear();
         self.queue.extend(indexes.iter().filter(|index| self.kept[**index as usize].is_some()));
         self.next = 0;
+    }
+
+    /// Begins with those of these prints instead of which another one with the same hash is kept.
+    fn group_by_hash(&mut self, mut indexes: Vec<u32>) {
+        self.prints.assign(&mut indexes, &mut self.kept, |index| self.unequal.hash_of(index).unwrap_or_default());
+        indexes.sort_unstable();
+        self.enqueue_pairs(&indexes);
     }
 
     /// The next pair: as many adjacent blocks as possible. `None` at the end of the queue.
@@ -206,15 +232,33 @@ impl SharePass {
         })
     }
 
+    /// Notes that the first blocks of the queue were shared.
+    fn note_shared(&mut self, blocks: u64) {
+        self.progress = true;
+        for index in self.queue[self.next..].iter().take(blocks as usize) {
+            if let Some(kept) = self.kept[*index as usize] {
+                self.prints.note_shared(kept, *index);
+            }
+        }
+    }
+
     /// Called at the end of the queue. Returns whether pending operations have to be made durable first.
     fn refill(&mut self) -> bool {
-        let mut indexes = std::mem::take(&mut self.not_kept);
-        if !indexes.is_empty() && self.regrouped < REGROUPED_MAX {
+        let (known, unequal): (Vec<u32>, Vec<u32>) =
+            std::mem::take(&mut self.not_kept).into_iter().partition(|index| self.unequal.hash_of(*index).is_some());
+        let sum_of = |index: u32| self.prints.get(index).sum;
+        if !unequal.is_empty() && self.collected < REGROUPED_MAX {
+            self.collected += 1;
+            self.unequal.add(unequal, std::mem::take(&mut self.several), sum_of);
+        }
+        if !known.is_empty() && self.regrouped < REGROUPED_MAX {
             self.regrouped += 1;
-            // Among these blocks, another one is kept.
-            self.prints.assign(&mut indexes, &mut self.kept);
-            indexes.sort_unstable();
-            self.enqueue_pairs(&indexes);
+            self.group_by_hash(known);
+            return false;
+        }
+        if self.unequal.begin_chunk(sum_of) {
+            self.regrouped = 0;
+            self.enqueue_pairs(&[]);
             return false;
         }
         if !self.held.is_empty() && std::mem::take(&mut self.progress) {
@@ -276,6 +320,9 @@ impl Engine {
     /// Shares the blocks of the next pair.
     fn share_next(&self, pass: &mut SharePass) -> Result<ShareStep> {
         let Some(mut pair) = pass.pair() else {
+            if pass.unequal.is_reading() {
+                return self.hash_next(pass);
+            }
             if pass.refill() {
                 self.commit_changes()?;
             }
@@ -295,7 +342,7 @@ impl Engine {
             match outcome {
                 Outcome::Shorter(blocks) => pair.blocks = blocks,
                 Outcome::Shared(blocks) => {
-                    pass.progress = true;
+                    pass.note_shared(blocks);
                     step.shared = blocks;
                     self.bound_pending()?;
                     break blocks;

@@ -130,6 +130,7 @@ pub(super) enum Planned {
 }
 
 /// What is known about a block that may be shared.
+#[derive(Clone, Copy)]
 struct Settled {
     references: u32,
     /// The checksum of a plain block.
@@ -146,7 +147,7 @@ impl Meta {
     }
 
     /// The places of the written blocks of an object in a range; `None` for each other block.
-    fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
+    pub(super) fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
         let mut found = vec![None; blocks as usize];
         let Some(root) = self.catalog.whole(object).ok().and_then(|object| object.root) else { return Ok(found) };
         let mut extents = Vec::new();
@@ -178,6 +179,22 @@ impl Meta {
         Ok(Ok(Settled { references, checksum: None }))
     }
 
+    /// As [`Meta::sharable`], for a block after others of the same run: all blocks of a pack have one result, which is
+    /// `known` after the first one.
+    fn sharable_next(
+        &mut self,
+        block: Stored,
+        claimed: bool,
+        known: &mut Option<Settled>,
+    ) -> Result<std::result::Result<Settled, Unsettled>> {
+        if let Some(settled) = known.filter(|_| block.packed.is_some()) {
+            return Ok(Ok(settled));
+        }
+        let found = self.sharable(block, claimed)?;
+        *known = found.as_ref().ok().copied();
+        Ok(found)
+    }
+
     /// Plans to share the first blocks of a pair. With `claimed` the caller has marked the plain blocks as in flight.
     pub(super) fn plan_share(&mut self, pair: &Pair, claimed: bool) -> Result<Planned> {
         let kept = self.written_blocks(pair.kept.0, pair.kept.1, pair.blocks)?;
@@ -200,13 +217,14 @@ impl Meta {
         let most = if both_plain { pair.blocks.min(to.physical.abs_diff(from.physical)) } else { pair.blocks };
         let (mut left, mut sums) = (Vec::new(), Vec::new());
         let mut several = false;
+        let (mut from_pack, mut to_pack) = (None, None);
         for at in 0..most {
             let (Some(duplicate), Some(target)) = (from.after(at), to.after(at)) else { break };
             let adjacent = kept[at as usize] == Some(target) && duplicates[at as usize] == Some(duplicate);
             if !adjacent || at > 0 && (duplicate.is_file_start() || target.is_file_start()) {
                 break;
             }
-            let duplicate = match self.sharable(duplicate, claimed)? {
+            let duplicate = match self.sharable_next(duplicate, claimed, &mut from_pack)? {
                 Ok(settled) => settled,
                 Err(_) if at > 0 => break,
                 Err(Unsettled::Held) => return Ok(Planned::Held),
@@ -216,7 +234,7 @@ impl Meta {
             if at == 0 && duplicate.checksum.is_some_and(|sum| sum != pair.sum) {
                 return Ok(Planned::Left(1));
             }
-            let target = match self.sharable(target, claimed)? {
+            let target = match self.sharable_next(target, claimed, &mut to_pack)? {
                 Ok(target) if target.references + duplicate.references <= KEPT_REFERENCES_MAX => target,
                 _ if at > 0 => break,
                 Err(Unsettled::Held) => return Ok(Planned::Held),
@@ -247,7 +265,7 @@ impl Meta {
     }
 
     /// The checksums of the physical blocks of one side, of which `sums` are those of plain ones.
-    fn checksums_of(&mut self, side: Stored, sums: &[u32], blocks: u64) -> Result<Vec<u32>> {
+    pub(super) fn checksums_of(&mut self, side: Stored, sums: &[u32], blocks: u64) -> Result<Vec<u32>> {
         if side.packed.is_none() {
             return Ok(sums.to_vec());
         }

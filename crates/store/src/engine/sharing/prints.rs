@@ -127,22 +127,25 @@ impl Prints {
         !self.range.is_empty()
     }
 
-    /// For each print the one with the same checksum that is kept instead; `None` for a print that is itself kept.
-    pub fn kept(&self) -> Vec<Option<u32>> {
+    /// For each print the one with the same checksum that is kept instead; `None` for a print that is itself kept. Also
+    /// returns the prints that are kept beside others with the same checksum.
+    pub fn kept(&self) -> (Vec<Option<u32>>, Vec<u32>) {
         let mut kept = vec![None; self.all.len()];
-        self.assign(&mut (0..self.all.len() as u32).collect::<Vec<u32>>(), &mut kept);
-        kept
+        let several = self.assign(&mut (0..self.all.len() as u32).collect::<Vec<u32>>(), &mut kept, |_| 0);
+        (kept, several)
     }
 
-    /// Determines for each of these prints which of them is kept instead: of those with the same checksum one in a
-    /// pack, because no plain block replaces it, and of these the one with the most references, as long as it can get
-    /// more, then the next one.
-    pub fn assign(&self, indexes: &mut [u32], kept: &mut [Option<u32>]) {
+    /// Determines for each of these prints which of them is kept instead: of those with the same checksum and the same
+    /// `hash_of` one in a pack, because no plain block replaces it, and of these the one with the most references, as
+    /// long as it can get more, then the next one. Returns those that are kept beside others.
+    pub fn assign(&self, indexes: &mut [u32], kept: &mut [Option<u32>], hash_of: impl Fn(u32) -> u64) -> Vec<u32> {
+        let mut several = Vec::new();
+        let group_of = |index: u32| (self.get(index).sum, hash_of(index));
         indexes.sort_unstable_by_key(|index| {
             let print = self.get(*index);
-            (print.sum, !print.is_in_pack(), Reverse(print.references()), *index)
+            (group_of(*index), !print.is_in_pack(), Reverse(print.references()), *index)
         });
-        for group in indexes.chunk_by(|a, b| self.get(*a).sum == self.get(*b).sum) {
+        for group in indexes.chunk_by(|a, b| group_of(*a) == group_of(*b)) {
             let mut rest = group;
             while let Some((first, others)) = rest.split_first() {
                 let room = KEPT_REFERENCES_MAX.saturating_sub(self.get(*first).references()).max(1);
@@ -150,15 +153,23 @@ impl Prints {
                 kept[*first as usize] = None;
                 replaced.iter().for_each(|index| kept[*index as usize] = Some(*first));
                 rest = others;
+                if replaced.len() + 1 < group.len() {
+                    several.push(*first);
+                }
             }
         }
+        several
+    }
+
+    /// Notes that a block has got the references of another one.
+    pub fn note_shared(&mut self, kept: u32, duplicate: u32) {
+        let of = |index: u32| self.get(index).references();
+        let more = of(duplicate).max(1).min(KEPT_REFERENCES_MAX.saturating_sub(of(kept)));
+        self.all[kept as usize].place += u64::from(more) << LOGICAL_BITS;
     }
 
     /// Removes all prints except those that are kept and can get more references. They fill a part of the room at most.
     pub fn retain_kept(&mut self, kept: &[Option<u32>]) {
-        for index in kept.iter().flatten() {
-            self.all[*index as usize].place += 1 << LOGICAL_BITS;
-        }
         let mut at = 0;
         self.all.retain(|print| {
             at += 1;
@@ -182,11 +193,14 @@ mod tests {
         for (logical, (sum, references)) in [(7, 1), (8, 1), (7, 3), (7, 3), (9, 0), (8, 1)].into_iter().enumerate() {
             assert!(prints.add(print(sum, logical as u64, references)));
         }
-        let mut kept = prints.kept();
+        let (mut kept, several) = prints.kept();
+        assert!(several.is_empty());
         assert_eq!(kept, [Some(2), None, None, Some(2), None, Some(1)]);
-        // Two of the blocks turn out to differ from the one that was kept.
-        prints.assign(&mut [3, 0], &mut kept);
+        // Two of the blocks turn out to differ from the one that was kept, and then from each other.
+        prints.assign(&mut [3, 0], &mut kept, |_| 5);
         assert_eq!(kept, [Some(3), None, None, None, None, Some(1)]);
+        prints.assign(&mut [3, 0], &mut kept, u64::from);
+        assert_eq!(kept, [None, None, None, None, None, Some(1)]);
         assert!(prints.get(0).precedes(&prints.get(1)) && !prints.get(0).precedes(&prints.get(2)));
     }
 
@@ -195,7 +209,8 @@ mod tests {
     fn a_block_that_can_get_no_more_references_is_not_kept_for_others() {
         let mut prints = Prints::new(1000);
         (0..700).for_each(|logical| assert!(prints.add(print(7, logical, if logical == 5 { 250 } else { 1 }))));
-        let kept = prints.kept();
+        let (kept, several) = prints.kept();
+        assert_eq!(several, [5, 7, 263, 519]);
         let of = |index: u32| kept.iter().filter(|kept| **kept == Some(index)).count();
         assert_eq!([5, 7, 263, 519].map(of), [6, 255, 255, 180]);
     }
@@ -209,7 +224,7 @@ mod tests {
             let (mut found, mut rounds) = (0, 0);
             loop {
                 sums.iter().zip(0..).for_each(|(sum, logical)| assert!(prints.add(print(*sum, logical, 1))));
-                found += prints.kept().iter().flatten().count();
+                found += prints.kept().0.iter().flatten().count();
                 rounds += 1;
                 if !prints.next_round() {
                     break;
@@ -233,7 +248,11 @@ mod tests {
             added += 1;
         }
         assert_eq!((prints.range(), added), (5..6, 8));
-        prints.retain_kept(&prints.kept());
-        assert!(prints.add(print(5, 200, 1)) && prints.kept() == [None, Some(0)]);
+        prints.retain_kept(&prints.kept().0);
+        assert!(prints.add(print(5, 200, 1)) && prints.kept().0 == [None, Some(0)]);
+        // The block that was kept can get no more references.
+        (0..300).for_each(|_| prints.note_shared(0, 1));
+        prints.retain_kept(&[None, Some(0)]);
+        assert!(prints.add(print(5, 201, 1)) && prints.kept().0 == [None]);
     }
 }

@@ -1,6 +1,6 @@
 //! Space: acknowledged writes always have space, failures leak none, and thick disks keep their reservations.
 
-use super::unreadable::lose_entries;
+use super::unreadable::{lose_entries, lose_loaded};
 use super::*;
 use backend::simulated::{Fault, Request};
 use backend::{File, IoMode};
@@ -424,6 +424,25 @@ fn a_crash_leaves_no_reservation_beyond_the_size_of_a_thick_disk() {
     assert_eq!((reserved(&engine), engine.counts().reserved), (64, 64));
 }
 
+#[test]
+fn a_snapshot_of_thick_disks_without_space_says_how_much_must_be_free() {
+    let (disk, engine) = made();
+    let thick =
+        [("a", 1 << 12), ("b", 1 << 13)].map(|(name, size)| add_disk(&engine, name, size, Provisioning::ZeroedThick));
+    fill_up(&disk);
+    let wanted = thick.map(|disk| NewSnapshot { disk, name: "s".into(), uuid: [7; 16], incomplete: false });
+    let refused = engine.snapshot(&wanted[..1]).unwrap_err();
+    let text = refused.to_string();
+    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    assert!(text.starts_with("disk 'a' is thick, and after a snapshot all its writes need new space: "), "{text}");
+    let numbers: Vec<u64> = text.split(' ').filter_map(|word| word.trim_start_matches('(').parse().ok()).collect();
+    let [wanted_bytes, left] = numbers[..] else { panic!("{text}") };
+    assert!(left < wanted_bytes && wanted_bytes <= (1 << 12) * BLOCK_SIZE as u64, "{text}");
+    let text = engine.snapshot(&wanted).unwrap_err().to_string();
+    assert!(text.starts_with("disks 'a', 'b' are thick, and after a snapshot all their writes need"), "{text}");
+    is_whole(&engine);
+}
+
 /// The record of a snapshot precedes pending changes in the journal. So replay counts the blocks that these changes
 /// have mapped against what the snapshot reserved.
 #[test]
@@ -478,6 +497,19 @@ fn what_a_crash_left_reserved_is_given_back_step_by_step() {
     let (disk, engine, before) = unclaimed();
     engine.close().unwrap();
     assert_eq!(allocated(&disk), before);
+}
+
+/// Other space is returned, and the check reports the rest.
+#[test]
+fn a_damaged_page_of_the_table_ends_neither_the_search_for_unclaimed_space_nor_a_check() {
+    for corrupt in [false, true] {
+        let (disk, engine, before) = unclaimed();
+        let _mend = lose_loaded(&disk, &engine, "data.table", 0, corrupt);
+        let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+        let problems: Vec<&str> = report.findings.iter().map(|finding| finding.problem.as_str()).collect();
+        assert!(problems.len() == 1 && problems[0].contains("page 0 of data.table is damaged"), "{problems:?}");
+        assert_eq!((allocated(&disk), report.leaked), (before, 0));
+    }
 }
 
 #[test]

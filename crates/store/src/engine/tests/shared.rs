@@ -2,6 +2,7 @@
 //! packed or cut off in between, and a shared block is free when nothing maps it any more.
 
 mod counted;
+mod damaged;
 mod divided;
 mod histories;
 mod obstacles;
@@ -9,6 +10,7 @@ mod opened;
 mod packed;
 mod repaired;
 mod replayed;
+mod unequal;
 mod written;
 
 use super::between::before_next;
@@ -460,79 +462,6 @@ fn damaged_blocks_and_equal_checksums_of_other_content_are_not_shared() {
     assert_eq!(value(&engine, 0).unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!([1, 2].map(|block| value(&engine, block).unwrap()), [3, 3]);
     assert_eq!(place(&engine, 1, 1), place(&engine, 1, 2));
-}
-
-/// A block with this word in it, of which the CRC32C is that of a block of zeros.
-fn colliding(word: u32) -> Vec<u8> {
-    let mut block = vec![0; BLOCK_SIZE];
-    block[..4].copy_from_slice(&word.to_le_bytes());
-    let wanted = crate::checksum(&[0; BLOCK_SIZE]);
-    // CRC32C is affine over bits: the four last bytes are found bit by bit.
-    let base = crate::checksum(&block);
-    let mut rows: Vec<(u32, u32)> = (0..32)
-        .map(|bit| {
-            let mut one = block.clone();
-            one[BLOCK_SIZE - 4..].copy_from_slice(&(1u32 << bit).to_le_bytes());
-            (crate::checksum(&one) ^ base, 1 << bit)
-        })
-        .collect();
-    let (mut difference, mut bits) = (wanted ^ base, 0);
-    for column in (0..32).rev() {
-        let Some(pivot) = rows.iter().position(|row| row.0 >> column & 1 == 1) else { continue };
-        let row = rows.swap_remove(pivot);
-        rows.iter_mut().filter(|other| other.0 >> column & 1 == 1).for_each(|other| {
-            *other = (other.0 ^ row.0, other.1 ^ row.1);
-        });
-        if difference >> column & 1 == 1 {
-            (difference, bits) = (difference ^ row.0, bits ^ row.1);
-        }
-    }
-    block[BLOCK_SIZE - 4..].copy_from_slice(&bits.to_le_bytes());
-    assert_eq!(crate::checksum(&block), wanted);
-    block
-}
-
-fn put_bytes(engine: &Engine, block: u64, content: &[u8]) {
-    let data = SharedSlice::new(Arc::new(Buffer::copy_of(content)), 0..BLOCK_SIZE);
-    engine.write_blocks(&engine.head(1), block, data).unwrap();
-}
-
-/// A guest can give any number of blocks the same checksum.
-#[test]
-fn a_pass_leaves_many_blocks_that_have_only_their_checksum_in_common() {
-    const MANY: u64 = 100;
-    let (_disk, engine) = made();
-    (0..MANY).for_each(|block| put_bytes(&engine, block, &colliding(1 + block as u32)));
-    quiet(&engine);
-    let mut pass = SharePass::new(vec![(1, BLOCKS)], PRINTS_MAX);
-    let mut read = 0;
-    loop {
-        let step = engine.share_step(&mut pass).unwrap();
-        assert_eq!(step.shared, 0);
-        read += step.read;
-        if step.ended {
-            break;
-        }
-    }
-    // Both blocks of each comparison.
-    assert!((2 * MANY..40 * MANY).contains(&read), "{read} blocks were read");
-}
-
-#[test]
-fn blocks_are_shared_only_if_all_their_bytes_are_equal() {
-    let (_disk, engine) = made();
-    let contents: Vec<Vec<u8>> = [1, 2, 1, 3, 2, 1].into_iter().map(colliding).collect();
-    (0..).zip(&contents).for_each(|(block, content)| put_bytes(&engine, block, content));
-    quiet(&engine);
-    assert_eq!(share(&engine, &[1]), 3);
-    quiet(&engine);
-    assert_eq!(used(&engine), 3);
-    let head = engine.head(1);
-    for (block, content) in (0..).zip(&contents) {
-        let read = engine.read_blocks("vm", block..block + 1, &|range| engine.plan_head(&head, range)).unwrap();
-        assert!(read[..] == content[..], "block {block}");
-    }
-    is_whole(&engine);
 }
 
 #[test]

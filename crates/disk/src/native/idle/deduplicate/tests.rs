@@ -299,6 +299,53 @@ impl Progress for Cancelled {
     }
 }
 
+/// Cancels a pass after this many steps.
+struct After(AtomicU64);
+
+impl Progress for After {
+    fn update(&self, _done: u64, _total: u64) {
+        self.0.store(self.0.load(Ordering::Relaxed).saturating_sub(1), Ordering::Relaxed);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+}
+
+/// A block that ends with its own checksum, as those of some file systems do: all such blocks have one checksum.
+fn with_checksum(number: usize) -> Vec<u8> {
+    let mut block = content(7, BLOCK_SIZE - 4);
+    block[..8].copy_from_slice(&(number as u64).to_le_bytes());
+    block.extend(checksums::checksum(&block).to_le_bytes());
+    block
+}
+
+#[test]
+fn a_pass_that_ends_while_it_groups_blocks_with_one_checksum_is_repeated_and_finds_all() {
+    const CONTENTS: usize = 500;
+    assert_eq!(checksums::checksum(&with_checksum(1)), checksums::checksum(&with_checksum(2)));
+    let bed = bed(&[("a", set(Deduplication::Disk))]);
+    // No two blocks follow each other in the same way, so the pairs are shared one by one.
+    let number = |block: usize| ((block as u32).wrapping_mul(0x9e37_79b1) >> 12) as usize % CONTENTS;
+    let contents = (0..8 * BLOCKS).map(number).collect::<std::collections::BTreeSet<_>>().len();
+    let data: Vec<u8> = (0..8 * BLOCKS).flat_map(|block| with_checksum(number(block))).collect();
+    let device = bed.datastore.device("a", false).unwrap();
+    for (at, part) in (0..).zip(data.chunks(MIB)) {
+        device.write(at * MIB as u64, SharedSlice::copy_of(part), false).unwrap();
+    }
+    device.flush().unwrap();
+    let pass = bed.next(NOW).unwrap();
+    let shared = || bed.datastore.disk("a").unwrap().deduplication.unwrap().shared as usize / BLOCK_SIZE;
+    // As many steps as comparisons with the first block, and some more.
+    let stopped = bed.datastore.pass_idle(&pass, NOW, &After(AtomicU64::new(8 * BLOCKS as u64 + 300))).unwrap_err();
+    assert_eq!(stopped.kind(), ErrorKind::Interrupted);
+    let first = shared();
+    assert!(first > 10 && first < 8 * BLOCKS - contents, "{first}");
+    assert_eq!(bed.passes(), [("a".into(), 8 * BLOCKS - contents - first, 0)]);
+    assert!(device.read(0, data.len()).unwrap() == data);
+    bed.is_clean();
+}
+
 #[test]
 fn a_cancelled_or_failed_pass_is_repeated_and_others_wait_for_it() {
     let bed = bed(&[("a", set(Deduplication::Disk))]);
@@ -405,12 +452,27 @@ fn only_thin_native_disks_get_the_setting() {
     let thin = NewDisk::native(size, Provisioning::Thin);
     let thick = NewDisk::native(size, Provisioning::ZeroedThick);
     let image = NewDisk { format: DiskFormat::Image(ImageKind::SeSparse), ..thin };
-    for (new, why) in [(&thick, "thick, and is not deduplicated"), (&image, "native one, so it is not deduplicated")] {
-        let refused = datastore.create_disk_with("t", new, &set(tenant()), &NoProgress).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+    // A time alone must not advise a setting that is then refused.
+    let time = SettingsChange { dedup_at: Some(ReduceAt::Idle), ..SettingsChange::default() };
+    let advice = "; leave out --dedup and --dedup-at, or ";
+    for (new, why, of_new) in [
+        (&thick, "thick, and is not deduplicated", "a thick disk is not deduplicated, because"),
+        (&image, "native one, so it is not deduplicated: 'lamina disk migrate'", "only native disks are deduplicated"),
+    ] {
+        for change in [&set(tenant()), &time] {
+            let refused = datastore.create_disk_with("t", new, change, &NoProgress).unwrap_err();
+            let text = refused.to_string();
+            assert!(
+                refused.kind() == ErrorKind::Unsupported && text.contains(of_new) && text.contains(advice),
+                "{text}"
+            );
+            assert!(!text.contains("migrate") && text.contains("'t' was not made"), "{text}");
+        }
         datastore.create_disk_with("t", new, &set(Deduplication::Off), &NoProgress).unwrap();
-        let refused = datastore.edit_disk("t", &set(Deduplication::Disk)).unwrap_err();
-        assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        for change in [&set(Deduplication::Disk), &time] {
+            let refused = datastore.edit_disk("t", change).unwrap_err();
+            assert!(refused.kind() == ErrorKind::Unsupported && refused.to_string().contains(why), "{refused}");
+        }
         bed.edit("t", &set(Deduplication::Off));
         datastore.delete_disk("t", false).unwrap();
     }

@@ -422,15 +422,20 @@ fn blocks_that_are_shared_one_by_one_with_a_pack_become_one_entry() {
     is_kept(&engine);
 }
 
-/// After the look at its packs, a disk loses all its entries of one of them. Another disk has others.
-#[test]
-fn a_pack_without_entries_at_its_window_is_not_packed_again() {
-    let (_disk, engine) = filled((0..32).map(value_of));
+/// A content that does not compress by half.
+fn random(block: u64) -> Vec<u8> {
+    Random(block).bytes(BLOCK_SIZE * 3 / 4).repeat(2)[..BLOCK_SIZE].to_vec()
+}
+
+/// A store with a disk of which two blocks from logical block 64 on are in a pack, and another disk that maps eight
+/// blocks of the same pack from block 300 on. Nothing maps the others. A step of a walk begins at block 304.
+fn packed_in_two_places() -> (SimulatedDisk, Arc<Engine>, u64) {
+    let (disk, engine) = filled((0..32).map(value_of));
     let other = add_disk(&engine, "other", BLOCKS, Provisioning::Thin);
     (0..8).for_each(|block| put(&engine, other, 200 + block, value_of(block)));
     quiet(&engine);
     assert_eq!(share(&engine, &[1, other]), 8);
-    let random = |block: u64| SharedSlice::copy_of(&Random(block).bytes(BLOCK_SIZE * 3 / 4).repeat(2)[..BLOCK_SIZE]);
+    let random = |block: u64| SharedSlice::copy_of(&random(block));
     (0..32).for_each(|block| engine.write_blocks(&engine.head(1), 64 + block, random(block)).unwrap());
     (0..8).for_each(|block| engine.write_blocks(&engine.head(other), 300 + block, random(block)).unwrap());
     quiet(&engine);
@@ -439,6 +444,45 @@ fn a_pack_without_entries_at_its_window_is_not_packed_again() {
     assert!(pack(&engine, 1, 64..96).0 > 16);
     engine.discard_blocks(&engine.head(1), 66..96).unwrap();
     quiet(&engine);
+    (disk, engine, other)
+}
+
+#[test]
+fn a_pack_that_is_packed_again_is_replaced_at_all_its_places() {
+    let (disk, engine, other) = packed_in_two_places();
+    let place = |engine: &Engine, object, logical| {
+        let (run, packed) = super::super::packed::place(engine, object, logical);
+        assert!(packed);
+        run
+    };
+    let old = place(&engine, 1, 64);
+    assert_eq!(place(&engine, other, 300), old);
+    let parts = crate::engine::metadata::PART_BLOCKS;
+    assert!(300 / parts != 307 / parts, "the entry lies in two steps of a walk");
+    pack(&engine, 1, 64..66);
+    quiet(&engine);
+    let new = place(&engine, 1, 64);
+    assert!(new.blocks < old.blocks && new.start != old.start, "{old:?} {new:?}");
+    let is_kept = |engine: &Engine| {
+        for block in 0..8 {
+            assert_eq!(place(engine, other, 300 + block), new);
+            let logical = 300 + block..301 + block;
+            let read = engine.read_blocks("other", logical, &|range| engine.plan_head(&engine.head(other), range));
+            assert!(read.unwrap()[..] == random(block)[..], "block {block}");
+        }
+        is_whole(engine);
+    };
+    is_kept(&engine);
+    assert_eq!(references(&engine, old.start), 0, "the old pack is free");
+    assert_eq!(references(&engine, new.start), 2);
+    engine.close().unwrap();
+    is_kept(&open(&disk).unwrap());
+}
+
+/// After the look at its packs, a disk loses all its entries of one of them. Another disk has others.
+#[test]
+fn a_pack_without_entries_at_its_window_is_not_packed_again() {
+    let (_disk, engine, _) = packed_in_two_places();
     let mut pass = packer();
     while pass.finds_places() {
         engine.pack_step(1, 64..96, &mut pass).unwrap();

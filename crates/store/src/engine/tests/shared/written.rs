@@ -2,6 +2,7 @@
 
 mod recovered;
 
+use super::unequal::colliding;
 use super::*;
 use crate::engine::log::VERSION_SHARED_WRITES;
 

@@ -1,0 +1,87 @@
+//! The parts of disks and snapshots that damage affects, for the findings of a check.
+//!
+//! One walk over all trees finds them for several damaged places. A text names a limited number of them, and the finding
+//! lists all, up to a limit for each disk.
+
+use super::check::Root;
+use super::metadata::Sight;
+use super::scrub::{DamagedPlace, Spans};
+use crate::Result;
+use std::ops::Range;
+
+/// Places of a finding in one disk or snapshot. The last one contains all further ones.
+const SPANS_MAX: usize = 16;
+/// Disks and snapshots that the text of a finding names, and places in each; further ones are counted.
+const NAMED_MAX: usize = 8;
+
+/// A part of a disk or snapshot that damage affects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Affected {
+    /// `disk` or `disk@snapshot`.
+    pub name: String,
+    /// The first byte.
+    pub offset: u64,
+    /// The length in bytes.
+    pub length: u64,
+}
+
+/// The parts of disks and snapshots that refer to a damaged place.
+#[derive(Default)]
+pub(super) struct Owners<'a>(Vec<(&'a Root, Vec<Range<u64>>)>);
+
+impl Owners<'_> {
+    /// All parts.
+    pub fn places(&self) -> Vec<Affected> {
+        self.0.iter().flat_map(|(root, spans)| spans.iter().map(|span| affected(root, span))).collect()
+    }
+
+    /// Names the first disks and snapshots, each by the bytes that contain all its parts.
+    pub fn ranges(&self) -> String {
+        self.named(|root, spans| {
+            let start = spans.iter().map(|span| root.bytes(span).start).min().unwrap_or(0);
+            let end = spans.iter().map(|span| root.bytes(span).end).max().unwrap_or(0);
+            format!("{} bytes {start} to {end}", root.name)
+        })
+    }
+
+    /// Names the first disks and snapshots, each with its first places.
+    pub fn offsets(&self) -> String {
+        self.named(|root, spans| {
+            let first = spans.iter().take(NAMED_MAX).map(|span| root.bytes(span).start.to_string()).collect::<Vec<_>>();
+            let (plural, more) = (if spans.len() > 1 { "s" } else { "" }, spans.len() - first.len());
+            let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{} at offset{plural} {}{rest}", root.name, first.join(", "))
+        })
+    }
+
+    fn named(&self, describe: impl Fn(&Root, &[Range<u64>]) -> String) -> String {
+        if self.0.is_empty() {
+            return "nothing that is in use".to_owned();
+        }
+        let named: Vec<String> = self.0.iter().take(NAMED_MAX).map(|(root, spans)| describe(root, spans)).collect();
+        let more = self.0.len() - named.len();
+        let rest = if more > 0 { format!(", and {more} more disks and snapshots") } else { String::new() };
+        format!("{}{rest}", named.join(", "))
+    }
+}
+
+impl Sight<'_> {
+    /// Finds the parts of disks and snapshots that refer to each of these places.
+    pub(super) fn owners_of<'a>(&mut self, roots: &'a [Root], places: &[DamagedPlace]) -> Result<Vec<Owners<'a>>> {
+        let mut owners: Vec<Owners<'a>> = places.iter().map(|_| Owners::default()).collect();
+        if !places.is_empty() {
+            let trees: Vec<&Root> = roots.iter().collect();
+            let mut found = |root: &&'a Root, spans: Spans| {
+                spans.into_iter().for_each(|(place, spans)| owners[place].0.push((*root, spans)));
+            };
+            self.search_trees(places, SPANS_MAX, &trees, |root| root.node, &|| true, &mut found)?;
+        }
+        Ok(owners)
+    }
+}
+
+/// The bytes of a disk in a range of blocks.
+fn affected(root: &Root, span: &Range<u64>) -> Affected {
+    let Range { start, end } = root.bytes(span);
+    Affected { name: root.short.clone(), offset: start, length: end - start }
+}
