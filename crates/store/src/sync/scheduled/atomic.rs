@@ -34,7 +34,17 @@ macro_rules! atomic {
                 step(order);
                 self.0.store(value, Ordering::SeqCst);
             }
+        }
+    };
+}
 
+atomic!(AtomicBool, bool);
+atomic!(AtomicU16, u16);
+atomic!(AtomicU64, u64);
+
+macro_rules! swap {
+    ($name:ident, $value:ty) => {
+        impl $name {
             /// Sets the value, and returns the previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 step(order);
@@ -44,9 +54,8 @@ macro_rules! atomic {
     };
 }
 
-atomic!(AtomicBool, bool);
-atomic!(AtomicU16, u16);
-atomic!(AtomicU64, u64);
+swap!(AtomicBool, bool);
+swap!(AtomicU64, u64);
 
 impl AtomicU64 {
     /// Adds `value`, and returns the previous number.
