@@ -1,5 +1,7 @@
 //! Disks in each writable format, on small file systems of each kind that are repeatedly filled to the last byte, with
-//! snapshots, compression, discards, deletions, stops and kills. A seed determines the operations.
+//! snapshots, compression, deduplication, discards, deletions, stops and kills. A seed determines the operations.
+//! `LAMINA_FILLS` sets the number of fills on each file system. With `LAMINA_FILLS_REDUCED=1` the server compresses and
+//! deduplicates all disks, otherwise those of every third datastore.
 //!
 //! 1. Only requests that need space are refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops
 //!    succeed.
@@ -25,6 +27,12 @@ use testkit::{mounted, pattern, process, split};
 const FILLS_OF_ONE: u64 = 2;
 const FILLS: u64 = 4;
 const SIZE: usize = 12 << 20;
+/// Options of disks that the server compresses and deduplicates.
+const REDUCED: [&str; 3] = [
+    "--compression lz4 --dedup datastore",
+    "--compression zstd --dedup disk",
+    "--compression lz4 --dedup datastore --dedup-at idle",
+];
 const SNAPSHOTS: usize = 3;
 /// Free space in bytes, below which the server may refuse writes.
 const ROOM: u64 = 16 << 20;
@@ -110,7 +118,8 @@ fn fills(folder: &Path, first: u64) {
         seed += 1;
     }
     println!("{tally:?} in {} datastores and {:.0} s", seed - first, begin.elapsed().as_secs_f64());
-    assert!(tally.refused >= tally.fills && tally.overwritten > tally.fills, "{tally:?}");
+    let overwritten = tally.overwritten > tally.fills || number("LAMINA_FILLS_REDUCED", 0) > 0;
+    assert!(tally.refused >= tally.fills && overwritten, "{tally:?}");
 }
 
 struct Case<'a> {
@@ -150,7 +159,17 @@ impl<'a> Case<'a> {
         // Consecutive seeds test every format once. In each further pass through the formats, a format is combined with
         // a different second format.
         let other = 2 * seed + 1 + seed / FORMATS.len() as u64;
+        let reduced = seed % 3 == 1 || self::number("LAMINA_FILLS_REDUCED", 0) > 0;
         for (number, format) in [2 * seed, other].into_iter().enumerate() {
+            if reduced {
+                let (name, options) = (format!("disk{number}"), REDUCED[format as usize % REDUCED.len()]);
+                println!("  {name} {options}");
+                store.run(&format!("disk create {name} {SIZE} {options}")).ok();
+                disks.push(Filled::reduced(&name, 1, SIZE, seed + number as u64));
+                merged.push(false);
+                compressible.push(true);
+                continue;
+            }
             let (options, thick) = FORMATS[format as usize % FORMATS.len()];
             println!("  disk{number} {options}");
             split::create(&store, &format!("disk{number}"), SIZE as u64, options);
@@ -320,12 +339,15 @@ impl<'a> Case<'a> {
         self.snapshots_are(disk);
     }
 
-    /// Compresses a disk. There may be no space for a pack; what was compressed before stays.
+    /// Compresses a disk, and sometimes deduplicates it. There may be no space for a pack; what was compressed before
+    /// stays.
     fn compress(&mut self, disk: usize) {
-        // An overwrite of a compressed block needs a new one.
-        self.disks[disk].share();
+        // An overwrite of a compressed or shared block needs a new one.
+        self.disks.iter_mut().for_each(Filled::share);
         let method = ["lz4", "zstd"][self.random.below(2) as usize];
-        self.tally.compressed += u64::from(self.done(&format!("disk optimize disk{disk} --compression {method}")));
+        let dedup = ["off", "disk", "datastore"][self.random.below(3) as usize];
+        let optimized = self.done(&format!("disk optimize disk{disk} --compression {method} --dedup {dedup}"));
+        self.tally.compressed += u64::from(optimized);
     }
 
     fn listed(&self, disk: usize) -> Vec<String> {

@@ -16,6 +16,8 @@ use testkit::process::Store;
 const ROUND_REQUESTS: u64 = 16;
 const REQUEST_BLOCKS_MAX: u64 = 32;
 const BLOCK_SECTORS: u64 = 8;
+/// Different contents of a sector of a disk that is deduplicated.
+const CONTENTS: u64 = 4;
 
 /// Kind of requests in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +53,9 @@ pub struct Filled {
     placed: Vec<bool>,
     /// Sectors with space of their own, according to durable requests.
     placed_durably: Vec<bool>,
+    /// Whether the server compresses and deduplicates the disk, so that any overwrite may need space. Then few contents
+    /// are written, so that disks with the same number have equal blocks.
+    reduced: bool,
     /// Whether the file system may be full.
     pub full: bool,
     pub refused: u64,
@@ -63,7 +68,13 @@ impl Filled {
         let mut history = History::new(name, number, bytes);
         history.random.0 ^= seed << 32;
         let placed = vec![thick; bytes / SECTOR];
-        Self { history, placed_durably: placed.clone(), placed, full: false, refused: 0, overwritten: 0 }
+        let placed_durably = placed.clone();
+        Self { history, placed_durably, placed, reduced: false, full: false, refused: 0, overwritten: 0 }
+    }
+
+    /// A new disk that the server compresses and deduplicates.
+    pub fn reduced(name: &str, number: u64, bytes: usize, seed: u64) -> Self {
+        Self { reduced: true, ..Self::new(name, number, bytes, seed, false) }
     }
 
     fn request(&mut self, mix: Mix) -> Option<(Range<usize>, Kind)> {
@@ -99,7 +110,11 @@ impl Filled {
             }
             let fua = self.history.random.once_in(24);
             self.history.version += 1;
-            let version = if kind == Kind::Write { self.history.version } else { 0 };
+            let version = match kind {
+                Kind::Write if self.reduced => 1 + self.history.random.below(CONTENTS),
+                Kind::Write => self.history.version,
+                _ => 0,
+            };
             range.clone().for_each(|sector| self.history.sectors[sector].push(version));
             let (offset, length) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32);
             let mut data = vec![0; if kind == Kind::Write { range.len() * SECTOR } else { 0 }];
@@ -152,7 +167,7 @@ impl Filled {
     }
 
     fn took_effect(&mut self, range: Range<usize>, kind: Kind, fua: bool) {
-        if kind == Kind::Write {
+        if kind == Kind::Write && !self.reduced {
             self.placed[range.clone()].fill(true);
             self.placed_durably[range.clone()].iter_mut().for_each(|placed| *placed |= fua);
         }
