@@ -1,7 +1,7 @@
 //! The parts of disks and snapshots that damage affects, for the findings of a check.
 //!
-//! One walk over all trees finds them for several damaged places. A text names a limited number of them, and the finding
-//! lists all, up to a limit for each disk.
+//! One walk over all trees finds them for several damaged places. A text names a limited number of them, and the
+//! finding lists all, up to a limit for each disk.
 
 use super::check::Root;
 use super::metadata::Sight;

@@ -230,7 +230,7 @@ impl Meta {
                 Err(Unsettled::Held) => return Ok(Planned::Held),
                 Err(Unsettled::Changing) => return Ok(Planned::Left(1)),
             };
-            // Otherwise a duplicate that has got other content since the scan would be grouped again and again.
+            // A duplicate that has got other content since the scan is left without a comparison.
             if at == 0 && duplicate.checksum.is_some_and(|sum| sum != pair.sum) {
                 return Ok(Planned::Left(1));
             }
