@@ -204,6 +204,13 @@ pub struct Watch {
     number: u64,
 }
 
+impl Watch {
+    /// The block that is watched.
+    pub fn block(&self) -> u64 {
+        self.block
+    }
+}
+
 impl InFlight {
     /// True when a write of the block is under way.
     pub fn contains(&self, block: u64) -> bool {

@@ -18,6 +18,8 @@ const SLOTS: usize = 4;
 const WORDS: usize = 3;
 /// Memory of a hint in bytes.
 pub const HINT_BYTES: usize = 4 * WORDS;
+/// Checksums whose groups are fetched from memory together.
+const FETCHED: usize = 32;
 /// Bits of a place that hold the logical block. The other ones hold the number of the disk.
 const LOGICAL_BITS: u32 = 40;
 /// The most numbers of disks. When they are used up, all hints are dropped.
@@ -58,8 +60,11 @@ impl Hints {
     pub fn resize(&mut self, bytes: usize) {
         let groups = (bytes / (SLOTS * HINT_BYTES)).clamp(1, u32::MAX as usize);
         if self.words.len() != groups * SLOTS * WORDS {
-            // The pages of the table take memory only once they are used.
+            // The pages of the table take memory only once they are used. Each write uses many of them, so pages of
+            // 4 KiB would cost a page fault for every few blocks of a new datastore, and more than the lookup itself
+            // for the translation of their addresses.
             self.words = vec![0; groups * SLOTS * WORDS];
+            backend::prefer_huge_pages(&mut self.words);
         }
     }
 
@@ -139,6 +144,16 @@ impl Hints {
         ((mixed >> 32).wrapping_mul(groups) >> 32) as usize * SLOTS * WORDS
     }
 
+    /// Reads the groups for these checksums. The reads do not depend on each other, so the processor fetches the groups
+    /// concurrently. Lookups one by one would wait for the memory each time.
+    fn fetch(&self, domain: u32, sums: &[u32]) {
+        if !self.words.is_empty() {
+            let first_and_last = |group: usize| self.words[group] ^ self.words[group + SLOTS * WORDS - 1];
+            let read = sums.iter().fold(0, |read, sum| read ^ first_and_last(self.group(domain, *sum)));
+            std::hint::black_box(read);
+        }
+    }
+
     fn place(&self, at: usize) -> u64 {
         u64::from(self.words[at + 1]) << 32 | u64::from(self.words[at + 2])
     }
@@ -182,6 +197,25 @@ impl Hints {
         let place = self.place(at);
         let (number, logical) = ((place >> LOGICAL_BITS) as u32, place & ((1 << LOGICAL_BITS) - 1));
         Some(Hint { number, disk: self.member(number)?.disk, logical })
+    }
+
+    /// As [`Hints::note`], for adjacent blocks with these checksums.
+    pub fn note_all(&mut self, number: u32, sums: &[u32], first: u64, into_free: bool) {
+        let Some(Member { domain, .. }) = self.member(number) else { return };
+        for (sums, first) in sums.chunks(FETCHED).zip((first..).step_by(FETCHED)) {
+            self.fetch(domain, sums);
+            sums.iter().zip(first..).for_each(|(sum, logical)| self.note(number, *sum, logical, into_free));
+        }
+    }
+
+    /// As [`Hints::find`], for blocks with these checksums: the index of each block with a hint, and its hint.
+    pub fn find_all(&self, number: u32, sums: &[u32]) -> impl Iterator<Item = (usize, Hint)> {
+        let domain = self.member(number).map(|member| member.domain);
+        sums.chunks(FETCHED).enumerate().flat_map(move |(chunk, sums)| {
+            domain.iter().for_each(|domain| self.fetch(*domain, sums));
+            let found = move |(at, sum): (usize, &u32)| Some((chunk * FETCHED + at, self.find(number, *sum)?));
+            sums.iter().enumerate().filter_map(found)
+        })
     }
 
     /// Removes a hint that is not right any more.
@@ -234,6 +268,21 @@ mod tests {
         assert!(!hints.is_unused());
         hints.clear();
         assert!(hints.is_unused() && hints.find(two, 0).is_none());
+    }
+
+    #[test]
+    fn adjacent_blocks_are_noted_and_found_as_single_ones() {
+        let mut hints = hints(1 << 14);
+        let [one, two, three] = [1, 2, 3].map(|disk| number(&hints, disk));
+        let sums: Vec<u32> = (0..2 * FETCHED as u32 + 5).map(|at| at.wrapping_mul(0x9e37_79b9)).collect();
+        hints.note_all(one, &sums, 700, false);
+        let found: Vec<(usize, Hint)> = hints.find_all(two, &sums).collect();
+        let expected = (0..sums.len()).map(|at| (at, Hint { number: one, disk: 1, logical: 700 + at as u64 }));
+        assert_eq!(found, expected.collect::<Vec<_>>());
+        assert!(sums.iter().zip(&found).all(|(sum, (_, hint))| hints.find(two, *sum) == Some(*hint)));
+        assert_eq!((hints.find_all(three, &sums).count(), hints.find_all(two, &[1, 2, 3]).count()), (0, 0));
+        hints.clear();
+        assert_eq!(hints.find_all(two, &sums).count(), 0);
     }
 
     #[test]

@@ -46,6 +46,7 @@ use backend::{BLOCK_SIZE, Buffer};
 pub use hints::HINT_BYTES;
 pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned, Stored};
+pub(super) use prints::KEPT_REFERENCES_MAX;
 use prints::{Print, Prints, SUMS};
 use rustc_hash::FxHashSet;
 #[cfg(test)]

@@ -24,6 +24,7 @@
 //!    ([`VERSION_SHARED_WRITES`]).
 //! 7. Thick disks get no such blocks, and theirs are not mapped: their writes must never need new space.
 
+use super::known::KnownBlocks;
 use super::{BATCH_STRIDE, batch_blocks};
 use crate::buffer::{Content, DirtyPiece, Held};
 use crate::engine::locked_buffers::LockedBuffers;
@@ -70,9 +71,7 @@ impl EqualWrites {
         }
         let mut hints = self.hints.lock();
         let Some(number) = hints.number_of(disk) else { return };
-        for (logical, sums) in blocks {
-            sums.iter().zip(logical..).for_each(|(sum, logical)| hints.note(number, *sum, logical, false));
-        }
+        blocks.for_each(|(logical, sums)| hints.note_all(number, sums, logical, false));
     }
 
     /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room
@@ -176,15 +175,15 @@ impl Engine {
     /// range `beside`. At most `reads` runs are read. Errors are only logged: the data is then written.
     pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], beside: Range<u64>, reads: usize) -> EqualRuns<'_> {
         let mut found = self.no_equal_runs();
-        let mut left = reads;
+        let mut known = KnownBlocks::new(reads);
         for candidate in self.candidates(disk, new, &beside) {
             let mut at = 0;
             while at < candidate.blocks.len() {
-                if left == 0 {
-                    return found;
+                if !known.may_compare(&candidate.hint_at(at)) {
+                    at += 1;
+                    continue;
                 }
-                left -= 1;
-                match self.compare(disk, &candidate, at) {
+                match self.compare(disk, &candidate, at, &mut known) {
                     Ok((blocks, run)) => {
                         at += blocks as usize;
                         found.runs.extend(run);
@@ -211,15 +210,14 @@ impl Engine {
         let hints = self.writeback.equal.hints.lock();
         let Some(number) = hints.number_of(disk) else { return candidates };
         for new in new {
-            for (index, sum) in new.checksums.iter().enumerate() {
+            for (index, hint) in hints.find_all(number, new.checksums) {
                 let logical = new.logical + index as u64;
-                let Some(hint) = hints.find(number, *sum) else { continue };
                 // The hint may be of the block that is being written.
                 if hint.disk == disk && (hint.logical == logical || beside.contains(&hint.logical)) {
                     continue;
                 }
                 let data = &new.data[index * BLOCK_SIZE..(index + 1) * BLOCK_SIZE];
-                let block = NewBlock { data, sum: *sum, stamp: new.stamp };
+                let block = NewBlock { data, sum: new.checksums[index], stamp: new.stamp };
                 match candidates.last_mut() {
                     Some(last) if last.precedes(logical, hint) => last.blocks.push(block),
                     _ => candidates.push(Candidate { logical, blocks: vec![block], number, hint }),
@@ -230,10 +228,16 @@ impl Engine {
     }
 
     /// Compares the first blocks of a candidate from `at` on. Returns for how many blocks the result is, and the run if
-    /// they are equal to stored ones.
-    fn compare(&self, disk: u64, candidate: &Candidate<'_>, at: usize) -> Result<(u64, Option<EqualRun>)> {
+    /// they are equal to stored ones. Blocks that are known are not read again.
+    fn compare<'d>(
+        &self,
+        disk: u64,
+        candidate: &Candidate<'d>,
+        at: usize,
+        known: &mut KnownBlocks<'d>,
+    ) -> Result<(u64, Option<EqualRun>)> {
         let blocks = &candidate.blocks[at..];
-        let hint = Hint { logical: candidate.hint.logical + at as u64, ..candidate.hint };
+        let hint = candidate.hint_at(at);
         let sums: Vec<u32> = blocks.iter().map(|block| block.sum).collect();
         let start = candidate.logical + at as u64;
         let logical = start..start + blocks.len() as u64;
@@ -241,14 +245,17 @@ impl Engine {
             let range = logical.start..logical.start + blocks;
             self.meta.look(|meta| meta.plan_equal(disk, range.clone(), (hint.disk, hint.logical), &sums))
         };
-        let run = match plan(logical.end - logical.start)? {
-            Equal::Blocks { run, .. } => run,
+        let (run, again) = match plan(logical.end - logical.start)? {
+            Equal::Blocks { run, .. } => known.first_of(run),
             Equal::Not(blocks) => return Ok((blocks, None)),
             Equal::Gone => {
                 self.writeback.equal.hints.lock().forget(hint, sums[0]);
                 return Ok((1, None));
             }
         };
+        if !again && !known.may_read() {
+            return Ok((run.blocks, None));
+        }
         let watches: Vec<Watch> = {
             let mut meta = self.meta.lock();
             (run.start..run.start + run.blocks).map(|block| meta.in_flight.watch(block)).collect()
@@ -271,23 +278,30 @@ impl Engine {
         if !unchanged {
             return Ok((run.blocks, None));
         }
+        let blocks = &blocks[..run.blocks as usize];
+        if again {
+            let is_equal = known.are_equal(&watched.runs[0].watches, blocks.iter().map(|block| block.data));
+            return Ok((run.blocks, watched.runs.pop().filter(|_| is_equal)));
+        }
         self.allow_shared_writes()?;
+        known.note_read();
         let Some(stored) = self.read_settled(run, &sums[..run.blocks as usize])? else {
-            self.forget_hints(hint, &sums[..run.blocks as usize]);
+            self.forget_hints(&watched.runs[0]);
             return Ok((run.blocks, None));
         };
-        if !stored.chunks_exact(BLOCK_SIZE).eq(blocks[..run.blocks as usize].iter().map(|block| block.data)) {
+        if !stored.chunks_exact(BLOCK_SIZE).eq(blocks.iter().map(|block| block.data)) {
             // Another content with the same checksum is rare: the other blocks of the run are not tried one by one.
             return Ok((run.blocks, None));
         }
+        known.add(&hint, &watched.runs[0].watches, blocks.iter().map(|block| block.data));
         Ok((run.blocks, watched.runs.pop()))
     }
 
-    /// Forgets the hints of adjacent blocks, so that later writes do not read these blocks in vain again.
-    fn forget_hints(&self, first: Hint, sums: &[u32]) {
+    /// Forgets the hints of a run, so that later writes do not read or plan its blocks in vain again.
+    pub(super) fn forget_hints(&self, equal: &EqualRun) {
         let mut hints = self.writeback.equal.hints.lock();
-        for (logical, sum) in (first.logical..).zip(sums) {
-            hints.forget(Hint { logical, ..first }, *sum);
+        for (logical, sum) in (equal.hint.logical..).zip(&equal.checksums) {
+            hints.forget(Hint { logical, ..equal.hint }, *sum);
         }
     }
 
@@ -332,6 +346,10 @@ impl Engine {
         }
         let place = (equal.hint.disk, equal.hint.logical);
         let planned = meta.plan_equal(disk, equal.logical.clone(), place, &equal.checksums)?;
+        if planned == Equal::Gone {
+            // A block that has all references gives way to the newest copy, which is about to be written.
+            self.forget_hints(equal);
+        }
         let Equal::Blocks { run, alone } = planned else { return Ok(false) };
         let is_free = |buffer: &mut Buffer| !buffer.gone && buffer.layers.is_free(&equal.kept());
         Ok(run == equal.run && (!alone || kept.of(equal.hint.disk).is_none_or(is_free)))
@@ -471,6 +489,10 @@ struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
+    fn hint_at(&self, at: usize) -> Hint {
+        Hint { logical: self.hint.logical + at as u64, ..self.hint }
+    }
+
     /// Whether a block is the next one, and its hint is for the next stored block.
     fn precedes(&self, logical: u64, hint: Hint) -> bool {
         let blocks = self.blocks.len() as u64;

@@ -8,6 +8,7 @@
 mod equal;
 mod failing;
 mod homes;
+mod known;
 mod others;
 mod packs;
 mod payload;

@@ -22,6 +22,7 @@ use crate::engine::admit::batch_bytes;
 use crate::engine::locked_buffers::LockedBuffers;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Fetch, Touched};
+use crate::engine::sharing::KEPT_REFERENCES_MAX;
 use crate::engine::{Engine, Head, Meta};
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::{Run, TABLE_ENTRIES};
@@ -30,6 +31,7 @@ use crate::tree::Aim;
 use crate::{IoContext, Result, is_lost};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
+use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -155,10 +157,14 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let own = fetch.require(meta, |meta| meta.places(root, range.clone()))?;
             let is_current = kept.are_current(&self.buffers, &disks);
-            let mut mapped: Vec<&EqualRun> = Vec::new();
+            let (mut mapped, mut added): (Vec<&EqualRun>, _) = (Vec::new(), FxHashMap::default());
             for equal in equal.runs.iter().filter(|_| is_current) {
-                if fetch.require(meta, |meta| self.is_still_equal(meta, head.id, equal, &mut kept))? {
-                    mapped.push(equal);
+                if !fetch.require(meta, |meta| self.is_still_equal(meta, head.id, equal, &mut kept))? {
+                    continue;
+                }
+                match add_references(meta, equal.run, &mut added)? {
+                    true => mapped.push(equal),
+                    false => self.forget_hints(equal),
                 }
             }
             let own = without(own, &mapped);
@@ -240,6 +246,9 @@ impl Engine {
                 }
             }
         });
+        // What was mapped has a hint already, and packs get none.
+        let is_plain = |part: &&Part<'_>| !matches!(part.place, PartPlace::Pack(_));
+        let plain: Vec<Range<u64>> = parts.iter().filter(is_plain).map(|part| part.blocks.clone()).collect();
         let mut short = None;
         let mut meta = self.meta.lock();
         for part in parts {
@@ -272,7 +281,9 @@ impl Engine {
         let full = self.is_commit_due(&meta);
         let lost = meta.data.losses() > losses;
         drop(meta);
-        self.writeback.equal.note(head.id, std::iter::once((range.start, checksums.as_slice())));
+        let part = |blocks: &Range<u64>| (blocks.start - range.start) as usize..(blocks.end - range.start) as usize;
+        let stored = plain.iter().map(|blocks| (blocks.start, &checksums.as_slice()[part(blocks)]));
+        self.writeback.equal.note(head.id, stored);
         self.log.clocks.acknowledge();
         if full {
             self.request(|work| work.commit = true);
@@ -376,6 +387,19 @@ fn without(own: Vec<(Range<u64>, Option<u64>)>, mapped: &[&EqualRun]) -> Vec<(Ra
     }
     left.retain(|(range, _)| !range.is_empty());
     left
+}
+
+/// Adds a reference to each block of a run, beside those that the blocks have and that were `added` before. False if a
+/// block would get too many.
+fn add_references(meta: &mut Meta, run: Run, added: &mut FxHashMap<u64, u32>) -> Result<bool> {
+    for block in run.start..run.start + run.blocks {
+        let before = added.get(&block).copied().unwrap_or(0);
+        if before > 0 && meta.entry(block)?.references + before >= KEPT_REFERENCES_MAX {
+            return Ok(false);
+        }
+    }
+    (run.start..run.start + run.blocks).for_each(|block| *added.entry(block).or_default() += 1);
+    Ok(true)
 }
 
 /// Frees the new blocks of parts that were not written.

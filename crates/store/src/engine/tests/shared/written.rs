@@ -1,6 +1,7 @@
 //! New data that is stored already: at write-back, and by writes that bypass the buffer, the stored blocks are mapped.
 
 mod recovered;
+mod repeated;
 
 use super::unequal::colliding;
 use super::*;
