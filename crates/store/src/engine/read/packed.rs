@@ -110,13 +110,13 @@ impl Meta {
             let index = self.read_cache.index(pack.start);
             match index.as_ref().map(|index| index.place(&indexes)) {
                 None => run.blocks = 1,
-                Some(Some(place)) => {
+                Some(Some(place)) if !place.is_empty() => {
                     let (first, end) = (place.start / BLOCK_SIZE, place.end.div_ceil(BLOCK_SIZE));
-                    run = Run { start: pack.start + first as u64, blocks: (end.max(first + 1) - first) as u64 };
+                    run = Run { start: pack.start + first as u64, blocks: (end - first) as u64 };
                     cached = index;
                 }
                 // The pack does not have the blocks: decoding the whole pack says so.
-                Some(None) => {}
+                Some(_) => {}
             }
         }
         let (file, offset) = files.locate(run)?;
