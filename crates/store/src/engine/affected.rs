@@ -17,7 +17,7 @@ const NAMED_MAX: usize = 8;
 /// A part of a disk or snapshot that damage affects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Affected {
-    /// `disk` or `disk@snapshot`.
+    /// `disk` or `disk@snapshot`. What a deletion has not freed yet is `deleted object` and its number.
     pub name: String,
     /// The first byte.
     pub offset: u64,
@@ -66,9 +66,16 @@ impl Owners<'_> {
 }
 
 impl Sight<'_> {
-    /// Finds the parts of disks and snapshots that refer to each of these places.
-    pub(super) fn owners_of<'a>(&mut self, roots: &'a [Root], places: &[DamagedPlace]) -> Result<Vec<Owners<'a>>> {
+    /// Finds the parts of disks and snapshots that refer to each of the first `room` of these places, which have room in
+    /// the report. The others are only counted there.
+    pub(super) fn owners_of<'a>(
+        &mut self,
+        roots: &'a [Root],
+        places: &[DamagedPlace],
+        room: usize,
+    ) -> Result<Vec<Owners<'a>>> {
         let mut owners: Vec<Owners<'a>> = places.iter().map(|_| Owners::default()).collect();
+        let places = &places[..places.len().min(room)];
         if !places.is_empty() {
             let trees: Vec<&Root> = roots.iter().collect();
             let mut found = |root: &&'a Root, spans: Spans| {

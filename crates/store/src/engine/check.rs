@@ -96,6 +96,11 @@ impl Report {
         self.add_at(problem, repaired, Vec::new());
     }
 
+    /// How many more findings the report can list.
+    pub(super) fn room(&self) -> usize {
+        FINDINGS_MAX - self.findings.len()
+    }
+
     /// Adds a finding that affects these parts of disks and snapshots.
     pub(super) fn add_at(&mut self, problem: String, repaired: Option<String>, mut places: Vec<Affected>) {
         self.repairs += u64::from(repaired.is_some());
@@ -395,7 +400,7 @@ impl Engine {
         let pages: Vec<(u64, &String)> =
             damaged.data_tables.iter().map(|(page, why)| (*page, why)).filter(|(page, _)| is_here(*page)).collect();
         let place = |(number, _): &(u64, &String)| DamagedPlace::Page { file: PageFile::DataTable, number: *number };
-        let owners = sight.owners_of(roots, &pages.iter().map(place).collect::<Vec<_>>())?;
+        let owners = sight.owners_of(roots, &pages.iter().map(place).collect::<Vec<_>>(), report.room())?;
         for ((page, why), owners) in pages.into_iter().zip(owners) {
             let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
             let mut done = None;

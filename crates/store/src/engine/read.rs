@@ -66,9 +66,11 @@ pub struct Planned {
     changes: u64,
     /// Whether the read cache keeps the blocks.
     kept: bool,
-    /// The counters of the disk, if the plan has blocks that are counted when they are read, because the read may have to
-    /// be planned again.
-    uncounted: Option<Arc<Lookups>>,
+    /// Whether hits and misses are counted already. They are counted when the read is finished if it may have to be
+    /// planned again.
+    is_counted: bool,
+    /// The counters of the disk, if they are not.
+    disk: Option<Arc<Lookups>>,
 }
 
 impl Stored {
@@ -182,12 +184,14 @@ impl Engine {
             &among_pieces[..]
         };
         let from_memory = !parts.is_empty();
+        // Also a long read of which a part is buffered has short gaps.
+        let is_short = packed::is_short(&range);
         let mut meta = self.meta.lock();
         let (guard, changes) = (meta.freed.guard(), meta.read_cache.changes());
         if !gaps.is_empty() {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
-                gaps.iter().try_for_each(|gap| meta.plan(&self.files, root, gap.clone(), &mut parts))
+                gaps.iter().try_for_each(|gap| meta.plan(&self.files, root, gap.clone(), is_short, &mut parts))
             });
             match looked {
                 Ok(planned) => planned?,
@@ -199,7 +203,14 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range), uncounted: None }))
+        Ok(Ok(Planned {
+            parts: without_blocks(parts),
+            guard,
+            changes,
+            kept: is_kept(&range),
+            is_counted: true,
+            disk: None,
+        }))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
@@ -209,46 +220,57 @@ impl Engine {
             let (guard, changes) = (meta.freed.guard(), meta.read_cache.changes());
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
-            meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { parts: without_blocks(parts), guard, changes, kept: is_kept(&range), uncounted: None })
+            meta.plan(&self.files, root, range.clone(), packed::is_short(&range), &mut parts)?;
+            Ok(Planned {
+                parts: without_blocks(parts),
+                guard,
+                changes,
+                kept: is_kept(&range),
+                is_counted: true,
+                disk: None,
+            })
         })?;
         Ok(self.count_lookups(planned, None))
     }
 
     /// Counts which blocks of a plan were found in the read cache.
     fn count_lookups(&self, mut planned: Planned, head: Option<&Head>) -> Planned {
-        let cache = self.meta.read_cache();
-        let (mut hits, mut misses) = (0, 0);
-        for part in &planned.parts {
-            match part {
-                Part::Cached(_) => hits += 1,
-                Part::Packed(packed) if packed.begins_with_index() => {
-                    planned.uncounted = head.map(|head| Arc::clone(&head.lookups));
-                }
-                Part::Packed(packed) => misses += packed.blocks as u64,
-                Part::Stored(stored) if cache.holds_plain() => misses += stored.checksums.len() as u64,
-                _ => {}
+        let begins_with_index = |part: &Part| matches!(part, Part::Packed(packed) if packed.begins_with_index());
+        planned.is_counted = !planned.parts.iter().any(begins_with_index);
+        if planned.is_counted {
+            let (hits, misses) = planned.parts.iter().fold((0, 0), |(hits, misses), part| {
+                let of_part = self.lookups_of(part);
+                (hits + of_part.0, misses + of_part.1)
+            });
+            self.meta.read_cache().lookups.count(hits, misses);
+            if let Some(head) = head {
+                head.lookups.count(hits, misses);
             }
-        }
-        cache.lookups.count(hits, misses);
-        if let Some(head) = head {
-            head.lookups.count(hits, misses);
+        } else {
+            planned.disk = head.map(|head| Arc::clone(&head.lookups));
         }
         planned
     }
 
-    /// Keeps the verified or decoded content of a part of a plan in the read cache.
+    /// Blocks of a part that are in the read cache, and blocks that it may hold and that are read from the medium.
+    fn lookups_of(&self, part: &Part) -> (u64, u64) {
+        match part {
+            Part::Cached(_) => (1, 0),
+            Part::Packed(packed) => (0, packed.blocks as u64),
+            Part::Stored(stored) if self.meta.read_cache().holds_plain() => (0, stored.checksums.len() as u64),
+            _ => (0, 0),
+        }
+    }
+
+    /// Called for each part of a plan that was read. Keeps its verified or decoded content in the read cache.
     pub fn keep(&self, planned: &Planned, part: &Part, content: &[u8]) {
+        let cache = self.meta.read_cache();
+        if !planned.is_counted {
+            let (hits, misses) = self.lookups_of(part);
+            std::iter::once(&cache.lookups).chain(planned.disk.as_deref()).for_each(|to| to.count(hits, misses));
+        }
         if !planned.kept {
             return;
-        }
-        let cache = self.meta.read_cache();
-        if let Part::Packed(packed) = part
-            && packed.begins_with_index()
-        {
-            for lookups in std::iter::once(&cache.lookups).chain(planned.uncounted.as_deref()) {
-                lookups.count(0, packed.blocks as u64);
-            }
         }
         let blocks = content.chunks_exact(BLOCK_SIZE);
         match part {
@@ -284,7 +306,8 @@ impl Engine {
             let Some(stored) = part.stored() else { continue };
             // A damaged block of a pack affects all blocks that are read from the pack.
             let packed = if let Part::Packed(packed) = part { Some(packed) } else { None };
-            if good_pack.is_some() && good_pack == packed.map(Packed::fetched) {
+            let begins_with_index = packed.is_some_and(Packed::begins_with_index);
+            if !begins_with_index && good_pack.is_some() && good_pack == packed.map(Packed::fetched) {
                 continue;
             }
             let mut is_good = true;
@@ -311,10 +334,11 @@ impl Engine {
                 }
             }
             if let Some(packed) = packed.filter(|_| is_good) {
-                if packed.begins_with_index() {
+                if begins_with_index {
                     let index = packed.index_in(name, bytes)?;
                     is_whole &= packed.is_in_first_block(&index);
-                    self.meta.read_cache().keep_index(packed.pack.start, Arc::new(index), planned.changes);
+                    // The guard of the plan holds the place of the pack until the index is kept.
+                    self.meta.read_cache().keep_index(packed.pack.start, Arc::new(index));
                 } else {
                     good_pack = Some(packed.fetched());
                 }

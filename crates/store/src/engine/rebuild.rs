@@ -266,7 +266,7 @@ impl Engine {
         report: &mut Report,
     ) -> Result<()> {
         let place = |number: &u64| DamagedPlace::Page { file: PageFile::Map, number: *number };
-        let owners = sight.owners_of(roots, &lost.keys().map(place).collect::<Vec<_>>())?;
+        let owners = sight.owners_of(roots, &lost.keys().map(place).collect::<Vec<_>>(), report.room())?;
         for ((id, why), owners) in lost.iter().zip(owners) {
             let named = owners.ranges();
             report.add_at(

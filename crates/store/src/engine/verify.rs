@@ -247,7 +247,7 @@ fn report_blocks(sight: &mut Sight<'_>, blocks: Vec<(u64, Found)>, report: &mut 
     }
     let roots = check_catalog(sight.catalog, &mut Report::default());
     let places: Vec<DamagedPlace> = blocks.iter().map(|(block, _)| DamagedPlace::Block(*block)).collect();
-    let owners = sight.owners_of(&roots, &places)?;
+    let owners = sight.owners_of(&roots, &places, report.room())?;
     for ((block, found), owners) in blocks.into_iter().zip(owners) {
         let what = match found {
             Found::Good => {

@@ -1,6 +1,5 @@
 //! Where the blocks of a range are: the lookup in the map and in the read cache.
 
-use super::packed::is_short;
 use super::{Part, Parts, Stored};
 use crate::Result;
 use crate::engine::metadata::Effects;
@@ -31,15 +30,16 @@ fn pieces(
 }
 
 impl Meta {
-    /// Appends the locations of `range` in the tree `root`.
+    /// Appends the locations of `range` in the tree `root`. Parts of packs are fetched if the whole read is short.
     pub(super) fn plan(
         &mut self,
         files: &DataFiles,
         root: Option<NodeId>,
         range: Range<u64>,
+        is_short: bool,
         out: &mut Parts,
     ) -> Result<()> {
-        let planned = self.plan_walk(files, root, range.clone(), out);
+        let planned = self.plan_walk(files, root, range.clone(), is_short, out);
         if planned.is_err() && self.pages.absent() > 0 {
             // Surveys the whole range, so that all missing pages are read at once.
             self.survey(root, range, Aim::Read);
@@ -47,8 +47,14 @@ impl Meta {
         planned
     }
 
-    fn plan_walk(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
-        let is_short = is_short(&range);
+    fn plan_walk(
+        &mut self,
+        files: &DataFiles,
+        root: Option<NodeId>,
+        range: Range<u64>,
+        is_short: bool,
+        out: &mut Parts,
+    ) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::with_capacity(1);
         if let Some(root) = root {
             let mut effects = Effects::default();

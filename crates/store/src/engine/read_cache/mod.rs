@@ -14,7 +14,9 @@
 //! 2. Content is looked up under the metadata lock, for a place that the map names at that moment, and that has no
 //!    journalled payload. With 1 it is the content that a read of the medium would have returned.
 //! 3. A read plans under the metadata lock and reads without it. Its content is refused if the place was forgotten
-//!    since the plan. [`ReadCache::changes`] numbers the changes for that.
+//!    since the plan. [`ReadCache::changes`] numbers the changes for that. An index of a pack is not refused: no other
+//!    pack can have got the place, because the guard of the plan ends after the index is kept. A read whose index was
+//!    refused would be planned again and again beside many writes.
 //! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept. The index is kept from a first
 //!    block that has the checksum in the plan.
 //! 5. The locks of the shards are held for a few instructions, and no other lock is acquired under them.
@@ -40,9 +42,9 @@ const SHARD_ENTRIES_MIN: usize = 1024;
 const SEEN_PER_ENTRY: usize = 4;
 /// The most places whose first read is remembered.
 const SEEN_MAX: usize = 1 << 24;
-/// The most entries of a shard, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
+/// The most memory of a shard in units, thus the most entries, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
 /// thread that passes over all entries of the shard, to find one that may leave the cache, or to drop stale items.
-const SHARD_ENTRIES_MAX: usize = 4096;
+const SHARD_UNITS_MAX: usize = 8192;
 /// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of
 /// what was written in order.
 const GROUP: u64 = 32;
@@ -197,7 +199,7 @@ impl ReadCache {
     pub fn new(bytes: usize, kept: Kept) -> Self {
         let entries = bytes / (BLOCK_SIZE + OVERHEAD);
         let count = (entries / SHARD_ENTRIES_MIN).clamp(entries.min(1), SHARDS_USUAL);
-        let count = entries.div_ceil(SHARD_ENTRIES_MAX).clamp(count, SHARDS_MAX);
+        let count = (entries * BLOCK_UNITS).div_ceil(SHARD_UNITS_MAX).clamp(count, SHARDS_MAX);
         let shard = |_| {
             let changed = vec![0; SLOTS as usize].into_boxed_slice();
             Mutex::new(Shard { queue: Queue::new(entries / count * BLOCK_UNITS), changed })
@@ -326,11 +328,11 @@ impl ReadCache {
         }
     }
 
-    /// Keeps the index of the pack that begins at `block`, which a read has verified, like [`ReadCache::keep`].
-    pub fn keep_index(&self, block: u64, index: Arc<Index>, planned: u64) {
+    /// Keeps the index of the pack that begins at `block`, which a read has verified, while its plan holds the place.
+    pub fn keep_index(&self, block: u64, index: Arc<Index>) {
         if self.holds_indexes {
             let units = (index.memory() + OVERHEAD).div_ceil(UNIT);
-            self.insert(Place { block, index: INDEX }, Value::Index(index), units, planned);
+            self.insert(Place { block, index: INDEX }, Value::Index(index), units, u64::MAX);
         }
     }
 

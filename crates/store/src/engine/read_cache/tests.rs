@@ -68,12 +68,13 @@ fn without_plain_blocks_only_packs_are_kept_apart_by_index() {
 
 #[test]
 fn the_shards_of_a_large_cache_stay_small() {
-    for (bytes, shards) in [(64 << 20, 14), (256 << 20, 16), (8 << 30, 468), (64 << 30, 3744), (usize::MAX, SHARDS_MAX)]
+    for (bytes, shards) in
+        [(64 << 20, 14), (256 << 20, 52), (8 << 30, 1638), (64 << 30, SHARDS_MAX), (usize::MAX, SHARDS_MAX)]
     {
         let cache = ReadCache::new(bytes, Kept::All);
         let found = cache.shards.len();
         assert!(found >= shards * 9 / 10 && found <= SHARDS_MAX, "{found} shards for {bytes} bytes");
-        assert!(found == SHARDS_MAX || bytes / (BLOCK_SIZE + OVERHEAD) / found <= SHARD_ENTRIES_MAX);
+        assert!(found == SHARDS_MAX || bytes / UNIT / found <= SHARD_UNITS_MAX);
     }
 }
 
@@ -122,9 +123,8 @@ fn indexes_are_kept_beside_blocks_and_forgotten_with_their_packs() {
     let index = Arc::new(Index::decode(&bytes, bytes.len()).unwrap());
     for kept in [Kept::All, Kept::Packed, Kept::PackedAgain] {
         let cache = ReadCache::new(1 << 20, kept);
-        let before = cache.changes();
+        (0..100).for_each(|block| cache.keep_index(block, Arc::clone(&index)));
         cache.forget(Run { start: 60, blocks: 4 });
-        (0..100).for_each(|block| cache.keep_index(block, Arc::clone(&index), before));
         let held = |cache: &ReadCache| (0..200).filter(|block| cache.index(*block).is_some()).collect::<Vec<u64>>();
         assert_eq!(held(&cache), (0..60).chain(64..100).collect::<Vec<u64>>());
         assert_eq!(cache.statistics().resident, (96 * index.memory()) as u64);
@@ -132,7 +132,7 @@ fn indexes_are_kept_beside_blocks_and_forgotten_with_their_packs() {
         cache.forget(Run { start: 10, blocks: 5 });
         assert_eq!(held(&cache), (0..10).chain(15..60).chain(64..100).collect::<Vec<u64>>());
         // Seven indexes take the memory of one block.
-        (200..4000).for_each(|block| cache.keep_index(block, Arc::clone(&index), cache.changes()));
+        (200..4000).for_each(|block| cache.keep_index(block, Arc::clone(&index)));
         let count = (0..4000).filter(|block| cache.index(*block).is_some()).count();
         assert!((1400..=(1 << 20) / UNIT).contains(&count), "{count}");
     }

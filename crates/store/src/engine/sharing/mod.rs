@@ -48,7 +48,7 @@ pub(super) use hints::{Hint, Hints};
 use plan::{Plan, Planned, Stored};
 pub(super) use prints::KEPT_REFERENCES_MAX;
 use prints::{Print, Prints, SUMS};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 #[cfg(test)]
 pub use unequal::HASHED_MAX;
 use unequal::Unequal;
@@ -208,7 +208,10 @@ impl SharePass {
 
     /// Begins with those of these prints instead of which another one with the same hash is kept.
     fn group_by_hash(&mut self, mut indexes: Vec<u32>) {
-        self.prints.assign(&mut indexes, &mut self.kept, |index| self.unequal.hash_of(index).unwrap_or_default());
+        // A sort looks up each hash many times.
+        let hashes: FxHashMap<u32, u64> =
+            indexes.iter().filter_map(|index| Some((*index, self.unequal.hash_of(*index)?))).collect();
+        self.prints.assign(&mut indexes, &mut self.kept, |index| hashes.get(&index).copied().unwrap_or_default());
         indexes.sort_unstable();
         self.enqueue_pairs(&indexes);
     }

@@ -17,7 +17,7 @@ use crate::engine::Engine;
 use crate::{Result, is_lost};
 use std::hash::{BuildHasher, RandomState};
 
-/// The most blocks that are grouped at a time, with 16 bytes of memory for each. If more blocks with one checksum
+/// The most blocks that are grouped at a time, with up to 50 bytes of memory for each. If more blocks with one checksum
 /// differ from the one that was kept first, equal blocks among them are found only within groups of this many.
 pub const HASHED_MAX: usize = if cfg!(test) { 2048 } else { 1 << 18 };
 /// How many blocks are read in a step.

@@ -59,6 +59,9 @@ pub struct EqualWrites {
     mapped: AtomicU64,
 }
 
+/// The most blocks that are noted under the lock of the hints at once.
+const NOTED_TOGETHER: usize = 256;
+
 impl EqualWrites {
     fn has_any(&self) -> bool {
         self.any.load(Ordering::Acquire)
@@ -69,9 +72,14 @@ impl EqualWrites {
         if !self.has_any() {
             return;
         }
-        let mut hints = self.hints.lock();
-        let Some(number) = hints.number_of(disk) else { return };
-        blocks.for_each(|(logical, sums)| hints.note_all(number, sums, logical, false));
+        for (first, sums) in blocks {
+            // Lookups wait for the lock, and new memory of the table is zeroed under it.
+            for (sums, logical) in sums.chunks(NOTED_TOGETHER).zip((first..).step_by(NOTED_TOGETHER)) {
+                let mut hints = self.hints.lock();
+                let Some(number) = hints.number_of(disk) else { return };
+                hints.note_all(number, sums, logical, false);
+            }
+        }
     }
 
     /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room
@@ -281,7 +289,8 @@ impl Engine {
         let blocks = &blocks[..run.blocks as usize];
         if again {
             let is_equal = known.are_equal(&watched.runs[0].watches, blocks.iter().map(|block| block.data));
-            return Ok((run.blocks, watched.runs.pop().filter(|_| is_equal)));
+            // What stays in `watched` is not watched any more.
+            return Ok((run.blocks, if is_equal { watched.runs.pop() } else { None }));
         }
         self.allow_shared_writes()?;
         known.note_read();

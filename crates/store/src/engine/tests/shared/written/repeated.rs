@@ -49,6 +49,7 @@ fn repetitions_of_other_content_with_the_same_checksum_are_written() {
         let blocks: Vec<Vec<u8>> = words.iter().map(|word| colliding(*word).to_vec()).collect();
         write_all(&engine, other, 100, &blocks, through);
         assert_eq!(engine.shared_writes(), 20, "through {through}");
+        assert!(engine.meta.lock().in_flight.watches_nothing());
         let head = engine.head(other);
         for (at, block) in (100..).zip(&blocks) {
             let found = engine.read_blocks("d", at..at + 1, &|range| engine.plan_head(&head, range)).unwrap();
