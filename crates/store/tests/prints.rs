@@ -2,8 +2,8 @@
 //! and finds all equal blocks; hints keep their memory; opening the store rebuilds nothing.
 //!
 //! `LAMINA_PRINTS` sets the number of blocks, 4 KiB each. Their content is not stored: the medium keeps the first eight
-//! bytes of each block of a data file, from which the rest follows. So a run with 64 million blocks takes about 6 GiB of
-//! disk space and 1 GiB of memory:
+//! bytes of each block of a data file, from which the rest follows. So a run with 64 million blocks takes about 6 GiB
+//! of disk space and 1 GiB of memory:
 //!
 //! ```text
 //! LAMINA_PRINTS=64000000 cargo test --release -p lamina-store --test prints -- --nocapture
@@ -191,7 +191,7 @@ fn a_pass_over_much_data_finds_all_equal_blocks_with_the_memory_of_its_limit() {
          for prints, the process grew by {} MiB",
         began.elapsed().as_secs_f64(),
         blocks.div_ceil(prints as u64),
-        prints * PRINT_BYTES >> 20,
+        (prints * PRINT_BYTES) >> 20,
         used >> 20
     );
     // Each block that is last in its group is like the first one of an earlier group, or of its own.

@@ -66,8 +66,8 @@ impl Owners<'_> {
 }
 
 impl Sight<'_> {
-    /// Finds the parts of disks and snapshots that refer to each of the first `room` of these places, which have room in
-    /// the report. The others are only counted there.
+    /// Finds the parts of disks and snapshots that refer to each of the first `room` of these places, which have room
+    /// in the report. The others are only counted there.
     pub(super) fn owners_of<'a>(
         &mut self,
         roots: &'a [Root],

@@ -286,8 +286,8 @@ impl Engine {
     }
 
     /// Verifies the data that was read for a range starting at block `logical`. `fetched` returns the bytes of each
-    /// stored part by its index, the same bytes for all parts with the same [`Packed::fetched`]. `replan` plans a read of
-    /// one block again. False if the range changed during the read, or if only the index of a pack was fetched: the
+    /// stored part by its index, the same bytes for all parts with the same [`Packed::fetched`]. `replan` plans a read
+    /// of one block again. False if the range changed during the read, or if only the index of a pack was fetched: the
     /// caller must plan again.
     pub fn verify<'a>(
         &self,

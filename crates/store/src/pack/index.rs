@@ -84,8 +84,8 @@ impl Index {
         Some(start..start + length)
     }
 
-    /// Decodes blocks. `stored` are bytes of the pack that begin at offset `from` and contain the blocks. `out` has room
-    /// for all blocks. Returns their checksums.
+    /// Decodes blocks. `stored` are bytes of the pack that begin at offset `from` and contain the blocks. `out` has
+    /// room for all blocks. Returns their checksums.
     pub fn read(&self, stored: &[u8], from: usize, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {
         let fewer = || damaged("it has fewer blocks than the map says");
         let mut at = self.place(&blocks).and_then(|place| place.start.checked_sub(from)).ok_or_else(fewer)?;

@@ -1,7 +1,7 @@
 //! Reads of blocks in packs. A long read fetches whole packs. A short one fetches, of a pack of more than two stored
 //! blocks, those that hold its blocks, if the index of the pack is in the read cache. Otherwise it fetches the first
-//! stored block of the pack, which holds the index, keeps the index in the cache, and is planned again, unless the first
-//! stored block holds its blocks too.
+//! stored block of the pack, which holds the index, keeps the index in the cache, and is planned again, unless the
+//! first stored block holds its blocks too.
 
 use super::Stored;
 use crate::engine::DataFiles;

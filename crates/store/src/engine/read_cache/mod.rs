@@ -3,8 +3,8 @@
 //!
 //! In buffered mode the page cache of the kernel holds what is stored, so only content that was decompressed is kept
 //! here, when it is read a second time: to read and decompress a block from the page cache costs little more than to
-//! keep it. In direct mode plain blocks are kept too. In both modes the cache keeps indexes of packs, with which a short
-//! read fetches only the stored blocks that it needs.
+//! keep it. In direct mode plain blocks are kept too. In both modes the cache keeps indexes of packs, with which a
+//! short read fetches only the stored blocks that it needs.
 //!
 //! What must hold:
 //!
@@ -17,8 +17,8 @@
 //!    since the plan. [`ReadCache::changes`] numbers the changes for that. An index of a pack is not refused: no other
 //!    pack can have got the place, because the guard of the plan ends after the index is kept. A read whose index was
 //!    refused would be planned again and again beside many writes.
-//! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept. The index is kept from a first
-//!    block that has the checksum in the plan.
+//! 4. Only content that has the checksum in the plan, or in the index of its pack, is kept. The index is kept from a
+//!    first block that has the checksum in the plan.
 //! 5. The locks of the shards are held for a few instructions, and no other lock is acquired under them.
 
 mod queue;
@@ -42,8 +42,9 @@ const SHARD_ENTRIES_MIN: usize = 1024;
 const SEEN_PER_ENTRY: usize = 4;
 /// The most places whose first read is remembered.
 const SEEN_MAX: usize = 1 << 24;
-/// The most memory of a shard in units, thus the most entries, up to [`SHARDS_MAX`] shards. A lookup under the metadata lock may wait for another
-/// thread that passes over all entries of the shard, to find one that may leave the cache, or to drop stale items.
+/// The most memory of a shard in units, thus the most entries, up to [`SHARDS_MAX`] shards. A lookup under the metadata
+/// lock may wait for another thread that passes over all entries of the shard, to find one that may leave the cache, or
+/// to drop stale items.
 const SHARD_UNITS_MAX: usize = 8192;
 /// Blocks with adjacent numbers that are in one shard. The groups take turns, so that the shards get equal parts of
 /// what was written in order.
