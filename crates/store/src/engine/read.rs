@@ -108,17 +108,16 @@ impl Part {
 /// Parts of a plan, each with its first logical block.
 type Parts = Vec<(u64, Part)>;
 
-/// The parts without their logical blocks. Collecting them directly would reuse the memory of `parts` and shrink it,
-/// which costs more than all other allocations of a read.
-fn without_blocks(parts: Parts) -> Vec<Part> {
-    let mut out = Vec::with_capacity(parts.len());
-    out.extend(parts.into_iter().map(|(_, part)| part));
-    out
-}
-
-/// Whether the read cache keeps the blocks of a read of this range.
-fn is_kept(range: &Range<u64>) -> bool {
-    range.end - range.start <= (KEPT_MAX / BLOCK_SIZE) as u64
+impl Planned {
+    /// A plan of a read of `range`, which is not counted yet.
+    fn new(parts: Parts, guard: Arc<()>, changes: u64, range: &Range<u64>) -> Self {
+        // Collecting the parts without their logical blocks directly would reuse the memory of `parts` and shrink it,
+        // which costs more than all other allocations of a read.
+        let mut out = Vec::with_capacity(parts.len());
+        out.extend(parts.into_iter().map(|(_, part)| part));
+        let kept = range.end - range.start <= (KEPT_MAX / BLOCK_SIZE) as u64;
+        Self { parts: out, guard, changes, kept, is_counted: false, disk: None }
+    }
 }
 
 impl Engine {
@@ -203,14 +202,7 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned {
-            parts: without_blocks(parts),
-            guard,
-            changes,
-            kept: is_kept(&range),
-            is_counted: true,
-            disk: None,
-        }))
+        Ok(Ok(Planned::new(parts, guard, changes, &range)))
     }
 
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
@@ -221,14 +213,7 @@ impl Engine {
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), packed::is_short(&range), &mut parts)?;
-            Ok(Planned {
-                parts: without_blocks(parts),
-                guard,
-                changes,
-                kept: is_kept(&range),
-                is_counted: true,
-                disk: None,
-            })
+            Ok(Planned::new(parts, guard, changes, &range))
         })?;
         Ok(self.count_lookups(planned, None))
     }

@@ -120,10 +120,6 @@ impl Meta {
                 Some(_) => {}
             }
         }
-        let (file, offset) = files.locate(run)?;
-        let mut checksums = Vec::with_capacity(run.blocks as usize);
-        self.data.checksums(&mut self.pages, run, &mut checksums)?;
-        let stored = Stored { file, offset, block: run.start, checksums };
-        Ok(Packed { stored, pack, index: indexes.start, blocks: indexes.len(), cached })
+        Ok(Packed { stored: self.stored(files, run)?, pack, index: indexes.start, blocks: indexes.len(), cached })
     }
 }

@@ -91,6 +91,14 @@ impl Meta {
         Ok(())
     }
 
+    /// Where a run of blocks is stored, and the checksums that the table has of them.
+    pub(super) fn stored(&mut self, files: &DataFiles, run: Run) -> Result<Stored> {
+        let (file, offset) = files.locate(run)?;
+        let mut checksums = Vec::with_capacity(run.blocks as usize);
+        self.data.checksums(&mut self.pages, run, &mut checksums)?;
+        Ok(Stored { file, offset, block: run.start, checksums })
+    }
+
     /// Plans a run of data: from memory where journalled payload is not written to its block yet, elsewhere from the
     /// data file.
     fn plan_run(&mut self, files: &DataFiles, logical: u64, run: Run, out: &mut Parts) -> Result<()> {
@@ -111,19 +119,16 @@ impl Meta {
                     out.push((at, Part::Cached(content)));
                     continue;
                 }
-                let part = Run { start: block, blocks: piece.end - block };
-                let (file, offset) = files.locate(part)?;
-                let mut checksums = Vec::with_capacity(part.blocks as usize);
-                self.data.checksums(&mut self.pages, part, &mut checksums)?;
+                let mut stored = self.stored(files, Run { start: block, blocks: piece.end - block })?;
                 // Two extents that are adjacent on the medium become one read.
                 if let Some((before, Part::Stored(last))) = out.last_mut()
                     && *before + last.checksums.len() as u64 == at
                     && last.block + last.checksums.len() as u64 == block
-                    && last.offset + last.length() as u64 == offset
+                    && last.offset + last.length() as u64 == stored.offset
                 {
-                    last.checksums.append(&mut checksums);
+                    last.checksums.append(&mut stored.checksums);
                 } else {
-                    out.push((at, Part::Stored(Stored { file, offset, block, checksums })));
+                    out.push((at, Part::Stored(stored)));
                 }
             }
             if let Some((at, slice)) = next {
