@@ -196,10 +196,11 @@ impl Engine {
         let began = Instant::now();
         let found = survey(&journal, superblock.incarnation).map_err(|error| opening.unrecovered(error))?;
         let surveyed = began.elapsed();
-        if opening == Opening::Repair
-            && !closed
-            && let Some(error) = journal.unreadable(found.end, found.incarnation)
-        {
+        let unreadable = match opening == Opening::Repair && !closed {
+            true => journal.unreadable(found.end, found.incarnation),
+            false => None,
+        };
+        if let Some(error) = &unreadable {
             let at = found.end.position;
             let problem = format!(
                 "the journal cannot be read at position {at}; changes that only this part has are lost: {error}"
@@ -275,7 +276,8 @@ impl Engine {
             let replayed = began.elapsed();
             showing.map_or(Ok(()), ShowingData::wait)?;
             let shown = began.elapsed();
-            engine.put_payload_home(&doubts).map_err(|error| opening.unrecovered(error))?;
+            let unsettled = unreadable.is_some().then_some(&doubts);
+            engine.put_payload_home(unsettled).map_err(|error| opening.unrecovered(error))?;
             tracing::info!(
                 operations,
                 ?surveyed,

@@ -18,7 +18,7 @@ use super::{Engine, Meta};
 use crate::journal::{Batch, BatchKind, Operation, Place, Reader};
 use crate::space::Run;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
-use backend::Buffer;
+use backend::{Buffer, File};
 
 fn blocks(run: &Run) -> std::ops::Range<u64> {
     run.start..run.start + run.blocks
@@ -155,28 +155,23 @@ impl Engine {
         }
     }
 
-    /// Writes journalled payload to its blocks, except blocks that hold the complete content of a later announced
-    /// overwrite. If that content is in the page cache, it is written again: the cache was dropped before, so another
-    /// process has the file mapped, and after a failed flush the medium may lack the content.
-    pub(super) fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
+    /// Writes journalled payload to its blocks, also to those of announced overwrites that are not settled. A flush
+    /// returns only when all overwrites announced before it are settled, so the payload is the newest flushed content.
+    /// The checksum in the announcement does not tell whether the overwrite was complete, because older content may
+    /// have the same one: versions of a block of ext4 that ends with a CRC32C of its own all do.
+    ///
+    /// If the end of the journal is lost, so may be the record of a flush that settled the overwrites. Then blocks that
+    /// have the checksums of their overwrites are left out: these are in the doubts `unsettled`.
+    pub(super) fn put_payload_home(&self, unsettled: Option<&Doubts>) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
             let run = Run { start: block, blocks: 1 };
             let (file, offset) = self.files.locate(run)?;
-            if let Some(announced) = doubts.awaited(block) {
-                let mut found = Buffer::zeroed(1);
-                let cached = file.read_cached_at(&mut found, offset).unwrap_or(false);
-                let read = if cached { Ok(()) } else { file.read_at(&mut found, offset) };
-                if let Err(error) = read {
-                    // The block does not have the complete content. Writing it makes it readable again.
-                    tracing::warn!(%error, block, "a block that was being overwritten cannot be read");
-                } else if checksum(&found) == announced {
-                    if cached {
-                        file.write_at(&[&found], offset, false).during(|| format!("writing block {block} again"))?;
-                        self.files.touch(run);
-                    }
-                    continue;
-                }
+            if let Some(announced) = unsettled.and_then(|doubts| doubts.awaited(block))
+                && self.has_content(&*file, offset, announced).during(|| format!("writing block {block} again"))?
+            {
+                self.files.touch(run);
+                continue;
             }
             file.write_at(&[&slice], offset, false)
                 .during(|| format!("writing journalled block {block} to its place"))?;
@@ -190,6 +185,24 @@ impl Engine {
             })?;
         }
         self.files.sync()
+    }
+
+    /// Whether a block has the content with a checksum. If that content is in the page cache, it is written again: the
+    /// cache was dropped before, so another process has the file mapped, and after a failed flush the medium may lack
+    /// the content.
+    fn has_content(&self, file: &dyn File, offset: u64, sum: u32) -> std::io::Result<bool> {
+        let mut found = Buffer::zeroed(1);
+        let cached = file.read_cached_at(&mut found, offset).unwrap_or(false);
+        if !cached && let Err(error) = file.read_at(&mut found, offset) {
+            // The block does not have the complete content. Writing it makes it readable again.
+            tracing::warn!(%error, "a block that was being overwritten cannot be read");
+            return Ok(false);
+        }
+        let complete = checksum(&found) == sum;
+        if complete && cached {
+            file.write_at(&[&found], offset, false)?;
+        }
+        Ok(complete)
     }
 }
 

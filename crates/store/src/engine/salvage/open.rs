@@ -106,7 +106,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
         complete_data_files(&engine)?;
         engine.log.settle_nothing();
         let replayed = engine.replay(superblock.record.tail, superblock.record.ordered, found.end, &mut left_out)?;
-        engine.put_payload_home(&replayed.doubts)?;
+        engine.put_payload_home(behind.then_some(&replayed.doubts))?;
         seal(&engine, &mut left_out);
     }
     let mut left_out = left_out.ranges;

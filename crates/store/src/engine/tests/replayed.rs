@@ -2,6 +2,7 @@
 
 use super::between::{lose_page, overwritten};
 use super::packed::packer;
+use super::shared::unequal::colliding;
 use super::unreadable::{grown, leaves};
 use super::*;
 use crate::sync::atomic::Ordering;
@@ -509,20 +510,81 @@ fn a_salvage_returns_no_block_that_another_disk_got_after_a_pack_that_is_left_ou
     }
 }
 
-/// The content of an announced overwrite is found, but only in the page cache. If recovery relied on it, the flushed
-/// payload of the block would be dropped with the journal.
-#[test]
-fn content_that_only_the_page_cache_has_becomes_durable() {
-    let (disk, engine) = with_a_block(256);
-    write(&engine, 0, 2);
+/// A store in which the end of the journal of [`overwritten`] is lost: with it the record of the flush that settled the
+/// overwrite. With `only_cached`, only the page cache has the overwrite. Returns the block's offset in the data file too.
+fn overwritten_before_a_lost_end(only_cached: bool) -> (SimulatedDisk, u64) {
+    let (disk, engine) = overwritten();
+    if only_cached {
+        disk.lose_writes("data.0000").unwrap();
+    }
+    let (_, offset) = engine.files.locate(own_block(&engine, 1, 0)).unwrap();
+    let end = engine.log.head();
     engine.flush().unwrap();
-    write(&engine, 0, 3);
-    engine.settle(&engine.head(1)).unwrap();
-    disk.lose_writes("data.0000").unwrap();
-    let disk = disk.kill();
+    assert!(engine.log.head() > end && engine.log.head() < RING);
     drop(engine);
-    let found = value(&open(&disk).unwrap(), 0).unwrap();
+    let disk = disk.kill();
+    disk.fail_reads(JOURNAL_FILE, end..end + BLOCK_SIZE as u64).unwrap();
+    (disk, offset)
+}
+
+#[test]
+fn an_overwrite_before_a_lost_end_of_the_journal_is_kept() {
+    let (disk, _) = overwritten_before_a_lost_end(false);
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    assert_eq!(salvage.contents(1, 0..1).unwrap().remove(0).map(|bytes| bytes[0]), Some(2));
+    drop(salvage);
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    assert_eq!(value(&engine, 0).unwrap(), 2);
+}
+
+#[test]
+fn a_torn_overwrite_before_a_lost_end_of_the_journal_gets_its_journalled_content() {
+    for unreadable in [false, true] {
+        let (disk, offset) = overwritten_before_a_lost_end(false);
+        match unreadable {
+            true => disk.fail_reads("data.0000", offset..offset + BLOCK_SIZE as u64).unwrap(),
+            false => disk.flip_bit("data.0000", offset, 1).unwrap(),
+        }
+        let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), 1);
+    }
+}
+
+/// If a repair relied on such content, the flushed payload of the block would be dropped with the journal.
+#[test]
+fn an_overwrite_that_only_the_page_cache_has_becomes_durable_in_a_repair() {
+    let (disk, _) = overwritten_before_a_lost_end(true);
+    let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
+    let found = value(&engine, 0).unwrap();
+    engine.close().unwrap();
     let engine = open(&disk.crash()).unwrap();
-    assert_eq!((found, value(&engine, 0).unwrap()), (3, 3));
+    assert_eq!((found, value(&engine, 0).unwrap()), (2, 2));
+    is_whole(&engine);
+}
+
+/// All versions of some blocks of a guest's file system have one checksum, because they end with a CRC32C of their own.
+#[test]
+fn a_block_with_the_checksum_of_its_overwrite_gets_its_journalled_content() {
+    let (disk, engine) = made();
+    drop(engine.claim_blocks(1024).unwrap());
+    let versions: Vec<Vec<u8>> = (1..4).map(colliding).collect();
+    let put = |version: usize| {
+        let data = SharedSlice::new(Arc::new(Buffer::copy_of(&versions[version])), 0..BLOCK_SIZE);
+        engine.write_blocks(&engine.head(1), 0, data).unwrap();
+    };
+    put(0);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    // The journal gets this version as payload. The data file keeps the version before.
+    put(1);
+    engine.flush().unwrap();
+    // The power is cut after the announcement, before the overwrite.
+    put(2);
+    disk.cut_after(disk.operations() + 1);
+    engine.settle(&engine.head(1)).unwrap_err();
+    let engine = open(&disk.crash()).unwrap();
+    let head = engine.head(1);
+    let found = engine.read_blocks("vm", 0..1, &|range| engine.plan_head(&head, range)).unwrap();
+    assert!(found[..] == versions[1][..], "the flushed version is lost");
     is_whole(&engine);
 }

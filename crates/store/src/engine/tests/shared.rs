@@ -10,7 +10,7 @@ mod opened;
 mod packed;
 mod repaired;
 mod replayed;
-mod unequal;
+pub(super) mod unequal;
 mod written;
 
 use super::between::before_next;

@@ -482,3 +482,8 @@ fn finds_unwritten_blocks_that_are_overwritten_as_if_they_had_content() {
 fn finds_payload_that_is_appended_apart_from_the_record_of_its_block() {
     finds(Fault::JoinsIgnored, ModelState::thick, thick_disk);
 }
+
+#[test]
+fn finds_payload_that_is_left_out_because_of_a_checksum() {
+    finds(Fault::PayloadLeftForChecksum, ModelState::plain, journal);
+}

@@ -5,7 +5,7 @@ use super::*;
 use crate::engine::sharing::HASHED_MAX;
 
 /// A block with this word in it, of which the CRC32C is that of a block of zeros.
-pub(super) fn colliding(word: u32) -> Vec<u8> {
+pub(in crate::engine::tests) fn colliding(word: u32) -> Vec<u8> {
     let mut block = vec![0; BLOCK_SIZE];
     block[..4].copy_from_slice(&word.to_le_bytes());
     let wanted = crate::checksum(&[0; BLOCK_SIZE]);

@@ -2,7 +2,7 @@
 
 use super::metadata::*;
 use super::state::*;
-use super::step::{Rules, Violation};
+use super::step::{Fault, Rules, Violation};
 use crate::engine::placement::Doubts;
 
 /// What the medium may hold after a power cut.
@@ -32,12 +32,12 @@ impl Rules {
         for journal in [Some(&state.journal[..]), whole.as_deref()].into_iter().flatten() {
             let (found, doubts) = replay(&state.base, journal, state.ordered, self.fault);
             for medium in outcomes(state) {
-                out.push(recover(state, &found, &doubts, medium));
+                out.push(recover(state, &found, &doubts, medium, self.fault));
                 // A second power cut while recovery writes payload to its blocks.
-                for (block, value) in payload_of(&found, &doubts, &medium) {
+                for (block, value) in payload_of(&found, &doubts, &medium, self.fault) {
                     let mut again = medium;
                     again[block] = Content(value, medium[block].1);
-                    out.push(recover(state, &found, &doubts, again));
+                    out.push(recover(state, &found, &doubts, again, self.fault));
                 }
             }
         }
@@ -50,9 +50,10 @@ fn recover(
     found: &Metadata,
     doubts: &Doubts,
     mut medium: [Content; BLOCKS],
+    fault: Fault,
 ) -> Result<ModelState, Violation> {
     let mut now = found.clone();
-    for (block, value) in payload_of(found, doubts, &medium) {
+    for (block, value) in payload_of(found, doubts, &medium, fault) {
         medium[block] = Content::of(value);
         now.note(block, Content::of(value));
     }
