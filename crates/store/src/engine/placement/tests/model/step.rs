@@ -115,6 +115,7 @@ pub enum Fault {
     MappedBeforePayload,
     MappedKeepsPayload,
     MappedDuringBatch,
+    MappedToFreedPack,
 }
 
 /// A description of the error.
