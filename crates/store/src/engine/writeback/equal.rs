@@ -43,8 +43,8 @@ use backend::BLOCK_SIZE;
 use rustc_hash::FxHashSet;
 use std::ops::Range;
 
-/// The most runs of stored blocks that are read for one batch of write-back. A random read of a hard disk takes about
-/// 10 ms.
+/// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before on
+/// the medium. A random read of a hard disk takes about 10 ms.
 const BATCH_READS: usize = 64;
 /// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
 pub(super) const THROUGH_READS: usize = 8;
@@ -301,10 +301,10 @@ impl Engine {
         };
         let first = found.first;
         let (count, again) = known.first_of(first, found.blocks);
-        if !again && !known.may_read() {
+        let (run, blocks) = (first.run(count), &blocks[..count as usize]);
+        if !again && !known.may_read(run) {
             return Ok((count, None));
         }
-        let (run, blocks) = (first.run(count), &blocks[..count as usize]);
         let watches: Vec<Watch> = {
             let mut meta = self.meta.lock();
             (run.start..run.start + run.blocks).map(|block| meta.in_flight.watch(block)).collect()
@@ -333,7 +333,7 @@ impl Engine {
             // What stays in `watched` is not watched any more.
             return Ok((count, if is_equal { watched.runs.pop() } else { None }));
         }
-        known.note_read();
+        known.note_read(run, &hint, count);
         let Some(stored) = self.read_stored(first, count, &equal.stored_sums)? else {
             self.forget_hints(equal);
             return Ok((count, None));

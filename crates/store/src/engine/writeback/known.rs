@@ -6,6 +6,7 @@
 
 use crate::engine::placement::Watch;
 use crate::engine::sharing::{Hint, Stored};
+use crate::space::Run;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// What is known about stored blocks.
@@ -17,27 +18,34 @@ pub(super) struct KnownBlocks<'a> {
     places: FxHashSet<(u64, u64)>,
     /// How many more runs may be read.
     reads: usize,
+    /// The end of the run that was read last, and that of the logical blocks of its hints.
+    last: Option<(u64, (u64, u64))>,
 }
 
 impl<'a> KnownBlocks<'a> {
     /// Nothing is known, and so many runs may be read.
     pub fn new(reads: usize) -> Self {
-        Self { equal: FxHashMap::default(), places: FxHashSet::default(), reads }
+        Self { equal: FxHashMap::default(), places: FxHashSet::default(), reads, last: None }
     }
 
-    /// Whether another run may be read.
-    pub fn may_read(&self) -> bool {
-        self.reads > 0
+    /// Whether a run may be read. One that follows the last one on the medium may always be: packs that were written one
+    /// after the other cost no more than one plain run.
+    pub fn may_read(&self, run: Run) -> bool {
+        self.reads > 0 || self.last.is_some_and(|(end, _)| end == run.start)
     }
 
-    /// Counts a run that is read.
-    pub fn note_read(&mut self) {
-        self.reads = self.reads.saturating_sub(1);
+    /// Counts a run that is read, of which the first of `blocks` blocks has this hint.
+    pub fn note_read(&mut self, run: Run, hint: &Hint, blocks: u64) {
+        let follows = self.last.is_some_and(|(end, _)| end == run.start);
+        self.reads = self.reads.saturating_sub(usize::from(!follows));
+        self.last = Some((run.start + run.blocks, (hint.disk, hint.logical + blocks)));
     }
 
-    /// Whether the block of a hint may be compared: without another read it must be known.
+    /// Whether the block of a hint may be compared: without another read it must be known, or follow the blocks that
+    /// were read last.
     pub fn may_compare(&self, hint: &Hint) -> bool {
-        self.may_read() || self.places.contains(&(hint.disk, hint.logical))
+        let place = (hint.disk, hint.logical);
+        self.reads > 0 || self.places.contains(&place) || self.last.is_some_and(|(_, next)| next == place)
     }
 
     /// How many of the `blocks` blocks from `first` on are all known, or all unknown, and whether they are known.
@@ -79,7 +87,6 @@ fn watched(first: Stored, watches: &[Watch], at: u64) -> Option<(Stored, Watch)>
 mod tests {
     use super::*;
     use crate::engine::placement::InFlight;
-    use crate::space::Run;
     use crate::tree::Packed;
 
     const HINT: Hint = Hint { number: 1, disk: 5, logical: 70 };
@@ -137,10 +144,28 @@ mod tests {
         let mut known = KnownBlocks::new(1);
         let next = Hint { logical: 71, ..HINT };
         assert!(known.may_compare(&next));
-        known.note_read();
+        known.note_read(Run { start: 100, blocks: 1 }, &HINT, 1);
+        let later = Hint { logical: 72, ..HINT };
+        assert!(known.may_compare(&next) && !known.may_compare(&later), "the next block follows what was read");
+        known.note_read(Run { start: 300, blocks: 1 }, &later, 1);
         known.add(&HINT, plain(100), &[in_flight.watch(100)], [&data[..]].into_iter());
-        assert!(!known.may_read() && known.may_compare(&HINT) && !known.may_compare(&next));
+        assert!(known.may_compare(&HINT) && !known.may_compare(&next));
         assert!(!known.may_compare(&Hint { disk: 6, ..HINT }));
         assert_eq!((known.first_of(plain(100), 3), known.first_of(plain(98), 3)), ((1, true), (2, false)));
+    }
+
+    #[test]
+    fn runs_that_follow_each_other_on_the_medium_count_as_one_read() {
+        let mut known = KnownBlocks::new(2);
+        let run = |start| Run { start, blocks: 17 };
+        let hint = |logical| Hint { logical, ..HINT };
+        for at in 0..5 {
+            assert!(known.may_compare(&hint(32 * at)) && known.may_read(run(100 + 17 * at)));
+            known.note_read(run(100 + 17 * at), &hint(32 * at), 32);
+        }
+        assert!(known.may_read(run(500)), "one of two");
+        known.note_read(run(500), &hint(700), 32);
+        assert!(!known.may_read(run(100)) && known.may_read(run(517)));
+        assert!(known.may_compare(&hint(732)) && !known.may_compare(&hint(0)));
     }
 }
