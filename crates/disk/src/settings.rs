@@ -199,8 +199,7 @@ impl Settings {
         set.map(|(uuid, settings)| (uuid.clone(), settings.compression)).collect()
     }
 
-    /// The disks whose new data is compressed at write-back, by UUID. Data that is to be compared with other data is
-    /// not compressed before, because a share of a compressed block frees space only when most of its pack is shared.
+    /// The disks whose new data is compressed at write-back, by UUID.
     pub fn compressed_at_write_back(&self) -> BTreeMap<String, Compression> {
         let state = self.state.lock();
         let set = state.record.disks.iter().filter(|(_, settings)| settings.compresses_writes());

@@ -54,9 +54,10 @@ pub struct DiskSettings {
 }
 
 impl DiskSettings {
-    /// Whether new data is compressed at write-back.
+    /// Whether new data is compressed at write-back. Data that is compared with other data only later is not compressed
+    /// before, because a share of a compressed block frees space only when most of its pack is shared.
     pub(crate) fn compresses_writes(&self) -> bool {
-        !self.compress_at.is_idle() && self.dedup.is_off()
+        !self.compress_at.is_idle() && (self.dedup.is_off() || !self.dedup_at.is_idle())
     }
 }
 

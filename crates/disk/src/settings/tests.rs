@@ -178,6 +178,27 @@ fn compression_at_write_back_needs_the_version_of_deduplication() {
     assert_eq!((version(&directory), settings.compressed_at_write_back()), (Some('2'), BTreeMap::new()));
 }
 
+/// Data that is compared only later is not compressed before.
+#[test]
+fn both_reductions_are_at_write_back_if_both_settings_say_so() {
+    let settings = Settings::open(directory());
+    for (compress_at, dedup_at, both) in [
+        (ReduceAt::WriteBack, ReduceAt::WriteBack, true),
+        (ReduceAt::WriteBack, ReduceAt::Idle, false),
+        (ReduceAt::Idle, ReduceAt::WriteBack, false),
+    ] {
+        let change = SettingsChange {
+            compress_at: Some(compress_at),
+            dedup: Some(Deduplication::Datastore),
+            dedup_at: Some(dedup_at),
+            ..compressed(Compression::Lz4)
+        };
+        settings.change(ONE, &change).unwrap();
+        assert_eq!(settings.compressed_at_write_back().contains_key(ONE), both);
+        assert_eq!(settings.deduplicated_at_write_back().contains_key(ONE), !dedup_at.is_idle());
+    }
+}
+
 #[test]
 fn deduplication_at_write_back_has_a_version_of_its_own() {
     let directory = directory();

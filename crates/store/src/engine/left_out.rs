@@ -45,6 +45,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
         | Operation::MapData { .. }
         | Operation::MapPack { .. }
         | Operation::MapShared { .. }
+        | Operation::MapSharedPack { .. }
         | Operation::Unwritten { .. }
         | Operation::Written { .. } => operation.mapping().map(|(disk, range, _)| (disk, range))?,
         Operation::Unmap { disk, logical, blocks } => (*disk, *logical..logical.saturating_add(*blocks)),

@@ -89,7 +89,9 @@ impl Engine {
             Operation::Pack { .. } | Operation::Share { .. } | Operation::SharePack { .. } => {
                 self.redirect_again(meta, state, operation)
             }
-            Operation::MapShared { run, checksums, .. } if state.left_out.tolerance() != Tolerance::Nothing => {
+            Operation::MapShared { run, checksums, .. } | Operation::MapSharedPack { run, checksums, .. }
+                if state.left_out.tolerance() != Tolerance::Nothing =>
+            {
                 self.map_shared_again(meta, state, operation, *run, checksums)
             }
             _ if state.left_out.leaves_out_parts() => self.carry_out_parts(meta, state, operation),
@@ -121,7 +123,8 @@ impl Engine {
         | Operation::Pack { run, .. }
         | Operation::Share { run, .. }
         | Operation::SharePack { run, .. }
-        | Operation::MapShared { run, .. } = operation
+        | Operation::MapShared { run, .. }
+        | Operation::MapSharedPack { run, .. } = operation
         {
             // Payload from before may be kept: if the operation that freed the blocks was left out, or because nothing
             // else says that an overwrite of a shared block was durable before the share.
@@ -142,9 +145,10 @@ impl Engine {
                 meta.doubt(&state.doubts, *run)
             }
             // Blocks that the map of another disk refers to from now on stay in doubt.
-            Operation::Share { run, .. } | Operation::SharePack { run, .. } | Operation::MapShared { run, .. } => {
-                meta.doubt(&state.doubts, *run)
-            }
+            Operation::Share { run, .. }
+            | Operation::SharePack { run, .. }
+            | Operation::MapShared { run, .. }
+            | Operation::MapSharedPack { run, .. } => meta.doubt(&state.doubts, *run),
             // The read that resolved the block may have overlapped an overwrite, so a later announcement still leaves
             // the block in doubt.
             Operation::Resolve { block, .. } => {

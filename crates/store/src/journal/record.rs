@@ -74,6 +74,9 @@ pub enum Operation {
     /// A disk maps logical blocks to a run that is in use already, and has the content that was written to them. The
     /// content of the run is durable, and has these checksums.
     MapShared { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
+    /// A disk maps logical blocks to a part of a pack that is in use already, and has the content that was written to
+    /// them: `blocks` of them, from index `first` on. The blocks of the pack have these checksums.
+    MapSharedPack { disk: u64, logical: u64, blocks: u64, first: u8, run: Run, checksums: Vec<u32> },
 }
 
 impl Operation {
@@ -84,6 +87,7 @@ impl Operation {
             Self::Map { run, .. }
             | Self::MapPack { run, .. }
             | Self::MapShared { run, .. }
+            | Self::MapSharedPack { run, .. }
             | Self::Overwrite { run, .. }
             | Self::Written { run, .. }
             | Self::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
@@ -135,7 +139,8 @@ impl Operation {
             | Self::Unwritten { disk, logical, run, .. }
             | Self::MapShared { disk, logical, run, .. }
             | Self::Written { disk, logical, run, .. } => (disk, logical, run.blocks, run),
-            Self::MapPack { disk, logical, blocks, run, .. } => (disk, logical, *blocks, run),
+            Self::MapPack { disk, logical, blocks, run, .. }
+            | Self::MapSharedPack { disk, logical, blocks, run, .. } => (disk, logical, *blocks, run),
             _ => return None,
         };
         Some((*disk, *logical..logical.saturating_add(blocks), *run))
@@ -161,6 +166,7 @@ impl Operation {
                 | Self::MapData { .. }
                 | Self::MapPack { .. }
                 | Self::MapShared { .. }
+                | Self::MapSharedPack { .. }
                 | Self::Unmap { .. }
                 | Self::Unwritten { .. }
                 | Self::Written { .. }
@@ -383,8 +389,9 @@ impl Writer {
                 sources.iter().for_each(|source| self.source(source, repacks));
                 self.objects(objects);
             }
-            Operation::MapPack { disk, logical, blocks, first, run, checksums } => {
-                self.u8(22);
+            Operation::MapPack { disk, logical, blocks, first, run, checksums }
+            | Operation::MapSharedPack { disk, logical, blocks, first, run, checksums } => {
+                self.u8(if matches!(operation, Operation::MapPack { .. }) { 22 } else { 25 });
                 self.u64(*disk);
                 self.u64(*logical);
                 self.run(*run);
@@ -536,7 +543,8 @@ impl<'a> Reader<'a> {
         Ok(Operation::Pack { logical, blocks, run, checksums, sources, objects })
     }
 
-    fn map_pack(&mut self) -> Result<Operation> {
+    /// A part of a pack that a disk maps. The pack is new, or `in_use` already.
+    fn map_pack(&mut self, in_use: bool) -> Result<Operation> {
         let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
         let checksums = self.checksums(run)?;
         let (blocks, first) = (self.u16()?, self.u8()?);
@@ -544,7 +552,10 @@ impl<'a> Reader<'a> {
         if u64::from(first) + blocks > EXTENT_BLOCKS_MAX || run.blocks >= EXTENT_BLOCKS_MAX {
             return Err(damaged());
         }
-        Ok(Operation::MapPack { disk, logical, blocks, first, run, checksums })
+        Ok(match in_use {
+            false => Operation::MapPack { disk, logical, blocks, first, run, checksums },
+            true => Operation::MapSharedPack { disk, logical, blocks, first, run, checksums },
+        })
     }
 
     fn share(&mut self) -> Result<Operation> {
@@ -624,12 +635,13 @@ impl<'a> Reader<'a> {
             19 => self.pack(false)?,
             20 => self.pack(true)?,
             21 => self.share()?,
-            22 => self.map_pack()?,
+            22 => self.map_pack(false)?,
             23 => self.share_pack()?,
             24 => {
                 let (disk, logical, run) = self.mapped()?;
                 Operation::MapShared { disk, logical, run, checksums: self.checksums(run)? }
             }
+            25 => self.map_pack(true)?,
             _ => return Err(damaged()),
         }))
     }

@@ -335,9 +335,13 @@ fn operation(random: &mut Random, code: u64) -> Operation {
             let from = if run.start > 8 { run.start - 5 } else { run.start + 1000 };
             Operation::Share { logical, run, from, objects: vec![disk, random.next()] }
         }
-        22 => {
+        22 | 25 => {
             let logical = logical.min((1 << 40) - 32);
-            Operation::MapPack { disk, logical, blocks: 32, first: random.below(225) as u8, run, checksums }
+            let first = random.below(225) as u8;
+            match code {
+                22 => Operation::MapPack { disk, logical, blocks: 32, first, run, checksums },
+                _ => Operation::MapSharedPack { disk, logical, blocks: 32, first, run, checksums },
+            }
         }
         23 => {
             let (logical, physical) = (logical.min((1 << 40) - 6), if run.start > 16 { run.start - 8 } else { 1000 });
@@ -361,7 +365,7 @@ fn operation(random: &mut Random, code: u64) -> Operation {
 }
 
 /// Operations have the codes from 1 to this number.
-const CODES: u64 = 24;
+const CODES: u64 = 25;
 
 /// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
 /// the page.
@@ -400,6 +404,10 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
         }
         Operation::MapPack { .. } => {
             ("map pack", Operation::MapPack { disk, logical, blocks: 32, first: 3, run, checksums: checksums() })
+        }
+        Operation::MapSharedPack { .. } => {
+            let checksums = checksums();
+            ("map shared pack", Operation::MapSharedPack { disk, logical, blocks: 5, first: 3, run, checksums })
         }
         Operation::SharePack { .. } => {
             let packed = Some(Packed { index: 9, stored: 8 });

@@ -110,7 +110,7 @@ impl fmt::Display for NodeId {
 }
 
 /// Where the blocks of an extent lie within a pack.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Packed {
     /// Index within the pack of the first logical block.
     pub index: u8,

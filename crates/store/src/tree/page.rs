@@ -99,9 +99,8 @@ pub(super) struct Slot {
 /// The result of [`replace_in_leaf`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Edit {
-    /// The change is made. `shrank` is true if the leaf has fewer entries than before. `split` is a pack that one more
-    /// entry maps than before.
-    Done { shrank: bool, split: Option<PhysicalRun> },
+    /// The change is made. `shrank` is true if the leaf has fewer entries than before.
+    Done { shrank: bool },
     /// The entries do not fit, and nothing was changed.
     Full,
 }
@@ -383,17 +382,9 @@ fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
     set_count(page, new_count);
 }
 
-/// The two extents joined, if the second continues the first logically and physically in the same data file, and one
-/// entry can hold both.
+/// The two extents joined, if the second continues the first.
 fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
-    let follows = left.end() == right.logical
-        && left.packed.is_none()
-        && right.packed.is_none()
-        && left.physical + left.blocks == right.physical
-        && !right.physical.is_multiple_of(FILE_BLOCKS)
-        && left.unwritten == right.unwritten
-        && left.blocks + right.blocks <= EXTENT_BLOCKS_MAX;
-    follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
+    continues(left, right).then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
 /// The result of [`pack_in_leaf`] and [`share_in_leaf`].
@@ -499,7 +490,9 @@ pub(super) fn share_in_leaf(page: &mut Block, range: Range<u64>, to_of: &dyn Fn(
             }
         }
         for piece in pieces.into_iter().flatten() {
-            match new.last_mut().and_then(|before| Some((joined(before, &piece)?, before))) {
+            // Two entries that map parts of a pack stay two entries, because each has a reference on it.
+            let before = new.last_mut().filter(|_| piece.packed.is_none());
+            match before.and_then(|before| Some((joined(before, &piece)?, before))) {
                 Some((whole, before)) => *before = whole,
                 None => new.push(piece),
             }
@@ -527,24 +520,32 @@ fn redirect_entries(
     Redirect::Done { added, removed }
 }
 
-/// Whether a single block continues an entry.
-fn continues(before: &Mapping, one: &Mapping) -> bool {
-    let next = match (before.packed, one.packed) {
-        (None, None) => before.physical + before.blocks == one.physical && !one.physical.is_multiple_of(FILE_BLOCKS),
+/// Whether an extent continues another one logically, and physically in the same data file or in its pack, and one
+/// entry can hold both.
+fn continues(before: &Mapping, next: &Mapping) -> bool {
+    let follows = match (before.packed, next.packed) {
+        (None, None) => before.physical + before.blocks == next.physical && !next.physical.is_multiple_of(FILE_BLOCKS),
         (Some(left), Some(right)) => {
-            before.physical == one.physical && u64::from(left.index) + before.blocks == u64::from(right.index)
+            before.physical == next.physical
+                && left.stored == right.stored
+                && u64::from(left.index) + before.blocks == u64::from(right.index)
         }
         _ => false,
     };
-    next && before.end() == one.logical && before.unwritten == one.unwritten && before.blocks < EXTENT_BLOCKS_MAX
+    follows
+        && before.end() == next.logical
+        && before.unwritten == next.unwritten
+        && before.blocks + next.blocks <= EXTENT_BLOCKS_MAX
 }
 
 /// Unmaps `range` in a leaf, and maps it to `with`, if given, which covers exactly the range. Adds to `removed` the
-/// physical blocks that the leaf no longer maps.
+/// physical blocks on which the leaf has one reference less, and to `added` the packs on which it has one more. The
+/// reference on plain blocks of `with` is already counted.
 pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,
     with: Option<Mapping>,
+    added: &mut Vec<PhysicalRun>,
     removed: &mut Vec<PhysicalRun>,
 ) -> Edit {
     let entries = entries(page);
@@ -560,6 +561,8 @@ pub(super) fn replace_in_leaf(
     let mut left = cut_left.map(|m| m.clipped(m.logical, range.start));
     let mut right = cut_right.map(|m| m.clipped(range.end, m.end()));
     let mut middle = with;
+    // The number of entries that become one entry with the new one.
+    let mut joins = 0;
     if let Some(mut new) = with {
         let before = left.or_else(|| first.checked_sub(1).and_then(|i| mapping(page, i)));
         if let Some(whole) = before.and_then(|before| joined(&before, &new)) {
@@ -567,6 +570,7 @@ pub(super) fn replace_in_leaf(
                 first -= 1;
             }
             new = whole;
+            joins += 1;
         }
         let after = right.or_else(|| mapping(page, last));
         if let Some(whole) = after.and_then(|after| joined(&new, &after)) {
@@ -574,6 +578,7 @@ pub(super) fn replace_in_leaf(
                 last += 1;
             }
             new = whole;
+            joins += 1;
         }
         middle = Some(new);
     }
@@ -587,7 +592,14 @@ pub(super) fn replace_in_leaf(
     if entries.len() - (last - first) + new_count > ENTRIES_MAX {
         return Edit::Full;
     }
-    let mut split = None;
+    if let Some(new) = with.filter(|new| new.packed.is_some()) {
+        // Each entry that maps a part of a pack has one reference on it.
+        match joins {
+            0 => added.push(new.stored()),
+            1 => {}
+            _ => removed.push(new.stored()),
+        }
+    }
     for mapping in entries[overlapped].iter().map(decode) {
         let gone = if mapping.packed.is_some() {
             // The reference on the pack belongs to the entry, of which a part may remain at each end of the range.
@@ -595,7 +607,7 @@ pub(super) fn replace_in_leaf(
             match (mapping.logical < range.start, mapping.end() > range.end) {
                 (false, false) => stored,
                 (true, true) => {
-                    split = Some(stored);
+                    added.push(stored);
                     continue;
                 }
                 _ => continue,
@@ -606,5 +618,5 @@ pub(super) fn replace_in_leaf(
         push_run(removed, gone.physical, gone.blocks);
     }
     splice(page, first..last, &new[..new_count]);
-    Edit::Done { shrank: new_count < last - first, split }
+    Edit::Done { shrank: new_count < last - first }
 }

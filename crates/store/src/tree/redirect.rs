@@ -61,8 +61,8 @@ pub(super) fn redirect<S: NodeStore + ?Sized>(
     Ok(root)
 }
 
-/// Counts the references that a rewritten leaf has in addition, and those that it has not any more.
-fn count_references<S: NodeStore + ?Sized>(
+/// Counts the references that a changed leaf has in addition, and those that it has not any more.
+pub(super) fn count_references<S: NodeStore + ?Sized>(
     store: &mut S,
     added: &[PhysicalRun],
     removed: &[PhysicalRun],

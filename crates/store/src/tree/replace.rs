@@ -9,7 +9,7 @@
 
 use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT, PhysicalRun};
 use super::path::Path;
-use super::{Mapping, NodeId, NodeStore, Packed, balance, lookup, remove};
+use super::{Mapping, NodeId, NodeStore, Packed, balance, lookup, redirect, remove};
 use crate::{Error, ErrorKind, Result};
 use std::ops::Range;
 
@@ -48,8 +48,9 @@ pub fn replace<S: NodeStore + ?Sized>(
 }
 
 /// Unmaps `range`, and then maps it to the blocks of a pack, of which the first one has the index `first`. Each new
-/// entry gets a reference on every block of the pack. Until then, a reference of the caller keeps the pack allocated.
-/// Returns the new root, as [`replace`] does.
+/// entry gets a reference on every block of the pack, unless it continues an entry beside the range. The pack has a
+/// reference already, and is not freed if the blocks that are replaced are other parts of it. Returns the new root, as
+/// [`replace`] does.
 pub fn map_pack<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -76,10 +77,6 @@ fn map<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, mapping: Mapping)
         let stop = mapping.end().min(path.upper).min(position + EXTENT_BLOCKS_MAX);
         let piece = mapping.clipped(position, stop);
         if edit_leaf(store, &mut root, &path, position..stop, Some(piece))? {
-            if piece.packed.is_some() {
-                let stored = piece.stored();
-                store.add_data_references(stored.physical, stored.blocks)?;
-            }
             position = stop;
         }
     }
@@ -116,24 +113,20 @@ fn edit_leaf<S: NodeStore + ?Sized>(
     with: Option<Mapping>,
 ) -> Result<bool> {
     let position = range.start;
-    let mut removed = Vec::new();
-    match page::replace_in_leaf(store.node_mut(path.last())?, range, with, &mut removed) {
+    let (mut added, mut removed) = (Vec::new(), Vec::new());
+    match page::replace_in_leaf(store.node_mut(path.last())?, range, with, &mut added, &mut removed) {
         Edit::Full => {
             balance::make_room(store, root, path, position)?;
             return Ok(false);
         }
-        Edit::Done { shrank, split } => {
+        Edit::Done { shrank } => {
             if shrank {
                 balance::settle(store, root, path, path.depth)?;
             }
-            if let Some(pack) = split {
-                store.add_data_references(pack.physical, pack.blocks)?;
-            }
         }
     }
-    for run in removed {
-        store.drop_data_references(run.physical, run.blocks)?;
-    }
+    // New references first: the entries may map parts of one pack.
+    redirect::count_references(store, &added, &removed)?;
     Ok(true)
 }
 

@@ -17,6 +17,7 @@ mod damage;
 mod distinct;
 mod freed;
 mod growth;
+mod mapped_packs;
 mod memory;
 mod model;
 mod packed;

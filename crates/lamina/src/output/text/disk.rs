@@ -137,21 +137,23 @@ fn settings_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
 
 /// The setting of compression, and what was done because of it.
 fn compression(disk: &DiskInfo) -> Option<String> {
-    let DiskSettings { compression, compress_at, dedup, .. } = &disk.settings;
+    let DiskSettings { compression, compress_at, dedup, dedup_at, .. } = &disk.settings;
     if compression.is_off() {
         return None;
     }
     let state = || disk.compression.as_ref().map(progress);
-    Some(format!("{}, {}", method(*compression, *compress_at, dedup), effect(disk, state)))
+    Some(format!("{}, {}", method(*compression, *compress_at, (dedup, *dedup_at)), effect(disk, state)))
 }
 
-/// How and when data is compressed.
-fn method(compression: Compression, at: ReduceAt, dedup: &Deduplication) -> String {
+/// How and when data is compressed. Before that, it is compared with other data.
+fn method(compression: Compression, at: ReduceAt, (dedup, dedup_at): (&Deduplication, ReduceAt)) -> String {
     match (compression, at) {
         (Compression::Off, _) => compression.to_string(),
+        (_, ReduceAt::WriteBack) if dedup.is_off() || dedup_at == ReduceAt::WriteBack => {
+            format!("{compression} at write-back")
+        }
         _ if !dedup.is_off() => format!("{compression} after deduplication"),
-        (_, ReduceAt::WriteBack) => format!("{compression} at write-back"),
-        (_, ReduceAt::Idle) => format!("{compression} when idle"),
+        _ => format!("{compression} when idle"),
     }
 }
 
@@ -231,7 +233,7 @@ pub fn deduplication_status(status: &DeduplicationStatus) -> Option<String> {
 /// Prints the settings that new disks get.
 pub fn print_defaults(out: &mut dyn Write, defaults: &DiskDefaults) -> io::Result<()> {
     let DiskDefaults { compression, compress_at, dedup, dedup_at } = defaults;
-    let compression = method(*compression, *compress_at, dedup);
+    let compression = method(*compression, *compress_at, (dedup, *dedup_at));
     print_facts(out, &[("compression", compression), ("deduplication", domain_at(dedup, *dedup_at))])
 }
 

@@ -16,7 +16,7 @@ pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
 pub use record::CheckpointRecord;
 pub use superblock::{
     FORMAT_VERSION, NamedImages, Superblock, Unreported, VERSION_PACKS, VERSION_SHARED_PACKS, VERSION_SHARED_WRITES,
-    VERSION_SHARES, VERSION_WRITTEN_PACKS,
+    VERSION_SHARES, VERSION_WRITES_TO_PACKS, VERSION_WRITTEN_PACKS,
 };
 
 use crate::journal::{BatchKind, Journal, Place};
@@ -228,11 +228,6 @@ impl CommitLog {
     /// Whether the superblock says that writes may have gone into packs at once.
     pub fn has_written_packs(&self) -> bool {
         self.lock().superblock.has_written_packs()
-    }
-
-    /// Whether the superblock says that writes may have been mapped to blocks in use.
-    pub fn has_shared_writes(&self) -> bool {
-        self.lock().superblock.has_shared_writes()
     }
 
     /// Gives both copies of the superblock durably at least this version. Must not be called during a checkpoint.

@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version: 2 to 7, by what was used; version 1 is read, without the fields from 144 on |
+//! | 8 | 4 | format version: 2 to 8, by what was used; version 1 is read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |
@@ -47,8 +47,11 @@ pub const VERSION_SHARED_PACKS: u32 = 6;
 /// The version of a datastore whose writes may be mapped to blocks that are in use already, with everything that the
 /// versions before have.
 pub const VERSION_SHARED_WRITES: u32 = 7;
+/// The version of a datastore whose writes may be mapped to blocks in packs that are in use already, with everything
+/// that the versions before have.
+pub const VERSION_WRITES_TO_PACKS: u32 = 8;
 /// Every version up to this one can be read.
-const VERSION_LAST: u32 = VERSION_SHARED_WRITES;
+const VERSION_LAST: u32 = VERSION_WRITES_TO_PACKS;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
@@ -105,11 +108,6 @@ impl Superblock {
     /// Whether writes of the datastore may have gone into packs at once.
     pub fn has_written_packs(&self) -> bool {
         self.version >= VERSION_WRITTEN_PACKS
-    }
-
-    /// Whether writes of the datastore may have been mapped to blocks in use.
-    pub fn has_shared_writes(&self) -> bool {
-        self.version >= VERSION_SHARED_WRITES
     }
 
     /// A datastore that has used packs or shares stays at their version, because snapshots may keep them.

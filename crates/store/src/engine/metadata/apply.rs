@@ -192,8 +192,8 @@ impl Meta {
         Ok(())
     }
 
-    /// Maps blocks as an operation on a pack or a share says, in these ranges of objects. The first reference of a pack
-    /// keeps it allocated until the leaves refer to it, and is dropped then.
+    /// Maps blocks as an operation on a pack or a share says, in these ranges of objects. The first reference of a new
+    /// pack keeps it allocated until the leaves refer to it, and is dropped then.
     pub(crate) fn redirect_in(
         &mut self,
         operation: &Operation,
@@ -225,7 +225,9 @@ impl Meta {
         range: Range<u64>,
         effects: &mut Effects,
     ) -> Result<()> {
-        if let Operation::MapPack { disk, logical, first, run, .. } = operation {
+        if let Operation::MapPack { disk, logical, first, run, .. }
+        | Operation::MapSharedPack { disk, logical, first, run, .. } = operation
+        {
             let pack = tree::PhysicalRun { physical: run.start, blocks: run.blocks };
             let first = first.saturating_add((range.start - logical) as u8);
             return self.change_tree(*disk, effects, |nodes, root| tree::map_pack(nodes, root, range, pack, first));
@@ -460,7 +462,8 @@ impl Meta {
                 self.data.add_references(&mut self.pages, *run)?;
                 self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
             }
-            Operation::MapPack { disk, logical, blocks, .. } => {
+            Operation::MapPack { disk, logical, blocks, .. }
+            | Operation::MapSharedPack { disk, logical, blocks, .. } => {
                 self.redirect_in(operation, std::iter::once((*disk, *logical..*logical + blocks)), effects)?;
             }
             Operation::Pack { .. } | Operation::Share { .. } | Operation::SharePack { .. } => {
@@ -485,7 +488,9 @@ impl Meta {
             | Operation::MapData { disk, run, .. }
             | Operation::MapPack { disk, run, .. }
             | Operation::Unwritten { disk, run, fresh: true, .. } => (*disk, run.blocks),
-            Operation::Unmap { disk, .. } | Operation::MapShared { disk, .. } => (*disk, 0),
+            Operation::Unmap { disk, .. }
+            | Operation::MapShared { disk, .. }
+            | Operation::MapSharedPack { disk, .. } => (*disk, 0),
             Operation::Trash { object } => {
                 self.growth.remove(object);
                 return;

@@ -119,6 +119,7 @@ impl Meta {
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
             | Operation::MapShared { .. }
+            | Operation::MapSharedPack { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 let mut touched = Touched::default();
@@ -190,6 +191,7 @@ impl Meta {
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
             | Operation::MapShared { .. }
+            | Operation::MapSharedPack { .. }
             | Operation::Unwritten { .. }
             | Operation::Written { .. } => {
                 if let Some((disk, range, run)) = operation.mapping() {

@@ -127,6 +127,7 @@ impl Meta {
             | Operation::MapData { .. }
             | Operation::MapPack { .. }
             | Operation::MapShared { .. }
+            | Operation::MapSharedPack { .. }
             | Operation::Written { .. }
             | Operation::Unwritten { .. } => {
                 if let Some((disk, logical, run)) = operation.mapping() {

@@ -39,7 +39,8 @@
 //! New data that is equal to a stored block is mapped to it at write-back. Only the stored block is kept, so only it is
 //! concerned. While it is compared with the new data, it is *watched* ([`InFlight::watch`]) and not in flight: writes
 //! of it go where they would go anyway, and end the watch as they begin. The operation is carried out only if the block
-//! is still watched and settled. It waits for the data of the kept block and does not hold it, as a share.
+//! is still watched and settled. It waits for the data of the kept block and does not hold it, as a share. A block in a
+//! pack, which is never overwritten, only has to be watched: the watch ends when the pack is freed.
 
 mod doubt;
 
@@ -202,13 +203,6 @@ pub struct InFlight {
 pub struct Watch {
     block: u64,
     number: u64,
-}
-
-impl Watch {
-    /// The block that is watched.
-    pub fn block(&self) -> u64 {
-        self.block
-    }
 }
 
 impl InFlight {

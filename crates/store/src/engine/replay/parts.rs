@@ -34,7 +34,7 @@ impl Engine {
         if lost.is_empty() {
             return self.carry_out_again(meta, state, operation);
         }
-        if matches!(operation, Operation::MapPack { .. }) {
+        if matches!(operation, Operation::MapPack { .. } | Operation::MapSharedPack { .. }) {
             self.ensure_nodes(meta, NODES_PER_OPERATION)?;
             return self.redirect_ranges(meta, state, operation, beside(&lost, &range).map(|part| (disk, part)));
         }
@@ -84,6 +84,7 @@ impl Engine {
         let mut effects = Effects::default();
         if let Operation::Pack { run, .. }
         | Operation::MapPack { run, .. }
+        | Operation::MapSharedPack { run, .. }
         | Operation::Share { run, .. }
         | Operation::SharePack { run, .. } = operation
         {
@@ -97,7 +98,9 @@ impl Engine {
                 (run.start..run.start + run.blocks).for_each(|block| state.doubts.told(block));
                 meta.doubt(&state.doubts, *run)
             }
-            Operation::Share { run, .. } | Operation::SharePack { run, .. } => meta.doubt(&state.doubts, *run),
+            Operation::Share { run, .. } | Operation::SharePack { run, .. } | Operation::MapSharedPack { run, .. } => {
+                meta.doubt(&state.doubts, *run)
+            }
             _ => Ok(()),
         }
     }

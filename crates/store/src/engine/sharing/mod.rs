@@ -30,6 +30,7 @@ mod hints;
 mod plan;
 mod prints;
 mod scan;
+mod stored;
 mod unequal;
 mod written;
 
@@ -38,21 +39,20 @@ use super::locked_buffers::LockedBuffers;
 use super::log::{Cost, VERSION_SHARED_PACKS, VERSION_SHARES};
 use super::metadata::{PART_BLOCKS, PartOfLeaf};
 use super::reserve::KEPT;
-use crate::pack::Pack;
-use crate::space::Run;
-use crate::tree::{self, Packed};
-use crate::{Result, checksum, is_lost};
-use backend::{BLOCK_SIZE, Buffer};
+use crate::tree;
+use crate::{Result, is_lost};
+use backend::BLOCK_SIZE;
 pub use hints::HINT_BYTES;
 pub(super) use hints::{Hint, Hints};
-use plan::{Plan, Planned, Stored};
+pub(super) use plan::Stored;
+use plan::{Plan, Planned};
 pub(super) use prints::KEPT_REFERENCES_MAX;
 use prints::{Print, Prints, SUMS};
 use rustc_hash::{FxHashMap, FxHashSet};
 #[cfg(test)]
 pub use unequal::HASHED_MAX;
 use unequal::Unequal;
-pub(super) use written::Equal;
+pub(super) use written::{Equal, EqualBlocks};
 
 /// The most blocks that are shared in one step (1 MiB).
 const PAIR_BLOCKS: u64 = tree::EXTENT_BLOCKS_MAX;
@@ -463,35 +463,5 @@ impl Engine {
             None => Outcome::Shared(plan.blocks),
             Some(cost) => Outcome::Refused(cost),
         })
-    }
-
-    /// Reads plain blocks with these checksums, as [`Engine::read_stored`].
-    pub(super) fn read_settled(&self, run: Run, checksums: &[u32]) -> Result<Option<Buffer>> {
-        self.read_stored(Stored { physical: run.start, packed: None }, run.blocks, checksums)
-    }
-
-    /// Reads blocks, of which the physical blocks have these checksums. `None` if one of them is damaged: it stays
-    /// where it is, so that reads and checks report it.
-    fn read_stored(&self, first: Stored, blocks: u64, checksums: &[u32]) -> Result<Option<Buffer>> {
-        let run = first.run(blocks);
-        let (file, offset) = self.files.locate(run)?;
-        let mut stored = Buffer::recycled(run.blocks as usize);
-        if let Err(error) = file.read_at(&mut stored, offset) {
-            tracing::warn!(%error, block = run.start, "blocks are not shared, because they cannot be read");
-            return Ok(None);
-        }
-        if !stored.chunks_exact(BLOCK_SIZE).map(checksum).eq(checksums.iter().copied()) {
-            return Ok(None);
-        }
-        let Some(Packed { index, .. }) = first.packed else { return Ok(Some(stored)) };
-        let mut content = Buffer::recycled(blocks as usize);
-        let indexes = usize::from(index)..usize::from(index) + blocks as usize;
-        match Pack::decode(&stored).and_then(|pack| pack.read(indexes, &mut content)) {
-            Ok(_) => Ok(Some(content)),
-            Err(error) => {
-                tracing::warn!(%error, block = run.start, "blocks of a pack are not shared");
-                Ok(None)
-            }
-        }
     }
 }

@@ -35,8 +35,8 @@ use crate::space::Run;
 use crate::tree::{self, Mapping, Packed, PhysicalRun, Share, Source};
 
 /// Where a block is stored: its own physical block, or its place in the pack that begins there.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Stored {
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(in crate::engine) struct Stored {
     pub physical: u64,
     pub packed: Option<Packed>,
 }
@@ -49,7 +49,7 @@ impl Stored {
     }
 
     /// The place that is this many blocks further on. `None` if there is none in the pack.
-    fn after(self, blocks: u64) -> Option<Self> {
+    pub fn after(self, blocks: u64) -> Option<Self> {
         match self.packed {
             None => Some(Self { physical: self.physical + blocks, packed: None }),
             Some(Packed { index, stored }) => {
@@ -64,7 +64,7 @@ impl Stored {
         Run { start: self.physical, blocks: self.packed.map_or(blocks, |packed| u64::from(packed.stored)) }
     }
 
-    fn is_file_start(self) -> bool {
+    pub(super) fn is_file_start(self) -> bool {
         self.packed.is_none() && self.physical.is_multiple_of(FILE_BLOCKS)
     }
 }
@@ -131,21 +131,13 @@ pub(super) enum Planned {
 
 /// What is known about a block that may be shared.
 #[derive(Clone, Copy)]
-struct Settled {
-    references: u32,
+pub(super) struct Settled {
+    pub references: u32,
     /// The checksum of a plain block.
-    checksum: Option<u32>,
+    pub checksum: Option<u32>,
 }
 
 impl Meta {
-    /// The plain, written blocks of an object in a range; `None` for each block that is not of this kind.
-    pub(super) fn plain_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<u64>>> {
-        let stored = self.written_blocks(object, logical, blocks)?;
-        let plain =
-            |stored: Option<Stored>| stored.filter(|stored| stored.packed.is_none()).map(|stored| stored.physical);
-        Ok(stored.into_iter().map(plain).collect())
-    }
-
     /// The places of the written blocks of an object in a range; `None` for each other block.
     pub(super) fn written_blocks(&mut self, object: u64, logical: u64, blocks: u64) -> Result<Vec<Option<Stored>>> {
         let mut found = vec![None; blocks as usize];
@@ -181,7 +173,7 @@ impl Meta {
 
     /// As [`Meta::sharable`], for a block after others of the same run: all blocks of a pack have one result, which is
     /// `known` after the first one.
-    fn sharable_next(
+    pub(super) fn sharable_next(
         &mut self,
         block: Stored,
         claimed: bool,

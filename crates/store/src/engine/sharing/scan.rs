@@ -66,18 +66,14 @@ impl Engine {
             pass.at = (number + 1, 0);
             return Ok(ShareStep::default());
         };
-        let plain = scanned.blocks.iter().filter_map(|found| match found.content {
-            Content::Plain(sum) => Some((found.logical, sum)),
-            Content::Packed(..) => None,
-        });
-        self.writeback.equal.note_found(object, plain);
-        let mut last = LastPack::default();
+        let (mut last, mut noted) = (LastPack::default(), Vec::new());
         for Found { logical, references, content } in scanned.blocks {
             let sum = match content {
                 Content::Plain(sum) => Some(sum),
                 Content::Packed(run, index) => self.checksum_in_pack(&mut last, run, index)?,
             };
             let Some(sum) = sum else { continue };
+            noted.push((logical, sum));
             let print = Print::new(sum, number as u32, logical, references);
             let print = if matches!(content, Content::Packed(..)) { print.in_pack() } else { print };
             if !pass.prints.add(print) {
@@ -86,6 +82,7 @@ impl Engine {
                 return Ok(ShareStep { read: last.read, ..ShareStep::default() });
             }
         }
+        self.writeback.equal.note_found(object, noted.into_iter());
         pass.seen.extend(scanned.leaf);
         pass.at = (number, scanned.next);
         Ok(ShareStep { read: last.read, ..ShareStep::default() })

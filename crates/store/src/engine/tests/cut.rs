@@ -5,7 +5,7 @@
 
 use super::packed::mixed;
 use super::*;
-use crate::engine::log::VERSION_SHARED_PACKS;
+use crate::engine::log::{VERSION_SHARED_PACKS, VERSION_WRITES_TO_PACKS};
 use crate::pack::{Codec, Packer};
 use backend::simulated::SimulatedOptions;
 use std::collections::BTreeMap;
@@ -51,6 +51,8 @@ pub(super) struct Histories {
     pub shared_packs: u64,
     /// Blocks of data that were not written, because they were stored already.
     pub mapped: u64,
+    /// Histories in which writes were mapped to packs.
+    pub mapped_packs: u64,
 }
 
 #[test]
@@ -85,7 +87,9 @@ pub(super) fn cut_histories(seeds: std::ops::Range<u64>, features: Features) -> 
             history.cut(&format!("seed {seed}, round {round}"));
         }
         done = history.done;
-        done.shared_packs += u64::from(history.engine.log.version() >= VERSION_SHARED_PACKS);
+        let version = history.engine.log.version();
+        done.shared_packs += u64::from(version >= VERSION_SHARED_PACKS);
+        done.mapped_packs += u64::from(version >= VERSION_WRITES_TO_PACKS);
     }
     done
 }
@@ -232,9 +236,18 @@ impl History {
                 let value = 1 + self.random.below(if self.features.maps_writes { 5 } else { 255 }) as u8;
                 let blocks = (range.end - range.start) as usize;
                 let is_mixed = self.random.percent(80);
-                let data = if is_mixed { mixed(std::iter::repeat_n(value, blocks)) } else { slice(value, blocks) };
-                let block = Arc::from(&data[..BLOCK_SIZE]);
-                self.write(on, &range, &block);
+                let data = match is_mixed {
+                    // Whole windows are stored in packs first, and found later at other places.
+                    true if self.features.packs_writes && self.features.maps_writes => {
+                        let first = self.random.below(200) as u8;
+                        mixed((0..blocks).map(|at| 6 + ((u64::from(first) + at as u64) % 240) as u8))
+                    }
+                    true => mixed(std::iter::repeat_n(value, blocks)),
+                    false => slice(value, blocks),
+                };
+                for (block, content) in range.clone().zip(data.chunks_exact(BLOCK_SIZE)) {
+                    self.write(on, &(block..block + 1), &Arc::from(content));
+                }
                 self.engine.write_blocks(&self.engine.head(on), range.start, data)?;
             }
         }

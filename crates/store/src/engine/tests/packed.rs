@@ -472,7 +472,7 @@ fn both_copies_of_the_superblock_have_the_version_of_packs() {
 }
 
 /// Counts the reads of the medium from now on.
-fn count_reads(disk: &SimulatedDisk) -> Arc<AtomicU64> {
+pub(super) fn count_reads(disk: &SimulatedDisk) -> Arc<AtomicU64> {
     let reads = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&reads);
     disk.set_pace(Arc::new(move |request| {

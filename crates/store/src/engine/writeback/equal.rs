@@ -4,45 +4,47 @@
 //! checksum may be stored. Only data that needs new blocks is looked for, so blocks that are overwritten in place cost
 //! nothing. The candidates are read and compared before write-back takes its locks; under the locks the map changes,
 //! and the data leaves the buffer. Whatever does not fit is written as without this. [`crate::engine::sharing`] finds
-//! the rest later.
+//! the rest later. The stored blocks are plain, or a part of a pack.
 //!
 //! What must hold:
 //!
 //! 1. A block is mapped only if it was read, matches its checksum, is equal to the data byte for byte, and was watched
 //!    since before it was read ([`InFlight::watch`](crate::engine::placement::InFlight::watch)): no write of it has
 //!    begun, and it was in use all the time. It is settled: no pending operation concerns it, and no payload for it
-//!    waits.
+//!    waits. Packs are never overwritten, so a block in a pack needs only be watched and in use.
 //! 2. The operation waits until all writes to the data files that have ended are durable, as a share: the block may
-//!    have been overwritten in place, and no pending operation tells of such a write.
+//!    have been overwritten in place, and no pending operation tells of such a write. The operation that mapped a pack
+//!    precedes this one in the journal, and waits until the pack is durable.
 //! 3. A batch of write-back takes the entries only after that, under the gate. So no batch under way writes them.
 //! 4. The block is not one that a buffered write may overwrite in place: such a write may have been acknowledged
 //!    without a claim on a free block. So the buffer of its disk is locked, and has nothing for it, unless the block
-//!    has several references already. For the same reason, nothing else is buffered for the logical blocks that are
-//!    mapped. A write that bypasses the buffer maps no blocks of its own range, which it may overwrite in place itself.
+//!    has several references already, or is in a pack. For the same reason, nothing else is buffered for the logical
+//!    blocks that are mapped. A write that bypasses the buffer maps no blocks of its own range, which it may overwrite
+//!    in place itself.
 //! 5. Both disks belong to the same domain at that moment.
 //! 6. The superblock says that writes may be mapped to blocks in use before the first one is
-//!    ([`VERSION_SHARED_WRITES`]).
+//!    ([`VERSION_SHARED_WRITES`]), and that these may be in packs ([`VERSION_WRITES_TO_PACKS`]).
 //! 7. Thick disks get no such blocks, and theirs are not mapped: their writes must never need new space.
 
 use super::known::KnownBlocks;
 use super::{BATCH_STRIDE, batch_blocks};
 use crate::buffer::{Content, DirtyPiece, Held};
 use crate::engine::locked_buffers::LockedBuffers;
-use crate::engine::log::VERSION_SHARED_WRITES;
+use crate::engine::log::{VERSION_SHARED_WRITES, VERSION_WRITES_TO_PACKS};
 use crate::engine::placement::Watch;
-use crate::engine::sharing::{Equal, Hint, Hints};
+use crate::engine::sharing::{Equal, EqualBlocks, Hint, Hints, Stored};
 use crate::engine::{Buffer, Engine, Head, Meta};
 use crate::journal::Operation;
 use crate::space::Run;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
-use crate::{Result, is_lost, tree};
+use crate::{Result, checksum, is_lost, tree};
 use backend::BLOCK_SIZE;
 use rustc_hash::FxHashSet;
 use std::ops::Range;
 
-/// The most runs of stored blocks that are read for one batch of write-back. A random read of a hard disk takes about
-/// 10 ms.
+/// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before on
+/// the medium. A random read of a hard disk takes about 10 ms.
 const BATCH_READS: usize = 64;
 /// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
 pub(super) const THROUGH_READS: usize = 8;
@@ -52,8 +54,8 @@ pub(super) const THROUGH_READS: usize = 8;
 pub struct EqualWrites {
     /// Whether there are any: otherwise writes only test this.
     any: AtomicBool,
-    /// Whether the superblock says that writes may be mapped to blocks in use.
-    allowed: AtomicBool,
+    /// The version that the superblock is known to have at least, among those that writes to blocks in use need.
+    allowed: AtomicU64,
     hints: Mutex<Hints>,
     /// Blocks of data that were not written, because they were stored already.
     mapped: AtomicU64,
@@ -82,7 +84,7 @@ impl EqualWrites {
         }
     }
 
-    /// Notes plain blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room
+    /// Notes blocks that a pass over a disk has found, by their logical blocks and checksums, if there is room
     /// for them.
     pub fn note_found(&self, disk: u64, blocks: impl Iterator<Item = (u64, u32)>) {
         if self.has_any() {
@@ -111,13 +113,36 @@ pub(in crate::engine) struct EqualRun {
     /// The number of the disk that gets the blocks.
     number: u32,
     hint: Hint,
-    pub run: Run,
+    /// The place of the first stored block.
+    stored: Stored,
+    /// The checksums of the physical blocks.
+    stored_sums: Vec<u32>,
     watches: Vec<Watch>,
 }
 
 impl EqualRun {
-    fn blocks(&self) -> u64 {
-        self.run.blocks
+    pub fn blocks(&self) -> u64 {
+        self.logical.end - self.logical.start
+    }
+
+    /// The physical blocks.
+    pub fn run(&self) -> Run {
+        self.stored.run(self.blocks())
+    }
+
+    /// Keeps the first blocks, which are in a pack.
+    fn shorten(&mut self, blocks: u64) {
+        self.logical.end = self.logical.start + blocks;
+        self.checksums.truncate(blocks as usize);
+        self.parts.retain(|(part, _)| part.start < self.logical.end);
+        if let Some((part, _)) = self.parts.last_mut() {
+            part.end = part.end.min(self.logical.end);
+        }
+    }
+
+    /// Whether a plan is that of these blocks.
+    fn is_of(&self, found: &EqualBlocks) -> bool {
+        (found.first, found.blocks) == (self.stored, self.blocks()) && found.checksums == self.stored_sums
     }
 
     /// The logical blocks of the other disk.
@@ -126,8 +151,14 @@ impl EqualRun {
     }
 
     pub fn operation(&self, disk: u64) -> Operation {
-        let (logical, run) = (self.logical.start, self.run);
-        Operation::MapShared { disk, logical, run, checksums: self.checksums.clone() }
+        let (logical, run, checksums) = (self.logical.start, self.run(), self.stored_sums.clone());
+        match self.stored.packed {
+            None => Operation::MapShared { disk, logical, run, checksums },
+            Some(packed) => {
+                let blocks = self.blocks();
+                Operation::MapSharedPack { disk, logical, blocks, first: packed.index, run, checksums }
+            }
+        }
     }
 }
 
@@ -136,6 +167,13 @@ impl EqualRun {
 pub(in crate::engine) struct EqualRuns<'a> {
     engine: &'a Engine,
     pub runs: Vec<EqualRun>,
+}
+
+impl EqualRuns<'_> {
+    /// Whether data in a range is equal to stored blocks.
+    pub fn concern(&self, range: &Range<u64>) -> bool {
+        self.runs.iter().any(|equal| equal.logical.start < range.end && range.start < equal.logical.end)
+    }
 }
 
 impl Drop for EqualRuns<'_> {
@@ -253,16 +291,19 @@ impl Engine {
             let range = logical.start..logical.start + blocks;
             self.meta.look(|meta| meta.plan_equal(disk, range.clone(), (hint.disk, hint.logical), &sums))
         };
-        let (run, again) = match plan(logical.end - logical.start)? {
-            Equal::Blocks { run, .. } => known.first_of(run),
+        let found = match plan(logical.end - logical.start)? {
+            Equal::Blocks(found) => found,
             Equal::Not(blocks) => return Ok((blocks, None)),
             Equal::Gone => {
                 self.writeback.equal.hints.lock().forget(hint, sums[0]);
                 return Ok((1, None));
             }
         };
-        if !again && !known.may_read() {
-            return Ok((run.blocks, None));
+        let first = found.first;
+        let (count, again) = known.first_of(first, found.blocks);
+        let (run, blocks) = (first.run(count), &blocks[..count as usize]);
+        if !again && !known.may_read(run) {
+            return Ok((count, None));
         }
         let watches: Vec<Watch> = {
             let mut meta = self.meta.lock();
@@ -272,56 +313,70 @@ impl Engine {
         let mut watched = EqualRuns {
             engine: self,
             runs: vec![EqualRun {
-                logical: start..start + run.blocks,
-                checksums: sums[..run.blocks as usize].to_vec(),
-                parts: parts_of(start, &blocks[..run.blocks as usize]),
+                logical: start..start + count,
+                checksums: sums[..count as usize].to_vec(),
+                parts: parts_of(start, blocks),
                 number: candidate.number,
                 hint,
-                run,
+                stored: first,
+                stored_sums: found.checksums[..run.blocks as usize].to_vec(),
                 watches,
             }],
         };
         // From here on every change ends the watches.
-        let unchanged = matches!(plan(run.blocks)?, Equal::Blocks { run: again, .. } if again == run);
-        if !unchanged {
-            return Ok((run.blocks, None));
+        let equal = &mut watched.runs[0];
+        if !matches!(plan(count)?, Equal::Blocks(found) if equal.is_of(&found)) {
+            return Ok((count, None));
         }
-        let blocks = &blocks[..run.blocks as usize];
         if again {
-            let is_equal = known.are_equal(&watched.runs[0].watches, blocks.iter().map(|block| block.data));
+            let is_equal = known.are_equal(first, &equal.watches, blocks.iter().map(|block| block.data));
             // What stays in `watched` is not watched any more.
-            return Ok((run.blocks, if is_equal { watched.runs.pop() } else { None }));
+            return Ok((count, if is_equal { watched.runs.pop() } else { None }));
         }
-        self.allow_shared_writes()?;
-        known.note_read();
-        let Some(stored) = self.read_settled(run, &sums[..run.blocks as usize])? else {
-            self.forget_hints(&watched.runs[0]);
-            return Ok((run.blocks, None));
+        known.note_read(run, &hint, count);
+        let Some(stored) = self.read_stored(first, count, &equal.stored_sums)? else {
+            self.forget_hints(equal);
+            return Ok((count, None));
         };
-        if !stored.chunks_exact(BLOCK_SIZE).eq(blocks.iter().map(|block| block.data)) {
+        let each = || stored.chunks_exact(BLOCK_SIZE).zip(blocks);
+        let same = each().take_while(|(stored, block)| *stored == block.data).count() as u64;
+        if first.packed.is_some() {
+            // The checksums of blocks in a pack are known only now.
+            let wrong = each().enumerate().filter(|(_, (stored, block))| checksum(stored) != block.sum);
+            self.forget(wrong.map(|(within, (_, block))| (candidate.hint_at(at + within), block.sum)));
+            equal.shorten(same);
+        } else if same < count {
             // Another content with the same checksum is rare: the other blocks of the run are not tried one by one.
-            return Ok((run.blocks, None));
+            return Ok((count, None));
         }
-        known.add(&hint, &watched.runs[0].watches, blocks.iter().map(|block| block.data));
-        Ok((run.blocks, watched.runs.pop()))
+        if same == 0 {
+            return Ok((count, None));
+        }
+        self.allow_shared_writes(first)?;
+        known.add(&hint, first, &equal.watches, blocks[..same as usize].iter().map(|block| block.data));
+        Ok((count, watched.runs.pop()))
     }
 
     /// Forgets the hints of a run, so that later writes do not read or plan its blocks in vain again.
     pub(super) fn forget_hints(&self, equal: &EqualRun) {
-        let mut hints = self.writeback.equal.hints.lock();
-        for (logical, sum) in (equal.hint.logical..).zip(&equal.checksums) {
-            hints.forget(Hint { logical, ..equal.hint }, *sum);
-        }
+        let hint = |logical| Hint { logical, ..equal.hint };
+        self.forget((equal.hint.logical..).map(hint).zip(equal.checksums.iter().copied()));
     }
 
-    /// Makes the datastore one whose writes may be mapped to blocks in use.
-    fn allow_shared_writes(&self) -> Result<()> {
+    fn forget(&self, wrong: impl Iterator<Item = (Hint, u32)>) {
+        let mut hints = self.writeback.equal.hints.lock();
+        wrong.for_each(|(hint, sum)| hints.forget(hint, sum));
+    }
+
+    /// Makes the datastore one whose writes may be mapped to such blocks in use.
+    fn allow_shared_writes(&self, stored: Stored) -> Result<()> {
+        let version = if stored.packed.is_some() { VERSION_WRITES_TO_PACKS } else { VERSION_SHARED_WRITES };
         let allowed = &self.writeback.equal.allowed;
-        if !allowed.load(Ordering::Acquire) {
-            if !self.log.has_shared_writes() {
-                self.require_version(VERSION_SHARED_WRITES)?;
+        if allowed.load(Ordering::Acquire) < u64::from(version) {
+            if self.log.version() < version {
+                self.require_version(version)?;
             }
-            allowed.store(true, Ordering::Release);
+            allowed.fetch_max(u64::from(version), Ordering::AcqRel);
         }
         Ok(())
     }
@@ -359,9 +414,14 @@ impl Engine {
             // A block that has all references gives way to the newest copy, which is about to be written.
             self.forget_hints(equal);
         }
-        let Equal::Blocks { run, alone } = planned else { return Ok(false) };
+        let Equal::Blocks(found) = planned else { return Ok(false) };
         let is_free = |buffer: &mut Buffer| !buffer.gone && buffer.layers.is_free(&equal.kept());
-        Ok(run == equal.run && (!alone || kept.of(equal.hint.disk).is_none_or(is_free)))
+        Ok(equal.is_of(&found) && (!found.alone || kept.of(equal.hint.disk).is_none_or(is_free)))
+    }
+
+    /// The number of writes to the data files that must be durable before the stored blocks of a run are mapped.
+    pub(super) fn gate_of(&self, equal: &EqualRun) -> u64 {
+        if equal.stored.packed.is_some() { 0 } else { self.log.clocks.wrote_home() }
     }
 
     /// Maps the stored blocks of these runs, and removes the entries from the buffer. The caller has locked the gate.
@@ -426,11 +486,11 @@ impl Engine {
         if own.gone || !has_only(own, equal) || !self.is_still_equal(meta, disk, equal, buffers)? {
             return Ok(true);
         }
-        let gate = self.log.clocks.wrote_home();
+        let gate = self.gate_of(equal);
         if self.try_carry_out(meta, equal.operation(disk), gate)?.is_some() {
             return Ok(false);
         }
-        self.writeback.equal.mapped.fetch_add(equal.blocks(), Ordering::Relaxed);
+        self.note_mapped(equal);
         if let Some(own) = buffers.of(disk) {
             for (part, stamp) in &equal.parts {
                 *gone += own.layers.oldest().0.remove(part.start, part.end - part.start, *stamp);
@@ -439,7 +499,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Notes that a run was mapped for a write that bypasses the buffer.
+    /// Notes that a run was mapped for a write.
     pub(super) fn note_mapped(&self, equal: &EqualRun) {
         self.writeback.equal.mapped.fetch_add(equal.blocks(), Ordering::Relaxed);
     }

@@ -174,8 +174,7 @@ impl Engine {
                 self.request(|work| work.commit = true);
             }
         }
-        let of_entries = done.iter().filter(|home| matches!(home.origin, Origin::Entry(_)));
-        let stored = of_entries.map(|home| (home.logical.start, &home.checksums[..]));
+        let stored = done.iter().map(|home| (home.logical.start, home.content_sums()));
         self.writeback.equal.note(head.id, stored);
         Ok(short)
     }
@@ -190,8 +189,8 @@ impl Engine {
         gate: u64,
     ) -> Result<Held> {
         let (checksums, logical) = (home.checksums.clone(), home.logical.start);
-        if let Origin::Packed(parts) = &home.origin
-            && !self.may_use_pack(disk, buffer, &home.logical, parts)
+        if let Origin::Packed(entries) = &home.origin
+            && !self.may_use_pack(disk, buffer, &home.logical, entries)
         {
             self.release_new(meta, Some(home.run));
             return Ok(Held::default());
@@ -220,8 +219,8 @@ impl Engine {
         let mut held = Held::default();
         match &home.origin {
             Origin::Entry(stamp) => held += layer.remove(logical, home.run.blocks, *stamp),
-            Origin::Packed(parts) => {
-                for (part, stamp) in parts.iter() {
+            Origin::Packed(entries) => {
+                for (part, stamp) in &entries.parts {
                     held += layer.remove(part.start, part.end - part.start, *stamp);
                 }
             }

@@ -207,8 +207,8 @@ impl Engine {
             self.pace()?;
             let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
             let _surveyed = next.as_ref().map(|head| self.bring_in_batch(head, &fetch));
-            let packs = next.as_ref().map(|head| self.packs_of_batch(head)).unwrap_or_default();
             let equal = next.as_ref().map(|head| (head, self.equal_runs_of_batch(head)));
+            let packs = equal.as_ref().map(|(head, equal)| self.packs_of_batch(head, equal)).unwrap_or_default();
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             let mapped = equal.as_ref().map_or(Ok(false), |(head, equal)| self.map_equal_runs(head, equal))?;
@@ -263,8 +263,8 @@ impl Engine {
             self.check_running()?;
             self.pace()?;
             let _surveyed = self.bring_in_batch(head, &fetch);
-            let packs = self.packs_of_batch(head);
             let equal: EqualRuns<'_> = self.equal_runs_of_batch(head);
+            let packs = self.packs_of_batch(head, &equal);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
             self.map_equal_runs(head, &equal)?;

@@ -2,7 +2,8 @@
 //!
 //! Writes that need new blocks anyway may get a pack instead of plain blocks: all blocks of an aligned window at once,
 //! so that a pack never has to be read for a write. Blocks that can be overwritten in place stay plain, and so does
-//! what is not worth a pack. [`crate::engine::packing`] describes packs, and packs the rest later.
+//! what is not worth a pack, and windows with data that is mapped to stored blocks (`equal`).
+//! [`crate::engine::packing`] describes packs, and packs the rest later.
 //!
 //! What must hold:
 //!
@@ -12,6 +13,7 @@
 //! 3. Nothing is compressed under a lock that reads or other writes need.
 
 use super::batch_blocks;
+use super::equal::EqualRuns;
 use super::plan::{BlockWrite, Origin};
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::log::VERSION_WRITTEN_PACKS;
@@ -53,8 +55,13 @@ impl NewPack {
     }
 }
 
-/// Consecutive parts of buffered entries, each with the stamp of its write.
-pub type BufferedParts = Arc<[(Range<u64>, u64)]>;
+/// Consecutive parts of buffered entries that are in one pack.
+pub struct PackedEntries {
+    /// The parts, each with the stamp of its write.
+    pub parts: Vec<(Range<u64>, u64)>,
+    /// The checksum of the content of each block.
+    pub checksums: Vec<u32>,
+}
 
 /// A pack of buffered blocks.
 pub struct BufferedPack {
@@ -62,13 +69,14 @@ pub struct BufferedPack {
     pub blocks: Range<u64>,
     data: SharedSlice,
     checksums: Vec<u32>,
-    parts: BufferedParts,
+    entries: Arc<PackedEntries>,
 }
 
 impl BufferedPack {
-    fn new(pack: NewPack, parts: BufferedParts) -> Self {
+    fn new(pack: NewPack, entries: PackedEntries) -> Self {
         let (checksums, length) = (pack.checksums(), pack.bytes.len());
-        Self { blocks: pack.blocks, data: SharedSlice::new(Arc::new(pack.bytes), 0..length), checksums, parts }
+        let data = SharedSlice::new(Arc::new(pack.bytes), 0..length);
+        Self { blocks: pack.blocks, data, checksums, entries: Arc::new(entries) }
     }
 
     /// Length in physical blocks.
@@ -79,7 +87,7 @@ impl BufferedPack {
     /// Whether the pack is made of entries that are still the same, and whose blocks all need new places. `new` has
     /// these parts of the entries in ascending order, with the stamps of their writes.
     pub fn is_of(&self, new: &[(Range<u64>, u64)]) -> bool {
-        self.parts.iter().all(|(part, stamp)| {
+        self.entries.parts.iter().all(|(part, stamp)| {
             let at = new.partition_point(|(range, _)| range.end <= part.start);
             let of = new.get(at).filter(|(_, of)| of == stamp);
             of.is_some_and(|(range, _)| range.start <= part.start && part.end <= range.end)
@@ -94,7 +102,7 @@ impl BufferedPack {
             run,
             data: self.data.clone(),
             checksums: self.checksums.clone(),
-            origin: Origin::Packed(Arc::clone(&self.parts)),
+            origin: Origin::Packed(Arc::clone(&self.entries)),
         }
     }
 }
@@ -193,9 +201,9 @@ impl PackedWrites {
 
 impl Engine {
     /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere
-    /// yet, or only to blocks that other trees share. Nothing is compressed while the buffers are more than half full:
-    /// clients wait for write-back then.
-    pub(crate) fn packs_of_batch(&self, head: &Head) -> Vec<BufferedPack> {
+    /// yet, or only to blocks that other trees share, and have no data that is `equal` to stored blocks. Nothing is
+    /// compressed while the buffers are more than half full: clients wait for write-back then.
+    pub(in crate::engine) fn packs_of_batch(&self, head: &Head, equal: &EqualRuns<'_>) -> Vec<BufferedPack> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
         if packer.plain.swap(false, Ordering::AcqRel) || 2 * self.buffers.blocks() > self.buffers.limit() {
             return Vec::new();
@@ -205,29 +213,30 @@ impl Engine {
         // Runs of adjacent entries with data.
         for run in pieces.chunk_by(|left, right| left.is_data() && right.is_data() && left.end() == right.logical) {
             let (Some(first), Some(last)) = (run.first().filter(|first| first.is_data()), run.last()) else { continue };
-            for window in self.windows_to_write(head, first.logical..last.end()) {
+            for window in self.windows_to_write(head, first.logical..last.end(), equal) {
                 let inside = run.iter().filter(|piece| piece.logical < window.end && window.start < piece.end());
                 let inside =
                     inside.map(|piece| piece.part(piece.logical.max(window.start)..piece.end().min(window.end)));
                 let inside: Vec<DirtyPiece> = inside.collect();
-                let mut data = Vec::with_capacity(WINDOW as usize * BLOCK_SIZE);
+                let (mut data, mut checksums) = (Vec::with_capacity(WINDOW as usize * BLOCK_SIZE), Vec::new());
                 for piece in &inside {
-                    if let Content::Data(slice, _) = &piece.entry.content {
+                    if let Content::Data(slice, sums) = &piece.entry.content {
                         data.extend_from_slice(slice);
+                        checksums.extend_from_slice(sums.as_slice());
                     }
                 }
                 let parts = inside.iter().map(|piece| (piece.logical..piece.end(), piece.entry.stamp)).collect();
                 let pack = packer.packs(std::iter::once(window.clone()), window.start, &data).pop();
-                packs.extend(pack.map(|pack| BufferedPack::new(pack, parts)));
+                packs.extend(pack.map(|pack| BufferedPack::new(pack, PackedEntries { parts, checksums })));
             }
         }
         packs
     }
 
-    /// The windows in a range of a disk of which all blocks need new places. Pages of the map that are not in memory
-    /// are not read: their windows are left out. So are those of a disk that was deleted meanwhile, and after an error,
-    /// which the write itself reports.
-    pub(super) fn windows_to_write(&self, head: &Head, range: Range<u64>) -> Vec<Range<u64>> {
+    /// The windows in a range of a disk of which all blocks need new places, and none is `equal` to a stored one. Pages
+    /// of the map that are not in memory are not read: their windows are left out. So are those of a disk that was
+    /// deleted meanwhile, and after an error, which the write itself reports.
+    pub(super) fn windows_to_write(&self, head: &Head, range: Range<u64>, equal: &EqualRuns<'_>) -> Vec<Range<u64>> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
         let Some(root) = meta.catalog.find(head.id).map(|object| object.root) else { return Vec::new() };
@@ -236,7 +245,8 @@ impl Engine {
             return Vec::new();
         }
         let new = places.into_iter().filter(|(_, placement, _)| *placement == Placement::New);
-        new.flat_map(|(range, _, _)| WritePacker::windows(&range)).collect()
+        let windows = new.flat_map(|(range, _, _)| WritePacker::windows(&range));
+        windows.filter(|window| !equal.concern(window)).collect()
     }
 
     /// Called when a pack of buffered blocks is written, with the buffer locked: whether the map may refer to it. It
@@ -246,10 +256,10 @@ impl Engine {
         disk: u64,
         buffer: &EngineBuffer,
         blocks: &Range<u64>,
-        of: &BufferedParts,
+        of: &PackedEntries,
     ) -> bool {
         let mut others = buffer.layers.iter().flat_map(|layer| layer.pieces(blocks)).filter(|piece| {
-            !of.iter().any(|(part, stamp)| piece.entry.stamp == *stamp && part.contains(&piece.logical))
+            !of.parts.iter().any(|(part, stamp)| piece.entry.stamp == *stamp && part.contains(&piece.logical))
         });
         let may = others.all(|piece| {
             matches!(piece.entry.content, Content::Unmapped) || piece.entry.claimed && piece.entry.covered

@@ -1,7 +1,7 @@
 //! Plans to which blocks a batch is written.
 
 use super::BATCH_STRIDE;
-use super::packs::{BufferedPack, BufferedParts};
+use super::packs::{BufferedPack, PackedEntries};
 use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
@@ -16,6 +16,7 @@ use crate::tree::{self, Extent};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A run of blocks within one buffered entry, or the pack of several, and where it is written.
 pub struct BlockWrite {
@@ -32,7 +33,17 @@ pub enum Origin {
     /// From an entry with the stamp of this write.
     Entry(u64),
     /// From these parts of entries, which were packed.
-    Packed(BufferedParts),
+    Packed(Arc<PackedEntries>),
+}
+
+impl BlockWrite {
+    /// The checksums of the logical blocks.
+    pub fn content_sums(&self) -> &[u32] {
+        match &self.origin {
+            Origin::Entry(_) => &self.checksums,
+            Origin::Packed(entries) => &entries.checksums,
+        }
+    }
 }
 
 /// What a batch writes.

@@ -99,10 +99,10 @@ impl Engine {
         };
         // Compressed before the write delays reads of its range, and flushes and snapshots, which wait for it.
         let range = logical..logical + blocks;
-        let packs = self.packs_of(head, range.clone(), data);
         let new = NewData { logical, data, checksums: checksums.as_slice(), stamp: 0 };
         // Blocks of the range may be overwritten in place by this write.
         let equal = self.equal_runs(head.id, &[new], range.clone(), THROUGH_READS);
+        let packs = self.packs_of(head, range.clone(), data, &equal);
         let mut fetch = Fetch::default();
         // A permit may end before it is used. After three attempts the write enters the buffer instead.
         let mut attempts = 3;
@@ -162,14 +162,14 @@ impl Engine {
                 if !fetch.require(meta, |meta| self.is_still_equal(meta, head.id, equal, &mut kept))? {
                     continue;
                 }
-                match add_references(meta, equal.run, &mut added)? {
+                match add_references(meta, equal.run(), &mut added)? {
                     true => mapped.push(equal),
                     false => self.forget_hints(equal),
                 }
             }
             let own = without(own, &mapped);
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
-            let all_new = new + mapped.iter().map(|equal| equal.run.blocks).sum::<u64>();
+            let all_new = new + mapped.iter().map(|equal| equal.blocks()).sum::<u64>();
             // The claim on the blocks lasts until they are allocated and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
             // The changes of the map count until the blocks are in the map.
@@ -246,9 +246,8 @@ impl Engine {
                 }
             }
         });
-        // What was mapped has a hint already, and packs get none.
-        let is_plain = |part: &&Part<'_>| !matches!(part.place, PartPlace::Pack(_));
-        let plain: Vec<Range<u64>> = parts.iter().filter(is_plain).map(|part| part.blocks.clone()).collect();
+        // What was mapped has a hint already.
+        let written: Vec<Range<u64>> = parts.iter().map(|part| part.blocks.clone()).collect();
         let mut short = None;
         let mut meta = self.meta.lock();
         for part in parts {
@@ -282,7 +281,7 @@ impl Engine {
         let lost = meta.data.losses() > losses;
         drop(meta);
         let part = |blocks: &Range<u64>| (blocks.start - range.start) as usize..(blocks.end - range.start) as usize;
-        let stored = plain.iter().map(|blocks| (blocks.start, &checksums.as_slice()[part(blocks)]));
+        let stored = written.iter().map(|blocks| (blocks.start, &checksums.as_slice()[part(blocks)]));
         self.writeback.equal.note(head.id, stored);
         self.log.clocks.acknowledge();
         if full {
@@ -300,7 +299,7 @@ impl Engine {
     /// Maps stored blocks for a write whose range is entered.
     fn map_for_write(&self, meta: &mut Meta, disk: u64, mapped: &[&EqualRun]) -> Result<()> {
         for equal in mapped {
-            let gate = self.log.clocks.wrote_home();
+            let gate = self.gate_of(equal);
             self.carry_out(meta, equal.operation(disk), gate)?;
             self.note_mapped(equal);
         }
@@ -308,9 +307,9 @@ impl Engine {
     }
 
     /// The packs of those windows of a write that need new blocks now, if the writes of the disk are compressed.
-    fn packs_of(&self, head: &Head, range: Range<u64>, data: &[u8]) -> Vec<NewPack> {
+    fn packs_of(&self, head: &Head, range: Range<u64>, data: &[u8], equal: &EqualRuns<'_>) -> Vec<NewPack> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
-        let windows = self.windows_to_write(head, range.clone());
+        let windows = self.windows_to_write(head, range.clone(), equal);
         packer.packs(windows.into_iter(), range.start, data)
     }
 
@@ -417,8 +416,8 @@ fn pages_of_runs(runs: &[Run]) -> BTreeSet<u64> {
 fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part<'_>], mapped: &[&EqualRun]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
     for equal in mapped {
-        bytes += 32 + 4 * equal.run.blocks;
-        meta.touch_mapping(disk, equal.logical.clone(), equal.run, &mut touched)?;
+        bytes += 32 + 4 * equal.run().blocks;
+        meta.touch_mapping(disk, equal.logical.clone(), equal.run(), &mut touched)?;
     }
     for part in parts {
         bytes += 32 + 4 * part.run.blocks;

@@ -183,7 +183,7 @@ fn thick_disk(action: Action) -> bool {
         || matches!(action, Write(0, _) | Discard(0, _) | Snapshot | Delete(2) | Drop)
 }
 
-const SCENARIOS: [Scenario; 25] = [
+const SCENARIOS: [Scenario; 26] = [
     Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
     Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
     Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
@@ -208,6 +208,7 @@ const SCENARIOS: [Scenario; 25] = [
     Scenario { name: "equal writes", begin: equal::overwritten, allowed: equal::writing },
     Scenario { name: "equal writes, blocks shared", begin: ModelState::divided, allowed: equal::writing },
     Scenario { name: "equal writes with permits", begin: equal::one_block, allowed: equal::permitted },
+    Scenario { name: "equal writes and packs", begin: equal::one_pack, allowed: equal::packed },
     Scenario { name: "a thick disk", begin: ModelState::thick, allowed: thick_disk },
 ];
 

@@ -48,6 +48,10 @@ pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> (u64, 
             let packed: Vec<_> = disks.iter().map(|disk| (*disk, Codec::Lz4)).collect();
             engine.pack_writes_of(&packed).unwrap();
         }
+        if features.maps_writes && step % 10 == 0 {
+            let mapped: Vec<_> = disks.iter().map(|disk| (*disk, "d".into())).collect();
+            engine.share_writes_of(&mapped, 1 << 16);
+        }
         let on = disks[random.index(disks.len())];
         let start = random.below(DISK_BLOCKS);
         let length = if random.percent(30) { 1 + random.below(200) } else { 1 + random.below(4) };
@@ -105,6 +109,13 @@ pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> (u64, 
                 engine.pump().unwrap();
             }
             46..=50 => engine.settle(&engine.head(on)).unwrap(),
+            _ if features.maps_writes && random.percent(70) => {
+                // Whole windows are stored in packs first, and found later at other places.
+                let value = random.below(240);
+                let values = range.clone().map(|block| 1 + ((value + block - start) % 250) as u8);
+                engine.write_blocks(&engine.head(on), start, super::mixed(values.clone())).unwrap();
+                model.get_mut(&on).unwrap().extend(range.clone().zip(values));
+            }
             _ if shares => {
                 let value = 1 + random.below(3) as u8;
                 let content = |block: u64| value + (block % 7) as u8 * 8;

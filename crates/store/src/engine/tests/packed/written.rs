@@ -207,7 +207,7 @@ fn an_entry_that_was_replaced_is_not_taken_from_a_pack() {
     let (_disk, engine) = packing();
     let head = engine.head(1);
     (0..32).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(1))).unwrap());
-    let packs = engine.packs_of_batch(&head);
+    let packs = engine.packs_of_batch(&head, &engine.equal_runs_of_batch(&head));
     assert_eq!(packs.len(), 1);
     let parts = |engine: &Engine| {
         let pieces = engine.head(1).lock().oldest_pieces(100);

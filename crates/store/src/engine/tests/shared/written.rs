@@ -1,5 +1,6 @@
 //! New data that is stored already: at write-back, and by writes that bypass the buffer, the stored blocks are mapped.
 
+mod packed;
 mod recovered;
 mod repeated;
 

@@ -1,4 +1,5 @@
-//! Writes of content that is stored already: at write-back, the stored block is mapped instead of a new one.
+//! Writes of content that is stored already: at write-back, the stored block, or the pack that has it, is mapped
+//! instead of a new one.
 
 use super::metadata::*;
 use super::step::{Action, Fault, Rules};
@@ -11,6 +12,8 @@ pub struct Comparing {
     pub logical: usize,
     pub block: usize,
     pub value: Value,
+    /// Whether the block is a pack.
+    pub packed: bool,
     pub watch: Watch,
 }
 
@@ -26,6 +29,13 @@ pub fn permitted(action: Action) -> bool {
     use Action::*;
     writing(action) && !matches!(action, FlushLog | FlushEnd | Discard(..))
         || matches!(action, Permit(..) | Through(..) | ThroughEnd | Capture | CheckpointEnd)
+}
+
+/// As [`writing`], with new blocks that become packs, and without flushes and deletions.
+pub fn packed(action: Action) -> bool {
+    use Action::*;
+    writing(action) && !matches!(action, FlushLog | FlushEnd | PayloadBegin(_) | PayloadEnd(_) | Delete(_) | Drop)
+        || matches!(action, PlanPacked(_) | ThroughPacked(..) | ThroughEnd)
 }
 
 impl Rules {
@@ -50,9 +60,11 @@ impl Rules {
 
     /// Whether a write to the disk may be mapped to a block instead of a new one. The checksum of the block does not
     /// matter: other content may have the same one.
-    fn may_map(&self, state: &ModelState, (disk, logical): (usize, usize), block: usize, value: Value) -> bool {
+    fn may_map(&self, state: &ModelState, (disk, logical): (usize, usize), kept: (usize, bool), value: Value) -> bool {
+        let (block, packed) = kept;
         let payload = self.has(Fault::MappedBeforePayload) && state.now.logged[block].is_some();
-        (payload || self.is_settled(state, block, false))
+        let freed = packed && self.has(Fault::MappedToFreedPack);
+        (payload || freed || self.is_sharable(state, block, packed, false))
             && state.oldest(disk)[logical] == Some(value)
             && self.placement(state, disk, logical).0 == Placement::New
     }
@@ -79,20 +91,28 @@ impl Rules {
             }
             Action::Compare(disk, logical, block) => {
                 let value = state.oldest(disk)[logical]?;
+                let packed = state.now.entries[block].packed;
                 let equal = state.cells[block].visible() == Content::of(value)
                     || state.now.logged[block] == Some(value) && self.has(Fault::MappedBeforePayload);
-                if !equal || !self.may_map(state, (disk, logical), block, value) {
+                if !equal || !self.may_map(state, (disk, logical), (block, packed), value) {
                     return None;
                 }
                 let watch = state.in_flight.watch(block as u64);
-                state.comparing = Some(Comparing { disk, logical, block, value, watch });
+                state.comparing = Some(Comparing { disk, logical, block, value, packed, watch });
             }
             _ => {
-                let Comparing { disk, logical, block, value, watch } = state.comparing.take()?;
-                let watched = state.in_flight.is_watched(watch) || self.has(Fault::MappedUnwatched);
-                if watched && state.is_writable(disk) && self.may_map(state, (disk, logical), block, value) {
-                    let gate = if self.has(Fault::MappedBeforeDurable) { 0 } else { state.written };
-                    self.enqueue(state, Op::MapShared { disk, logical, block }, gate);
+                let Comparing { disk, logical, block, value, packed, watch } = state.comparing.take()?;
+                let ignored = self.has(Fault::MappedUnwatched) || packed && self.has(Fault::MappedToFreedPack);
+                let watched = state.in_flight.is_watched(watch) || ignored;
+                if watched && state.is_writable(disk) && self.may_map(state, (disk, logical), (block, packed), value) {
+                    // The operation that mapped a pack precedes this one in the journal, and waits until the pack is
+                    // durable.
+                    let gate = if packed || self.has(Fault::MappedBeforeDurable) { 0 } else { state.written };
+                    let op = match packed {
+                        true => Op::MapSharedPack { disk, logical, block },
+                        false => Op::MapShared { disk, logical, block },
+                    };
+                    self.enqueue(state, op, gate);
                     state.oldest_mut(disk)[logical] = None;
                     if disk == 0 {
                         self.seal_empty(state);
@@ -128,6 +148,14 @@ pub fn overwritten() -> ModelState {
     state.now.entries[0].sum = Content::of(2);
     state.expected[0][0] = vec![1, 2];
     state.written = 1;
+    state
+}
+
+/// As [`one_block`], with the block in a pack.
+pub fn one_pack() -> ModelState {
+    let mut state = one_block();
+    state.now.entries[0].packed = true;
+    state.base = state.now.clone();
     state
 }
 
@@ -199,5 +227,19 @@ fn finds_payload_from_before_a_mapped_write_that_returns() {
     use Action::{Append, Discard, SyncBegin, SyncEnd, Write};
     finds(Fault::MappedKeepsPayload, mapped, |action| {
         writing_back(action) || matches!(action, Append | Discard(0, 0) | Write(1, 0) | SyncBegin | SyncEnd)
+    });
+}
+
+#[test]
+fn finds_writes_mapped_to_a_pack_that_was_freed_meanwhile() {
+    finds(Fault::MappedToFreedPack, one_pack, |action| mapping(action) || action == Action::Discard(0, 0));
+}
+
+/// The block of the pack was freed, and is another pack.
+#[test]
+fn finds_writes_mapped_to_a_pack_whose_block_was_used_again_meanwhile() {
+    use Action::{Discard, PlanPacked, Write};
+    finds(Fault::MappedUnwatched, one_pack, |action| {
+        mapping(action) || matches!(action, Discard(0, 0) | Write(0, 1) | PlanPacked(0))
     });
 }

@@ -64,6 +64,7 @@ pub enum Op {
     Pack { logical: usize, from: usize, to: usize, content: Content },
     Share { logical: usize, from: usize, to: usize },
     MapShared { disk: usize, logical: usize, block: usize },
+    MapSharedPack { disk: usize, logical: usize, block: usize },
 }
 
 impl Op {
@@ -82,6 +83,9 @@ impl Op {
                 Operation::MapPack { disk, logical, blocks: 1, first: 0, run: run(block), checksums }
             }
             Op::MapShared { block, .. } => Operation::MapShared { disk, logical, run: run(block), checksums },
+            Op::MapSharedPack { block, .. } => {
+                Operation::MapSharedPack { disk, logical, blocks: 1, first: 0, run: run(block), checksums }
+            }
             Op::Written { block, .. } => Operation::Written { disk, logical, run: run(block), checksums },
             Op::Unwritten { block, .. } => Operation::Unwritten { disk, logical, run: run(block), fresh: false },
             _ => return None,
@@ -337,7 +341,7 @@ impl Metadata {
                 self.given_twice |= self.entries[to].references == 0;
                 self.redirect(logical, from, to, effects);
             }
-            Op::MapShared { disk, logical, block } => {
+            Op::MapShared { disk, logical, block } | Op::MapSharedPack { disk, logical, block } => {
                 self.given_twice |= self.entries[block].references == 0;
                 self.entries[block].references += 1;
                 self.replace(disk, logical, Some(block), effects);
@@ -449,6 +453,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fa
         Op::Map { block, .. } | Op::MapPack { block, .. } | Op::Pack { to: block, .. } => now.logged[block] = None,
         Op::Share { to, .. } if fault != Fault::SharedKeepsPayload => now.logged[to] = None,
         Op::MapShared { block, .. } if fault != Fault::MappedKeepsPayload => now.logged[block] = None,
+        Op::MapSharedPack { block, .. } => now.logged[block] = None,
         _ => {}
     }
     let mut effects = Effects::default();

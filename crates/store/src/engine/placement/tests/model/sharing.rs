@@ -135,7 +135,7 @@ impl Rules {
 
     /// Whether a block, which is `packed`, can be shared. A pack needs neither a mark nor settled content, because it
     /// is never overwritten.
-    fn is_sharable(&self, state: &ModelState, block: usize, packed: bool, claimed: bool) -> bool {
+    pub fn is_sharable(&self, state: &ModelState, block: usize, packed: bool, claimed: bool) -> bool {
         let entry = &state.now.entries[block];
         match packed {
             true => entry.packed && (entry.references > 0 || claimed && self.has(Fault::SharedWithFreedPack)),

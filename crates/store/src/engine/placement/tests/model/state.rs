@@ -350,9 +350,9 @@ impl ModelState {
             key.bytes.extend(sharing.packed.map(u8::from));
             key.content(sharing.content);
         }
-        if let Some(equal::Comparing { disk, logical, block, value, watch }) = self.comparing {
+        if let Some(equal::Comparing { disk, logical, block, value, packed, watch }) = self.comparing {
             key.bytes.extend([10, disk as u8, logical as u8, block as u8]);
-            key.flags(&[self.in_flight.is_watched(watch)]);
+            key.flags(&[self.in_flight.is_watched(watch), packed]);
             key.value(value);
         }
         if let Some((block, value)) = self.payload_home {
@@ -467,6 +467,7 @@ impl Key {
             Op::Share { logical, from, to } => (20, logical, from, to, 0),
             Op::MapPack { disk, logical, block, value } => (21, disk, logical, block, value),
             Op::MapShared { disk, logical, block } => (22, disk, logical, block, 0),
+            Op::MapSharedPack { disk, logical, block } => (23, disk, logical, block, 0),
         };
         self.bytes.extend([code, a as u8, b as u8, c as u8]);
         self.value(value);

@@ -116,6 +116,7 @@ pub enum Fault {
     MappedKeepsPayload,
     MappedDuringBatch,
     PayloadLeftForChecksum,
+    MappedToFreedPack,
 }
 
 /// A description of the error.
