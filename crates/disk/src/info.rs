@@ -384,7 +384,7 @@ pub struct Reclaimed {
     pub returned: u64,
     /// Bytes that were moved in order to free space at the end of a file.
     pub moved: u64,
-    /// Bytes that are stored elsewhere, because other data is equal.
+    /// Bytes of equal data that were stored again, and are now free.
     #[serde(default)]
     pub shared: u64,
     /// Bytes that stay as they are, because lost pages of metadata describe them.

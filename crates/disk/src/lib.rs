@@ -69,5 +69,5 @@ pub use space::{
     WouldFree,
 };
 pub use switch::{Switch, SwitchedDevice};
-pub use work::{NoProgress, Progress, Throttled};
+pub use work::{NoProgress, Progress, RATE_MIN, Throttled};
 pub use zeros::DetectZeroes;

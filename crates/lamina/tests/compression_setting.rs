@@ -144,6 +144,7 @@ fn new_data_is_compressed_when_it_is_written() {
     store.is_clean();
     store.run("disk create plain 8M").ok();
     store.run("disk edit plain --compress-at write-back").fails(2, "compression is off");
+    store.run("disk edit plain --compress-at idle").fails(2, "compression is off");
     store.run("disk create x 8M --compression lz4 --compress-at noon").fails(2, "neither idle nor write-back");
 }
 

@@ -3,10 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 use std::os::unix::fs::MetadataExt;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 use testkit::Random;
 use testkit::nbd::Client;
-use testkit::process::{PATIENCE, Store};
+use testkit::process::{self, PATIENCE, Store};
 
 const MIB: usize = 1 << 20;
 
@@ -107,6 +108,46 @@ fn freed_single_blocks_are_returned_while_a_client_writes_all_the_time() {
         client.write(0, &[1; 4096]).unwrap();
         std::thread::sleep(Duration::from_millis(300));
     }
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
+#[test]
+fn the_least_rate_delays_neither_an_empty_disk_nor_an_interrupt() {
+    let store = Store::new();
+    let mut server = store.serve("");
+    store.run("disk create empty 64G").ok();
+    for command in [
+        "disk optimize empty",
+        "disk migrate empty -d sesparse",
+        "disk consolidate empty",
+        "snapshot delete empty@s",
+        "scrub start",
+        "scrub --every 7d",
+        "backup create empty /nowhere",
+    ] {
+        store.run(&format!("{command} --rate 1")).fails(2, "the least is 64 KiB per second, and 0 is no limit");
+    }
+    let begun = Instant::now();
+    store.run("disk optimize empty --dedup disk --rate 64K").ok();
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    store.run("disk create full 16M").ok();
+    let mut client = Client::connect(&store.socket(), "full").unwrap();
+    client.write(0, &Random::new(3).bytes(8 * MIB)).unwrap();
+    client.flush().unwrap();
+    let mut command = store.command("disk optimize full --rate 64K");
+    let running = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let is_job = || {
+        let list = store.run("job list --json").json();
+        list["jobs"].as_array().unwrap().iter().any(|job| job["object"] == "full" && job["state"] == "running")
+    };
+    process::until("it is a job", is_job);
+    process::send(running.id(), "INT");
+    let begun = Instant::now();
+    let done: process::Done = running.wait_with_output().unwrap().into();
+    done.fails(130, "stopped");
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     drop(client);
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();

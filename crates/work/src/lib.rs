@@ -10,6 +10,9 @@ mod throttle;
 
 pub use throttle::Throttle;
 
+/// The lowest limit of a rate, in bytes per second. At lower ones even the work on metadata would seem to hang.
+pub const RATE_MIN: u64 = 64 << 10;
+
 /// Watches long work. Every method may be called often and from any thread, and must be cheap.
 ///
 /// A progress that changes some reports and passes the others on names the next one in [`Progress::next`], and
@@ -74,7 +77,7 @@ impl Progress for NoProgress {}
 pub struct Throttled<'a> {
     /// Receives the reports and can cancel.
     pub progress: &'a dyn Progress,
-    /// Bytes per second; 0 means no limit.
+    /// Bytes per second; 0 means no limit. A limit below [`RATE_MIN`] counts as this rate.
     pub rate: u64,
 }
 
@@ -84,7 +87,8 @@ impl Progress for Throttled<'_> {
     }
 
     fn rate(&self) -> u64 {
-        slower(self.rate, self.progress.rate())
+        let rate = if self.rate == 0 { 0 } else { self.rate.max(RATE_MIN) };
+        slower(rate, self.progress.rate())
     }
 }
 

@@ -101,5 +101,6 @@ fn progress_of_parts_is_reported_as_progress_of_the_whole() {
 #[test]
 fn the_lower_of_two_rates_applies() {
     assert_eq!([slower(0, 0), slower(5, 0), slower(0, 6), slower(5, 6)], [0, 5, 6, 5]);
-    assert_eq!(Throttled { progress: &NoProgress, rate: 7 }.rate(), 7);
+    let limited = |rate| Throttled { progress: &NoProgress, rate }.rate();
+    assert_eq!([0, 1, RATE_MIN, RATE_MIN + 7].map(limited), [0, RATE_MIN, RATE_MIN, RATE_MIN + 7]);
 }

@@ -36,8 +36,9 @@ impl<P: Progress> Throttle<P> {
     /// Reports that `done` of `total` are finished, and that `moved` bytes were moved since the last step. Waits as
     /// long as the rate requires, and returns whether to continue.
     pub fn step(&self, done: u64, total: u64, moved: u64) -> ControlFlow<()> {
-        let wanted = self.wait(moved);
+        // Before the wait, which may be long.
         self.progress.update(done, total);
+        let wanted = self.wait(moved);
         if wanted && !self.progress.cancelled() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     }
 

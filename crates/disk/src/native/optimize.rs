@@ -187,7 +187,7 @@ impl Native {
         let mut pass = SharePass::new(domain, memory / PRINT_BYTES);
         while goes_on() {
             let step = self.engine.share_step(&mut pass)?;
-            reclaimed.shared += bytes(step.shared);
+            reclaimed.shared += bytes(step.freed);
             reclaimed.lost += bytes(step.lost);
             let done = u128::from(total) * u128::from(pass.position()) / u128::from(SharePass::PARTS);
             steps.step(done as u64, bytes(step.read.max(LOOK)))?;

@@ -3,6 +3,7 @@
 //! Parsing is exact, without floating point: `1.5T` is exactly 1.5 * 2^40 bytes, and a fraction that is not a whole
 //! number of bytes is refused.
 
+use disk::RATE_MIN;
 use error::text::size;
 
 /// The units, each 1024 times the one before it.
@@ -47,6 +48,14 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         bytes += product / denominator;
     }
     u64::try_from(bytes).map_err(|_| too_large())
+}
+
+/// Parses a rate in bytes per second: as a size, of at least [`RATE_MIN`], or 0 for no limit.
+pub fn parse_rate(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        1..RATE_MIN => Err(format!("the least is {} per second, and 0 is no limit", size(RATE_MIN))),
+        rate => Ok(rate),
+    }
 }
 
 /// A parser as [`parse_size`] for sizes of memory, which are at least `least` bytes.
@@ -127,6 +136,15 @@ mod tests {
             assert_eq!(parse(text), Err("the least is 1 MiB".to_owned()), "{text}");
         }
         assert!(parse("1X").unwrap_err().contains("is not a size"));
+    }
+
+    #[test]
+    fn a_rate_at_which_work_would_not_end_is_refused() {
+        assert_eq!((parse_rate("0"), parse_rate("64K"), parse_rate("100M")), (Ok(0), Ok(64 << 10), Ok(100 << 20)));
+        for text in ["1", "65535"] {
+            assert_eq!(parse_rate(text), Err("the least is 64 KiB per second, and 0 is no limit".to_owned()), "{text}");
+        }
+        assert!(parse_rate("1X").unwrap_err().contains("is not a size"));
     }
 
     #[test]

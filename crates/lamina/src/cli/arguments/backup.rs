@@ -1,7 +1,7 @@
 //! Arguments of the commands about backups.
 
 use crate::cli::address::{StateAddress, absolute, parse_disk};
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use backup::{BucketAddress, Credentials, Keep, LEVEL_DEFAULT, LEVEL_MAX};
 use clap::{Args, Subcommand};
 use control::{BackupCreate, BackupPlace, BackupRequest, BackupRestore, Request};
@@ -103,7 +103,7 @@ pub struct Storing {
 #[derive(Debug, Args)]
 pub struct Transfer {
     /// Limit of bytes per second that are read from or written to a disk, such as 100M. 0 is no limit.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
     pub rate: u64,
     /// The file of the key with which the data is encrypted, which 'lamina backup key' makes.
     #[arg(long, value_name = "FILE", env = "LAMINA_BACKUP_KEY")]

@@ -3,7 +3,7 @@
 use super::image::source_format;
 use crate::cli::address::{location, parse_disk};
 use crate::cli::format::{parse_delta, parse_format};
-use crate::cli::size::{memory, parse_size};
+use crate::cli::size::{memory, parse_rate, parse_size};
 use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
@@ -222,7 +222,7 @@ pub struct DiskMigrate {
     #[arg(long, requires = "to")]
     pub force: bool,
     /// Limit of copied bytes per second, such as 100M. 0 is no limit.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
     pub rate: u64,
 }
 
@@ -265,7 +265,7 @@ pub struct DiskImport {
     #[arg(long)]
     pub replay_journal: bool,
     /// Limit of copied bytes per second, such as 100M. 0 is no limit.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
     pub rate: u64,
 }
 
@@ -462,7 +462,7 @@ pub enum DiskCommand {
         #[arg(long, value_name = "SIZE", value_parser = memory(DEDUP_MEMORY_MIN))]
         dedup_memory: Option<usize>,
         /// Limit of bytes read and written per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
         rate: u64,
     },
     /// Merge a disk's chain into its base, while the disk is in use. The snapshots of the merged images are deleted.
@@ -471,7 +471,7 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
         /// Limit of copied bytes per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
         rate: u64,
     },
     /// Migrate a disk with its snapshots to another format, provisioning type or datastore, while the disk is in use.

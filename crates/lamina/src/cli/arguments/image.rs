@@ -1,7 +1,7 @@
 //! Arguments of `lamina image` and `lamina convert`.
 
 use crate::cli::address::{EndAddress, absolute};
-use crate::cli::size::parse_size;
+use crate::cli::size::{parse_rate, parse_size};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use control::{ImageRequest, Request};
@@ -74,7 +74,7 @@ pub struct ConvertArguments {
     #[command(flatten)]
     pub opening: OpeningArguments,
     /// Limit of copied bytes per second.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub rate: Option<u64>,
     /// Write zeros for ranges of the source that are damaged, unreadable or missing, list these ranges, and end with
     /// exit code 6. Without this option, the first such range ends the conversion.

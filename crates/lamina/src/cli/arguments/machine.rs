@@ -7,7 +7,7 @@ use super::machine_import::VmImport;
 use super::machine_seed::SeedArguments;
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute};
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use clap::{Args, Subcommand, ValueEnum};
 use control::{CloneOptions, MachineRequest, MachineSnapshot, MachineVerb, Request};
 use replication::Remote;
@@ -112,7 +112,7 @@ pub enum VmCommand {
         #[arg(value_name = "FILE")]
         path: PathBuf,
         /// Limit of read bytes per second, such as 100M.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
         rate: u64,
     },
     /// Back up machines to a repository, and restore them. 'lamina backup' lists, verifies and deletes the backups.

@@ -4,7 +4,7 @@ use super::machine::parse_machine;
 use super::machine_create::NetworkArgument;
 use super::machine_devices::DeviceArguments;
 use crate::cli::address::absolute;
-use crate::cli::size::parse_size;
+use crate::cli::size::{parse_rate, parse_size};
 use clap::{Args, ValueEnum};
 use control::MachineImport;
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ pub struct VmImport {
     #[arg(long, value_name = "DIR")]
     pub allow_folder: Vec<PathBuf>,
     /// Limit of copied bytes per second, such as 100M.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
     pub rate: u64,
 }
 

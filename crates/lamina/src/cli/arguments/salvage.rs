@@ -2,7 +2,7 @@
 
 use crate::cli::address::{location, parse_disk};
 use crate::cli::arguments::image::{OpeningArguments, target_format};
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use clap::Args;
 use control::Request;
 use disk::Location;
@@ -35,7 +35,7 @@ pub struct SalvageArguments {
     #[arg(long, value_name = "NAME", value_parser = parse_disk)]
     pub name: Option<String>,
     /// Limit of copied bytes per second.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub rate: Option<u64>,
     /// How images are opened.
     #[command(flatten)]

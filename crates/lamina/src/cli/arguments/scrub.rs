@@ -1,7 +1,7 @@
 //! `lamina scrub`.
 
 use crate::cli::interval::{Interval, parse_interval};
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use clap::{Args, Subcommand};
 use control::{Request, ScrubRequest};
 
@@ -16,7 +16,7 @@ pub struct ScrubArguments {
     pub every: Option<Interval>,
 
     /// Rate of the scheduled scrubs in bytes per second, such as 50M.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "every")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, requires = "every")]
     pub rate: Option<u64>,
 
     /// The operation.
@@ -30,7 +30,7 @@ pub enum ScrubCommand {
     /// Scrub the datastore now. A scrub that was stopped or interrupted is continued.
     Start {
         /// Rate in bytes per second, such as 50M.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
         rate: Option<u64>,
         /// Begin again instead of continuing an interrupted scrub.
         #[arg(long)]

@@ -1,7 +1,7 @@
 //! Arguments for sending disks and machines to another server, and for managing receptions.
 
 use crate::cli::address::{StateAddress, absolute};
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use clap::{Args, Subcommand};
 use control::{ReceiveRequest, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 use disk::Point;
@@ -19,7 +19,7 @@ pub struct SendArguments {
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub streams: u32,
     /// Limit of sent data in bytes per second, such as 100M. 0 is no limit.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
     pub rate: u64,
     /// Certificates of the authorities that sign server certificates, PEM.
     #[arg(long, value_name = "FILE", env = "LAMINA_TLS_CA")]

@@ -3,7 +3,7 @@
 use super::disk::only_one;
 use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
 use crate::cli::format::parse_delta;
-use crate::cli::size::parse_size;
+use crate::cli::size::parse_rate;
 use clap::Subcommand;
 use control::{DiskRequest, Request, SnapshotRequest};
 use disk::{Deletion, DeltaFormat, Direction, Point, SnapshotOptions};
@@ -60,7 +60,7 @@ pub enum SnapshotCommand {
         #[arg(long)]
         force: bool,
         /// Limit of copied bytes per second, such as 100M. 0 is no limit.
-        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        #[arg(long, value_name = "SIZE", value_parser = parse_rate, default_value = "0")]
         rate: u64,
     },
     /// Revert a disk to a snapshot; later writes are lost.

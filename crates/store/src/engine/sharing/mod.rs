@@ -29,6 +29,7 @@
 mod hints;
 mod plan;
 mod prints;
+mod runs;
 mod scan;
 mod stored;
 mod unequal;
@@ -48,6 +49,7 @@ pub(super) use plan::Stored;
 use plan::{Plan, Planned};
 pub(super) use prints::KEPT_REFERENCES_MAX;
 use prints::{Print, Prints, SUMS};
+use runs::{Replacement, Runs, WithinEntry};
 use rustc_hash::{FxHashMap, FxHashSet};
 #[cfg(test)]
 pub use unequal::HASHED_MAX;
@@ -74,6 +76,8 @@ pub struct ShareStep {
     pub read: u64,
     /// Blocks that are no longer mapped where they were, because others with the same content are mapped there.
     pub shared: u64,
+    /// Data blocks that became free. A block that is mapped at several places, and a pack, is free once none is left.
+    pub freed: u64,
     /// Logical blocks that were left, because a page of the map or of the table that describes them is lost.
     pub lost: u64,
     /// Whether the pass has ended.
@@ -131,6 +135,8 @@ pub struct SharePass {
     unequal: Unequal,
     collected: u32,
     regrouped: u32,
+    /// Duplicates in leaves that have no room for an entry for each of them.
+    runs: Runs,
     /// Duplicates that wait for pending operations, and whether a block was shared since the last of these waits.
     held: Vec<u32>,
     progress: bool,
@@ -143,7 +149,7 @@ impl SharePass {
     /// see [`PRINTS_MAX`]. A limit outside [`PRINTS_MIN`] and 2^32 becomes the nearest one within.
     pub fn new(objects: Vec<(u64, u64)>, prints: usize) -> Self {
         let prints = Prints::new(prints.clamp(PRINTS_MIN, u32::MAX as usize));
-        let (seen, kept, queue, not_kept, several, unequal, held) = Default::default();
+        let (seen, kept, queue, not_kept, several, unequal, runs, held) = Default::default();
         let phase = Phase::Scan;
         Self {
             objects,
@@ -159,6 +165,7 @@ impl SharePass {
             unequal,
             collected: 0,
             regrouped: 0,
+            runs,
             held,
             progress: false,
             reached: 0,
@@ -236,6 +243,28 @@ impl SharePass {
         })
     }
 
+    /// The pair of runs that is to be shared next, after the queue has ended.
+    fn pair_of_runs(&mut self) -> Option<Pair> {
+        let Replacement { kept, run } = self.runs.next(|index| self.prints.get(index).sum)?;
+        let place = |index: u32| {
+            let print = self.prints.get(index);
+            (self.objects[print.object as usize].0, print.logical())
+        };
+        let ((object, logical), kept_at) = (place(run.first), place(kept.first));
+        let blocks = u64::from(run.blocks.min(kept.blocks));
+        Some(Pair { object, logical, kept: kept_at, sum: self.prints.get(run.first).sum, blocks })
+    }
+
+    /// Notes the repetition in an entry around the first block of the queue. Returns how many blocks of the queue are in
+    /// it.
+    fn note_run(&mut self, entry: WithinEntry) -> u64 {
+        let index = self.queue[self.next];
+        let run = self.prints.repeated(index, entry);
+        self.runs.add(run);
+        let within = |index: &&u32| (run.first..run.first + run.blocks).contains(*index);
+        self.queue[self.next..].iter().take_while(within).count().max(1) as u64
+    }
+
     /// Notes that the first blocks of the queue were shared.
     fn note_shared(&mut self, blocks: u64) {
         self.progress = true;
@@ -288,13 +317,18 @@ impl SharePass {
 
 /// The outcome of an attempt to share the first blocks of a pair. The numbers are those of the blocks.
 enum Outcome {
-    Shared(u64),
+    Shared {
+        blocks: u64,
+        freed: u64,
+    },
     /// The duplicates stay.
     Left(u64),
     /// The first kept block cannot replace the duplicate.
     NotKept,
     /// A pending operation concerns the first block.
     Held,
+    /// A leaf has no room for an entry for the first block.
+    NoRoom,
     /// Only so many blocks can be shared at once.
     Shorter(u64),
     /// There was no room for an operation of this cost.
@@ -324,6 +358,9 @@ impl Engine {
     /// Shares the blocks of the next pair.
     fn share_next(&self, pass: &mut SharePass) -> Result<ShareStep> {
         let Some(mut pair) = pass.pair() else {
+            if let Some(pair) = pass.pair_of_runs() {
+                return self.share_run(pass, pair);
+            }
             if pass.unequal.is_reading() {
                 return self.hash_next(pass);
             }
@@ -345,13 +382,14 @@ impl Engine {
             };
             match outcome {
                 Outcome::Shorter(blocks) => pair.blocks = blocks,
-                Outcome::Shared(blocks) => {
+                Outcome::Shared { blocks, freed } => {
                     pass.note_shared(blocks);
-                    step.shared = blocks;
+                    (step.shared, step.freed) = (blocks, freed);
                     self.bound_pending()?;
                     break blocks;
                 }
                 Outcome::Left(blocks) => break blocks,
+                Outcome::NoRoom => break self.note_run(pass, &pair)?,
                 Outcome::NotKept => {
                     pass.not_kept.push(pass.queue[pass.next]);
                     break 1;
@@ -374,6 +412,50 @@ impl Engine {
         Ok(step)
     }
 
+    /// Notes that the first block of a pair has no room for an entry of its own. Returns how many blocks of the queue
+    /// belong to the same entry and have the same checksum.
+    fn note_run(&self, pass: &mut SharePass, pair: &Pair) -> Result<u64> {
+        if pass.prints.repeated(pass.queue[pass.next], WithinEntry::LONGEST).blocks == 1 {
+            return Ok(1);
+        }
+        match self.meta.look(|meta| meta.entry_around(pair)) {
+            Err(error) if is_lost(&error) && self.running.goes_on() => Ok(1),
+            entry => Ok(pass.note_run(entry?)),
+        }
+    }
+
+    /// Shares a run of duplicates with another run that has the same content.
+    fn share_run(&self, pass: &mut SharePass, mut pair: Pair) -> Result<ShareStep> {
+        let mut step = ShareStep::default();
+        loop {
+            match self.share_pair(&pair, &mut step.read) {
+                Err(error) if is_lost(&error) && self.running.goes_on() => {
+                    tracing::debug!(%error, block = pair.logical, "equal blocks are not shared");
+                    step.lost = pair.blocks;
+                    pass.runs.pass();
+                }
+                outcome => match outcome? {
+                    Outcome::Shorter(blocks) => {
+                        pair.blocks = blocks;
+                        continue;
+                    }
+                    Outcome::Shared { blocks, freed } => {
+                        pass.progress = true;
+                        (step.shared, step.freed) = (blocks, freed);
+                        pass.runs.pass();
+                        self.bound_pending()?;
+                    }
+                    Outcome::NotKept => pass.runs.keep(),
+                    Outcome::Left(_) | Outcome::Held | Outcome::NoRoom => pass.runs.pass(),
+                    // The same pair is next.
+                    Outcome::Refused(cost) => self.make_room(cost)?,
+                    Outcome::Nodes(nodes) => self.make_spare(nodes, KEPT)?,
+                },
+            }
+            return Ok(step);
+        }
+    }
+
     /// Marks the plain blocks of both sides as in flight, and shares them.
     fn share_pair(&self, pair: &Pair, read: &mut u64) -> Result<Outcome> {
         let plan = match self.meta.look(|meta| meta.plan_share(pair, false))? {
@@ -382,6 +464,7 @@ impl Engine {
             Planned::Shorter(blocks) => return Ok(Outcome::Shorter(blocks)),
             Planned::NotKept => return Ok(Outcome::NotKept),
             Planned::Held => return Ok(Outcome::Held),
+            Planned::NoRoom => return Ok(Outcome::NoRoom),
         };
         let pair = &Pair { blocks: plan.blocks, ..*pair };
         let version = if plan.kept.packed.is_some() { VERSION_SHARED_PACKS } else { VERSION_SHARES };
@@ -457,10 +540,11 @@ impl Engine {
         // Journalled payload of plain kept blocks may have been written to them, and such a write is not counted. The
         // operation that mapped a pack precedes this one in the journal.
         let gate = if plan.kept.packed.is_some() { 0 } else { self.log.clocks.wrote_home() };
+        let used = meta.data.counts().used;
         let refused = self.try_carry_out(&mut meta, operation, gate)?;
         self.update_headroom(&meta);
         Ok(match refused {
-            None => Outcome::Shared(plan.blocks),
+            None => Outcome::Shared { blocks: plan.blocks, freed: used.saturating_sub(meta.data.counts().used) },
             Some(cost) => Outcome::Refused(cost),
         })
     }

@@ -25,6 +25,7 @@
 
 use super::Pair;
 use super::prints::KEPT_REFERENCES_MAX;
+use super::runs::WithinEntry;
 use crate::FILE_BLOCKS;
 use crate::Result;
 use crate::engine::Meta;
@@ -127,6 +128,16 @@ pub(super) enum Planned {
     NotKept,
     /// A pending operation concerns the first block: it can be shared once this operation is durable.
     Held,
+    /// A leaf has no room for an entry for the first block.
+    NoRoom,
+}
+
+/// Why no operation can change all leaves that map the duplicates.
+enum Unchangeable {
+    /// A leaf has no room for the entries.
+    NoRoom,
+    /// A thick disk has one of the leaves, there are too many of them, or they have changed.
+    Other,
 }
 
 /// What is known about a block that may be shared.
@@ -249,8 +260,11 @@ impl Meta {
         if to.packed.is_none() && self.is_kept_by_thick(pair.kept, to.physical, blocks, several)? {
             return Ok(Planned::NotKept);
         }
-        let Some(objects) = self.objects_of_duplicates(pair, from, to, left)? else {
-            return Ok(if blocks > 1 { Planned::Shorter(blocks / 2) } else { Planned::Left(1) });
+        let objects = match self.objects_of_duplicates(pair, from, to, left)? {
+            Ok(objects) => objects,
+            Err(_) if blocks > 1 => return Ok(Planned::Shorter(blocks / 2)),
+            Err(Unchangeable::Other) => return Ok(Planned::Left(1)),
+            Err(Unchangeable::NoRoom) => return Ok(Planned::NoRoom),
         };
         let checksums = [self.checksums_of(from, &sums, blocks)?, self.checksums_of(to, &sums, blocks)?];
         Ok(Planned::Share(Plan { logical: pair.logical, blocks, from, kept: to, checksums, objects }))
@@ -267,14 +281,14 @@ impl Meta {
     }
 
     /// A disk or snapshot for each leaf that maps the duplicates at their logical blocks. `left` has the references of
-    /// each duplicate. `None` if they cannot be shared.
+    /// each duplicate.
     fn objects_of_duplicates(
         &mut self,
         pair: &Pair,
         from: Stored,
         to: Stored,
         mut left: Vec<u32>,
-    ) -> Result<Option<Vec<u64>>> {
+    ) -> Result<std::result::Result<Vec<u64>, Unchangeable>> {
         let blocks = left.len() as u64;
         let range = pair.logical..pair.logical + blocks;
         let trees = self.trees(pair.object);
@@ -295,7 +309,7 @@ impl Meta {
                 let mut maps_here = false;
                 for at in duplicates_in(&leaf.mappings, pair.logical, blocks, from) {
                     if thick {
-                        return Ok(None);
+                        return Ok(Err(Unchangeable::Other));
                     }
                     maps_here = true;
                     let left = &mut left[at as usize];
@@ -312,12 +326,30 @@ impl Meta {
         }
         let share = Share { logical: pair.logical, blocks, from: from.physical, to: to.physical };
         let sources = [(pair.logical, source(from, to, blocks))];
-        let have_room = leaves.are_few()
-            && leaves.have_room(|leaf| match to.packed {
-                None => tree::share_fits(&mut nodes, leaf, &share),
-                Some(_) => Ok(tree::splits_for(&mut nodes, leaf, &sources, 0)?.is_some()),
-            })?;
-        Ok(have_room.then(|| leaves.into_objects()).filter(|objects| !objects.is_empty()))
+        if leaves.is_empty() || !leaves.are_few() {
+            return Ok(Err(Unchangeable::Other));
+        }
+        let have_room = leaves.have_room(|leaf| match to.packed {
+            None => tree::share_fits(&mut nodes, leaf, &share),
+            Some(_) => Ok(tree::splits_for(&mut nodes, leaf, &sources, 0)?.is_some()),
+        })?;
+        Ok(if have_room { Ok(leaves.into_objects()) } else { Err(Unchangeable::NoRoom) })
+    }
+
+    /// The blocks of the entry that maps the first duplicate.
+    pub(super) fn entry_around(&mut self, pair: &Pair) -> Result<WithinEntry> {
+        let mut within = WithinEntry { before: 0, after: 0 };
+        let Some(root) = self.catalog.whole(pair.object)?.root else { return Ok(within) };
+        let mut extents = Vec::new();
+        let most = tree::EXTENT_BLOCKS_MAX;
+        let around = pair.logical.saturating_sub(most)..(pair.logical + most).min(tree::LOGICAL_LIMIT);
+        tree::lookup(&mut self.nodes(&mut Effects::default()), root, around, &mut extents)?;
+        for extent in extents {
+            if let Some(before) = pair.logical.checked_sub(extent.logical).filter(|before| *before < extent.blocks) {
+                within = WithinEntry { before, after: extent.blocks - before - 1 };
+            }
+        }
+        Ok(within)
     }
 
     /// Whether a thick disk maps one of the kept blocks, which are plain, at its logical block. `several` says whether

@@ -8,6 +8,7 @@
 //!
 //! The code in this file is pure: no I/O, no locks.
 
+use super::runs::{RunOfPrints, WithinEntry};
 use std::cmp::Reverse;
 use std::ops::Range;
 
@@ -161,6 +162,18 @@ impl Prints {
         several
     }
 
+    /// The blocks of an entry around the one with this print that have the same checksum, as far as no other block lies
+    /// between them.
+    pub fn repeated(&self, index: u32, entry: WithinEntry) -> RunOfPrints {
+        let joins = |at: &usize| {
+            self.all.get(*at..*at + 2).is_some_and(|two| two[0].sum == two[1].sum && two[0].precedes(&two[1]))
+        };
+        let at = index as usize;
+        let before = (0..at).rev().take(entry.before as usize).take_while(joins).count();
+        let after = (at..self.all.len()).take(entry.after as usize).take_while(joins).count();
+        RunOfPrints { first: (at - before) as u32, blocks: (before + 1 + after) as u32 }
+    }
+
     /// Notes that a block has got the references of another one.
     pub fn note_shared(&mut self, kept: u32, duplicate: u32) {
         let of = |index: u32| self.get(index).references();
@@ -213,6 +226,20 @@ mod tests {
         assert_eq!(several, [5, 7, 263, 519]);
         let of = |index: u32| kept.iter().filter(|kept| **kept == Some(index)).count();
         assert_eq!([5, 7, 263, 519].map(of), [6, 255, 255, 180]);
+    }
+
+    #[test]
+    fn a_repetition_ends_with_its_entry_and_before_other_checksums_and_gaps() {
+        let mut prints = Prints::new(100);
+        for (logical, sum) in [(0, 7), (1, 7), (2, 7), (3, 8), (5, 7), (6, 7), (8, 7)] {
+            assert!(prints.add(print(sum, logical, 1)));
+        }
+        let repeated = |index, before, after| {
+            let RunOfPrints { first, blocks } = prints.repeated(index, WithinEntry { before, after });
+            (first, blocks)
+        };
+        assert_eq!((repeated(1, 9, 9), repeated(1, 0, 9), repeated(1, 9, 0)), ((0, 3), (1, 2), (0, 2)));
+        assert_eq!((repeated(5, 9, 9), repeated(6, 9, 9), repeated(3, 9, 9)), ((4, 2), (6, 1), (3, 1)));
     }
 
     /// Every pair of equal checksums is found, however little memory there is.

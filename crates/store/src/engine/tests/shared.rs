@@ -2,6 +2,7 @@
 //! packed or cut off in between, and a shared block is free when nothing maps it any more.
 
 mod counted;
+mod crowded;
 mod damaged;
 mod divided;
 mod histories;
@@ -20,19 +21,24 @@ use crate::engine::log::VERSION_SHARES;
 use crate::pack::{Codec, Packer};
 use backend::simulated::{Request, SimulatedOptions};
 
-/// A whole pass over objects. Returns how many blocks were replaced.
-pub(super) fn share_with(engine: &Engine, objects: &[u64], prints: usize) -> u64 {
+/// A whole pass over objects. Returns how many blocks were replaced, and how many became free.
+fn share_and_free(engine: &Engine, objects: &[u64], prints: usize) -> (u64, u64) {
     let mut pass = SharePass::new(objects.iter().map(|object| (*object, BLOCKS)).collect(), prints);
-    let (mut shared, mut position) = (0, 0);
+    let (mut shared, mut freed, mut position) = (0, 0, 0);
     loop {
         let step = engine.share_step(&mut pass).unwrap();
-        shared += step.shared;
+        (shared, freed) = (shared + step.shared, freed + step.freed);
         assert!(pass.position() >= position && pass.position() <= SharePass::PARTS);
         position = pass.position();
         if step.ended {
-            return shared;
+            return (shared, freed);
         }
     }
+}
+
+/// As [`share_and_free`]. Returns how many blocks were replaced.
+pub(super) fn share_with(engine: &Engine, objects: &[u64], prints: usize) -> u64 {
+    share_and_free(engine, objects, prints).0
 }
 
 pub(super) fn share(engine: &Engine, objects: &[u64]) -> u64 {

@@ -23,6 +23,30 @@ fn a_block_that_a_thick_disk_maps_does_not_keep_its_neighbours() {
     is_whole(&engine);
 }
 
+/// The blocks of the clone are adjacent, and those around the one that the thick disk maps too are shared.
+#[test]
+fn a_block_that_a_clone_has_in_common_with_a_thick_disk_does_not_keep_its_neighbours() {
+    let values = || 1..=32;
+    let (_disk, engine) = filled(values().chain(values()));
+    assert_eq!(share(&engine, &[1]), 32);
+    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
+    values().for_each(|value| put(&engine, thick, u64::from(value) - 1, value));
+    quiet(&engine);
+    let snapshot = take(&engine, thick, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", 64)]).unwrap()[0];
+    values().filter(|value| *value != 17).for_each(|value| put(&engine, thick, u64::from(value) - 1, 100 + value));
+    quiet(&engine);
+    engine.detach(clone).unwrap();
+    engine.delete_snapshot(snapshot).unwrap();
+    quiet(&engine);
+    let first = place(&engine, clone, 0);
+    (0..32).for_each(|block| assert_eq!(place(&engine, clone, block), first + block));
+    assert_eq!(share(&engine, &[1, clone]), 31);
+    assert_eq!(place(&engine, clone, 16), place(&engine, thick, 16));
+    values().for_each(|value| assert_eq!(holds(&engine, clone, u64::from(value) - 1).unwrap(), value));
+    is_whole(&engine);
+}
+
 #[test]
 fn blocks_with_lost_entries_are_left_and_the_others_are_shared_and_packed() {
     // More than the entries of a page of the table.
