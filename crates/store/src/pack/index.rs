@@ -6,6 +6,12 @@ use crate::{Error, ErrorKind, Result, checksum};
 use backend::BLOCK_SIZE;
 use std::ops::Range;
 
+/// The most blocks of a read that fetches parts of packs.
+pub const SHORT_MAX: u64 = 8;
+
+/// The most stored blocks of a pack that is always fetched whole.
+pub const WHOLE_MAX: u64 = 2;
+
 /// A block of a pack. They are stored one after the other.
 struct Fragment {
     checksum: u32,

@@ -6,18 +6,12 @@
 use super::Stored;
 use crate::engine::DataFiles;
 use crate::engine::metadata::Meta;
-use crate::pack::Index;
+use crate::pack::{Index, SHORT_MAX, WHOLE_MAX};
 use crate::space::Run;
 use crate::{Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// The most blocks of a short read.
-const SHORT_MAX: u64 = 8;
-
-/// The most stored blocks of a pack that is always fetched whole.
-const WHOLE_MAX: u64 = 2;
 
 /// Whether a read of this range fetches parts of packs.
 pub(super) fn is_short(range: &Range<u64>) -> bool {

@@ -2,17 +2,12 @@
 
 use super::Stored;
 use crate::engine::Engine;
-use crate::pack::{Index, Pack};
+use crate::pack::{Index, Pack, SHORT_MAX, WHOLE_MAX};
 use crate::space::Run;
 use crate::tree::Packed;
 use crate::{Result, checksum};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
-
-/// The most blocks for which only the stored blocks of a pack that hold them are read, as for a short read of a client.
-const PART_BLOCKS_MAX: u64 = 8;
-/// Packs of at most this many stored blocks are read as a whole.
-const WHOLE_MAX: u64 = 2;
 
 impl Engine {
     /// Reads blocks, of which the physical blocks have these checksums. `None` if one of them is damaged: it stays
@@ -26,7 +21,7 @@ impl Engine {
         let run = first.run(blocks);
         let Some(Packed { index, .. }) = first.packed else { return self.read_verified(run, checksums) };
         let indexes = usize::from(index)..usize::from(index) + blocks as usize;
-        let read = match blocks <= PART_BLOCKS_MAX && run.blocks > WHOLE_MAX {
+        let read = match blocks <= SHORT_MAX && run.blocks > WHOLE_MAX {
             true => self.read_part_of_pack(run, indexes, checksums)?,
             false => self.read_verified(run, checksums)?.map(|stored| {
                 let mut content = Buffer::recycled(indexes.len());

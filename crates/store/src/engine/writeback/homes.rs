@@ -214,6 +214,9 @@ impl Engine {
         if let Some(operation) = operation {
             self.carry_out_new(meta, operation, gate)?;
         }
+        if let Origin::Packed(_) = &home.origin {
+            meta.keep_new_index(home.run, &home.data);
+        }
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
         let mut held = Held::default();

@@ -20,8 +20,8 @@ use crate::engine::log::VERSION_WRITTEN_PACKS;
 use crate::engine::metadata::Fetch;
 use crate::engine::packing::{WINDOW, most_worth};
 use crate::engine::placement::Placement;
-use crate::engine::{Buffer as EngineBuffer, Engine, Head};
-use crate::pack::{Codec, Packer};
+use crate::engine::{Buffer as EngineBuffer, Engine, Head, Meta};
+use crate::pack::{Codec, Index, Packer, WHOLE_MAX};
 use crate::space::Run;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, RwLock};
@@ -196,6 +196,19 @@ impl PackedWrites {
         let mut set = self.disks.write();
         set.retain(|disk, _| kept.contains(disk));
         self.any.store(!set.is_empty(), Ordering::Release);
+    }
+}
+
+impl Meta {
+    /// Keeps the index of a pack that was mapped just now, so that the first short read of each block needs no read of
+    /// the index.
+    pub(super) fn keep_new_index(&self, pack: Run, bytes: &[u8]) {
+        if pack.blocks > WHOLE_MAX
+            && self.read_cache.holds_indexes()
+            && let Ok(index) = Index::decode(bytes, bytes.len())
+        {
+            self.read_cache.keep_index(pack.start, Arc::new(index));
+        }
     }
 }
 

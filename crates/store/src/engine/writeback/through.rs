@@ -270,7 +270,11 @@ impl Engine {
                 }
             };
             match self.carry_out_new(&mut meta, operation, gate) {
-                Ok(()) => {}
+                Ok(()) => {
+                    if let PartPlace::Pack(pack) = &part.place {
+                        meta.keep_new_index(run, &pack.bytes);
+                    }
+                }
                 // Even after a failure, the checksums of blocks that were overwritten in place must be recorded.
                 Err(error) if self.running.is_stopped() => return Err(error),
                 Err(error) => short = Some(error),

@@ -5,6 +5,7 @@ use super::super::unreadable::{grown, leaves};
 use super::*;
 use crate::engine::IMAGES_FILE;
 use crate::engine::log::VERSION_WRITTEN_PACKS;
+use crate::engine::read::Part;
 
 /// A store with one disk, whose new blocks are compressed.
 fn packing() -> (SimulatedDisk, Arc<Engine>) {
@@ -61,6 +62,19 @@ fn whole_windows_of_new_blocks_are_stored_in_packs() {
         all_hold(&engine, 5..100, 7);
         is_whole(&engine);
         assert_eq!(engine.counts().data.used, used);
+    }
+}
+
+#[test]
+fn the_index_of_a_new_pack_need_not_be_read() {
+    for through in [false, true] {
+        let (_disk, engine) = packing();
+        fill(&engine, 32, 32, 7, through);
+        let planned = engine.plan_head(&engine.head(1), 60..61).unwrap();
+        let [Part::Packed(packed)] = &planned.parts[..] else { panic!("through {through}") };
+        let first = packed.stored.block - place(&engine, 1, 60).0.start;
+        assert!(first > 0 && packed.stored.checksums.len() <= 2, "through {through}");
+        all_hold(&engine, 60..61, 7);
     }
 }
 
