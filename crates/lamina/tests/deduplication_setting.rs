@@ -164,6 +164,34 @@ fn new_data_that_is_stored_already_takes_no_space() {
     store.run("disk create x 8M --dedup disk --dedup-at noon").fails(2, "neither idle nor write-back");
 }
 
+/// New data is compared and then compressed, and copies of compressed data are found.
+#[test]
+fn both_settings_apply_to_new_data() {
+    let store = Store::new();
+    let mut server = store.serve("--optimize-after never");
+    let packed =
+        |disk: &str| store.run(&format!("disk show {disk} --space --json")).json()["disks"][0]["packed"].as_u64();
+    for disk in ["a", "b", "later"] {
+        store.run(&format!("disk create {disk} 32M --dedup datastore --compression lz4")).ok();
+    }
+    assert!(store.run("disk show a").ok().contains("lz4 at write-back"));
+    store.run("disk edit later --dedup-at idle").ok();
+    assert!(store.run("disk show later").ok().contains("lz4 after deduplication"));
+    let data = content(1, 8 * MIB);
+    ["a", "b", "later"].iter().for_each(|disk| write(&store, disk, 8, &data));
+    // A flush appends what is still buffered to the journal, and that is neither compared nor compressed.
+    assert!(packed("a") >= Some(4 * MIB as u64) && packed("b") >= Some(4 * MIB as u64), "{:?}", packed("b"));
+    assert_eq!(packed("later"), Some(0), "it is compressed after it was compared");
+    let exclusive = shown(&store, "b")["exclusive"].as_u64().unwrap() as usize;
+    let shared = store.run("status --json").json()["deduplication"]["shared"].as_u64().unwrap();
+    assert!(exclusive <= 4 * MIB && shared >= 4 * MIB as u64, "{exclusive} {shared}");
+    server.kill();
+    let mut server = store.serve("--optimize-after never");
+    ["a", "b", "later"].iter().for_each(|disk| reads(&store, disk, 8, &data));
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
 #[test]
 fn new_disks_get_the_default_and_clones_the_setting_of_their_source() {
     let (store, beside) = (Store::new(), tempfile::tempdir().unwrap());
