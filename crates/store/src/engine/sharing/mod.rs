@@ -255,8 +255,8 @@ impl SharePass {
         Some(Pair { object, logical, kept: kept_at, sum: self.prints.get(run.first).sum, blocks })
     }
 
-    /// Notes the repetition in an entry around the first block of the queue. Returns how many blocks of the queue are in
-    /// it.
+    /// Notes the repetition in an entry around the first block of the queue. Returns how many blocks of the queue are
+    /// in it.
     fn note_run(&mut self, entry: WithinEntry) -> u64 {
         let index = self.queue[self.next];
         let run = self.prints.repeated(index, entry);

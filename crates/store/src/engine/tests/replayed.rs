@@ -511,7 +511,7 @@ fn a_salvage_returns_no_block_that_another_disk_got_after_a_pack_that_is_left_ou
 }
 
 /// A store in which the end of the journal of [`overwritten`] is lost: with it the record of the flush that settled the
-/// overwrite. With `only_cached`, only the page cache has the overwrite. Returns the block's offset in the data file too.
+/// overwrite. With `only_cached`, only the page cache has the overwrite. Returns the offset of the block too.
 fn overwritten_before_a_lost_end(only_cached: bool) -> (SimulatedDisk, u64) {
     let (disk, engine) = overwritten();
     if only_cached {

@@ -43,8 +43,8 @@ use backend::BLOCK_SIZE;
 use rustc_hash::FxHashSet;
 use std::ops::Range;
 
-/// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before on
-/// the medium. A random read of a hard disk takes about 10 ms.
+/// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before
+/// on the medium. A random read of a hard disk takes about 10 ms.
 const BATCH_READS: usize = 64;
 /// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
 pub(super) const THROUGH_READS: usize = 8;

@@ -28,8 +28,8 @@ impl<'a> KnownBlocks<'a> {
         Self { equal: FxHashMap::default(), places: FxHashSet::default(), reads, last: None }
     }
 
-    /// Whether a run may be read. One that follows the last one on the medium may always be: packs that were written one
-    /// after the other cost no more than one plain run.
+    /// Whether a run may be read. One that follows the last one on the medium may always be: packs that were written
+    /// one after the other cost no more than one plain run.
     pub fn may_read(&self, run: Run) -> bool {
         self.reads > 0 || self.last.is_some_and(|(end, _)| end == run.start)
     }

@@ -16,6 +16,7 @@
 //! `LAMINA_MODEL_STATES` sets how many states each scenario may visit. With 0, as in `make soak`, there is no limit:
 //! the search begins again and again, each time with twice as many states.
 
+mod action;
 mod crash;
 mod equal;
 mod metadata;
