@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_time_is_read_as_it_is_shown() {
-        for time in [ReduceAt::Idle, ReduceAt::WriteBack] {
+        for time in [ReduceAt::Idle, ReduceAt::WriteBack, ReduceAt::Inline] {
             assert_eq!(time.to_string().parse(), Ok(time));
             assert_eq!(serde_json::to_string(&time).unwrap(), format!("\"{time}\""));
         }

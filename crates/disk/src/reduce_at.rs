@@ -13,7 +13,11 @@ pub enum ReduceAt {
     #[default]
     Idle,
     /// When it is written to the data files and needs new blocks; for compression, whole windows of 128 KiB of them.
+    /// Clients do not wait for that: what they flush at once, and what they write faster than it is written to the data
+    /// files, is stored as it is.
     WriteBack,
+    /// As at write-back, and clients wait for it.
+    Inline,
 }
 
 impl ReduceAt {
@@ -40,6 +44,7 @@ impl fmt::Display for ReduceAt {
         f.write_str(match self {
             Self::Idle => "idle",
             Self::WriteBack => "write-back",
+            Self::Inline => "inline",
         })
     }
 }
@@ -51,7 +56,8 @@ impl FromStr for ReduceAt {
         match text {
             "idle" => Ok(Self::Idle),
             "write-back" => Ok(Self::WriteBack),
-            _ => Err(format!("'{text}' is neither idle nor write-back")),
+            "inline" => Ok(Self::Inline),
+            _ => Err(format!("'{text}' is neither inline nor write-back nor idle")),
         }
     }
 }

@@ -222,6 +222,13 @@ impl Settings {
         of
     }
 
+    /// The disks whose clients wait until new data is compressed and compared, by UUID.
+    pub fn reduced_inline(&self) -> BTreeMap<String, ()> {
+        let state = self.state.lock();
+        let set = state.record.disks.iter().filter(|(_, settings)| settings.reduces_inline());
+        set.map(|(uuid, _)| (uuid.clone(), ())).collect()
+    }
+
     /// As [`Settings::deduplicated`], for one disk.
     pub fn domain(&self, uuid: &str) -> Option<Domain> {
         let state = self.state.lock();

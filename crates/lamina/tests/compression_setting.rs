@@ -145,7 +145,39 @@ fn new_data_is_compressed_when_it_is_written() {
     store.run("disk create plain 8M").ok();
     store.run("disk edit plain --compress-at write-back").fails(2, "compression is off");
     store.run("disk edit plain --compress-at idle").fails(2, "compression is off");
-    store.run("disk create x 8M --compression lz4 --compress-at noon").fails(2, "neither idle nor write-back");
+    store
+        .run("disk create x 8M --compression lz4 --compress-at noon")
+        .fails(2, "neither inline nor write-back nor idle");
+}
+
+/// Small writes that are flushed at once, without and with the setting.
+#[test]
+fn a_flush_waits_for_inline_compression() {
+    let store = Store::new();
+    let mut server = store.serve("--optimize-after never");
+    let data = content(1, MIB);
+    for (time, least) in [("write-back", 0), ("inline", MIB as u64)] {
+        let name = format!("of-{time}");
+        store.run(&format!("disk create {name} 16M --compression lz4 --compress-at {time}")).ok();
+        assert!(store.run(&format!("disk show {name}")).ok().contains("inline") == (time == "inline"));
+        let mut client = Client::connect(&store.socket(), &name).unwrap();
+        for (at, part) in (0..).step_by(64 << 10).zip(data.chunks(64 << 10)) {
+            client.write(at, part).unwrap();
+        }
+        client.flush().unwrap();
+        assert!(packed(&store, &name) >= least, "{time}");
+    }
+    server.kill();
+    let mut server = store.serve("--optimize-after never");
+    assert!(Client::connect(&store.socket(), "of-inline").unwrap().read(0, MIB as u32).unwrap() == data);
+    // The setting holds after a start too.
+    let mut client = Client::connect(&store.socket(), "of-inline").unwrap();
+    client.write(4 * MIB as u64, &data[..64 << 10]).unwrap();
+    client.write((4 * MIB + (64 << 10)) as u64, &data[64 << 10..128 << 10]).unwrap();
+    client.flush().unwrap();
+    assert_eq!(packed(&store, "of-inline"), (MIB + (128 << 10)) as u64);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
 }
 
 #[test]

@@ -161,7 +161,7 @@ fn new_data_that_is_stored_already_takes_no_space() {
     store.run("disk create plain 8M").ok();
     store.run("disk edit plain --dedup-at write-back").fails(2, "deduplication is off");
     store.run("disk edit plain --dedup-at idle").fails(2, "deduplication is off");
-    store.run("disk create x 8M --dedup disk --dedup-at noon").fails(2, "neither idle nor write-back");
+    store.run("disk create x 8M --dedup disk --dedup-at noon").fails(2, "neither inline nor write-back nor idle");
 }
 
 /// New data is compared and then compressed, and copies of compressed data are found.

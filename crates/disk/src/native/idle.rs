@@ -134,6 +134,8 @@ impl Native {
         // A list that was made before the last change must not undo it.
         let _one = self.reducing_writes.lock();
         self.deduplicate_writes();
+        let inline = self.idle_disks(&self.settings.reduced_inline(), |id, _, _, ()| id);
+        self.engine.reduce_inline_of(&inline);
         self.compress_writes()
     }
 
@@ -145,6 +147,9 @@ impl Native {
         let _one = self.reducing_writes.lock();
         if disk.provisioning == Provisioning::Thin {
             self.deduplicate_writes_to(disk);
+            if self.settings.of(&names::uuid_text(&disk.uuid)).reduces_inline() {
+                self.engine.reduce_inline(disk.id);
+            }
             self.compress_writes_to(disk)?;
         }
         Ok(())

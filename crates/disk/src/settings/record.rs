@@ -21,6 +21,8 @@ const KIND_2: Kind = Kind { version: 2, ..KIND };
 const KIND_3: Kind = Kind { version: 3, ..KIND };
 /// Kind of a file with deduplication at write-back.
 const KIND_4: Kind = Kind { version: 4, ..KIND };
+/// Kind of a file with inline compression or deduplication.
+const KIND_5: Kind = Kind { version: 5, ..KIND };
 
 /// The settings of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +56,11 @@ pub struct DiskSettings {
 }
 
 impl DiskSettings {
+    /// Whether clients wait until new data is compressed and compared with other data.
+    pub(crate) fn reduces_inline(&self) -> bool {
+        self.dedup_at == ReduceAt::Inline || self.compress_at == ReduceAt::Inline && self.compresses_writes()
+    }
+
     /// Whether new data is compressed at write-back. Data that is compared with other data only later is not compressed
     /// before, because a share of a compressed block frees space only when most of its pack is shared.
     pub(crate) fn compresses_writes(&self) -> bool {
@@ -256,7 +263,11 @@ impl SettingsRecord {
         let any = |is: fn(&DiskSettings) -> bool| self.disks.values().any(is);
         let DiskDefaults { dedup, dedup_at, compress_at, .. } = &self.new_disks;
         let is_third = |settings: &DiskSettings| !settings.dedup.is_off() || !settings.compress_at.is_idle();
-        if !dedup_at.is_idle() || any(|settings| !settings.dedup_at.is_idle()) {
+        let is_inline = |compress_at: ReduceAt, dedup_at: ReduceAt| [compress_at, dedup_at].contains(&ReduceAt::Inline);
+        let of_any = self.disks.values().any(|settings| is_inline(settings.compress_at, settings.dedup_at));
+        if is_inline(*compress_at, *dedup_at) || of_any {
+            &KIND_5
+        } else if !dedup_at.is_idle() || any(|settings| !settings.dedup_at.is_idle()) {
             &KIND_4
         } else if !dedup.is_off() || !compress_at.is_idle() || any(is_third) {
             &KIND_3
@@ -274,7 +285,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
     let is_other = |error: &Error| error.kind() == ErrorKind::Unsupported;
     let later = |kind, error: Error| if is_other(&error) { of_kind(kind) } else { Err(error) };
     let mut decoded = of_kind(&KIND);
-    for kind in [&KIND_2, &KIND_3, &KIND_4] {
+    for kind in [&KIND_2, &KIND_3, &KIND_4, &KIND_5] {
         decoded = decoded.or_else(|error| later(kind, error));
     }
     let (version, record) = decoded?;
@@ -289,8 +300,8 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
 
 /// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
 pub(super) fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
-    let mut outcome = KIND_4.decode_mending(bytes, decode);
-    for kind in [KIND_3, KIND_2, KIND] {
+    let mut outcome = KIND_5.decode_mending(bytes, decode);
+    for kind in [KIND_4, KIND_3, KIND_2, KIND] {
         match outcome {
             Err(error) if error.kind() == ErrorKind::Corrupt => outcome = kind.decode_mending(bytes, decode),
             _ => break,

@@ -78,9 +78,10 @@ fn a_migrated_disk_keeps_its_settings_and_its_waiting_writes() {
 
 #[test]
 fn a_record_that_cannot_be_read_is_kept_until_a_repair() {
-    let newer = decode(b"lamina settings 5 crc32c=00000000\n{}\n").unwrap_err();
-    assert_eq!(newer.to_string(), "the settings record has version 5, and this program reads 4");
-    let all = [5, 4, 3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
+    let newer = decode(b"lamina settings 6 crc32c=00000000\n{}\n").unwrap_err();
+    assert_eq!(newer.to_string(), "the settings record has version 6, and this program reads 5");
+    let all =
+        [6, 5, 4, 3, 2, 1].map(|version| format!("lamina settings {version} crc32c=00000000\n{{}}\n").into_bytes());
     for damage in all.into_iter().chain([b"x".to_vec()]) {
         let damage = &damage[..];
         let directory = directory();
@@ -176,6 +177,30 @@ fn compression_at_write_back_needs_the_version_of_deduplication() {
     assert_eq!(Settings::open(Arc::clone(&directory)).of(ONE), settings.of(ONE));
     settings.change(ONE, &at(ReduceAt::Idle)).unwrap();
     assert_eq!((version(&directory), settings.compressed_at_write_back()), (Some('2'), BTreeMap::new()));
+}
+
+#[test]
+fn inline_reductions_have_a_version_of_their_own() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let at = |at| SettingsChange { compress_at: Some(at), ..compressed(Compression::Lz4) };
+    settings.change(ONE, &at(ReduceAt::Inline)).unwrap();
+    assert_eq!((version(&directory), settings.reduced_inline()), (Some('5'), [(ONE.to_owned(), ())].into()));
+    assert_eq!(settings.compressed_at_write_back(), [(ONE.to_owned(), Compression::Lz4)].into());
+    assert_eq!(Settings::open(Arc::clone(&directory)).of(ONE), settings.of(ONE));
+    let idle = SettingsChange { dedup: Some(Deduplication::Disk), dedup_at: Some(ReduceAt::Idle), ..<_>::default() };
+    settings.change(ONE, &idle).unwrap();
+    assert_eq!(settings.reduced_inline(), BTreeMap::new(), "data is not compressed before it is compared");
+    let inline = SettingsChange { dedup_at: Some(ReduceAt::Inline), ..at(ReduceAt::WriteBack) };
+    settings.change(ONE, &inline).unwrap();
+    assert_eq!((version(&directory), settings.reduced_inline()), (Some('5'), [(ONE.to_owned(), ())].into()));
+    let off = SettingsChange { dedup: Some(Deduplication::Off), ..at(ReduceAt::Idle) };
+    settings.change(ONE, &off).unwrap();
+    assert_eq!(version(&directory), Some('2'));
+    let defaults =
+        DefaultsChange { dedup: Some(Deduplication::Disk), dedup_at: Some(ReduceAt::Inline), ..<_>::default() };
+    settings.change_defaults(&defaults).unwrap();
+    assert_eq!(version(&directory), Some('5'));
 }
 
 /// Data that is compared only later is not compressed before.

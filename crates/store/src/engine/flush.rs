@@ -137,6 +137,7 @@ impl Engine {
         // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = self.rounds_max();
         let (mut outrun, mut kept) = (None, None);
+        let mut to_reduce = self.batches_to_reduce();
         loop {
             let mut fetch: Fetch = kept.take().unwrap_or_default();
             fetch.begin();
@@ -152,6 +153,14 @@ impl Engine {
             let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
             if buffered > self.payload_max() {
                 self.write_back_once()?;
+                continue;
+            }
+            if to_reduce > 0 && self.has_data_to_reduce() {
+                to_reduce -= 1;
+                if let Err(error) = self.write_back_once() {
+                    tracing::debug!(%error, "data is flushed without being compared and compressed");
+                    to_reduce = 0;
+                }
                 continue;
             }
             let _surveyed = self.bring_in_buffered(&fetch);

@@ -135,6 +135,7 @@ impl Engine {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,
         };
+        let tells_settled = superblock.tells_settled_overwrites();
         note_unreported(&superblock.unreported, &mut found_first);
         if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
             // Every opening writes the superblock, beginning with the damaged copy.
@@ -276,7 +277,7 @@ impl Engine {
             let replayed = began.elapsed();
             showing.map_or(Ok(()), ShowingData::wait)?;
             let shown = began.elapsed();
-            let unsettled = unreadable.is_some().then_some(&doubts);
+            let unsettled = (unreadable.is_some() || !tells_settled).then_some(&doubts);
             engine.put_payload_home(unsettled).map_err(|error| opening.unrecovered(error))?;
             tracing::info!(
                 operations,

@@ -90,9 +90,9 @@ pub struct SettingsArguments {
     /// zstd:9. Only for thin native disks. A new disk has what 'disk defaults' shows.
     #[arg(long, value_name = "METHOD")]
     pub compression: Option<Compression>,
-    /// When new data is compressed: at write-back (what compression that is switched on has), or only by servers once
-    /// it was not written for a while (idle), which they do with all data.
-    #[arg(long, value_name = "write-back|idle")]
+    /// When new data is compressed: at write-back (what compression that is switched on has), also if clients have to
+    /// wait for it (inline), or only by servers once it was not written for a while (idle), which they do with all data.
+    #[arg(long, value_name = "inline|write-back|idle")]
     pub compress_at: Option<ReduceAt>,
     /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk
     /// (only within the disk), label:KEY such as label:tenant (the disks with this setting and the same value of the
@@ -100,9 +100,10 @@ pub struct SettingsArguments {
     /// defaults' shows.
     #[arg(long, value_name = "off|disk|label:KEY|datastore")]
     pub dedup: Option<Deduplication>,
-    /// When new data is compared with stored data: at write-back (what deduplication that is switched on has), or only
-    /// by servers once it was not written for a while (idle), which they do with all data.
-    #[arg(long, value_name = "write-back|idle")]
+    /// When new data is compared with stored data: at write-back (what deduplication that is switched on has), also if
+    /// clients have to wait for it (inline), or only by servers once it was not written for a while (idle), which they
+    /// do with all data.
+    #[arg(long, value_name = "inline|write-back|idle")]
     pub dedup_at: Option<ReduceAt>,
 }
 
@@ -387,16 +388,16 @@ pub enum DiskCommand {
         /// How data of new thin native disks is compressed: off, lz4, or zstd with a level from 1 to 19.
         #[arg(long, value_name = "METHOD")]
         compression: Option<Compression>,
-        /// When new data of these disks is compressed: at write-back, or only once it was not written for a while
-        /// (idle).
-        #[arg(long, value_name = "write-back|idle")]
+        /// When new data of these disks is compressed: at write-back, also if clients have to wait for it (inline), or
+        /// only once it was not written for a while (idle).
+        #[arg(long, value_name = "inline|write-back|idle")]
         compress_at: Option<ReduceAt>,
         /// Among which disks servers find equal data of new thin native disks.
         #[arg(long, value_name = "off|disk|label:KEY|datastore")]
         dedup: Option<Deduplication>,
-        /// When new data of these disks is compared with stored data: at write-back, or only once it was not written
-        /// for a while (idle).
-        #[arg(long, value_name = "write-back|idle")]
+        /// When new data of these disks is compared with stored data: at write-back, also if clients have to wait for
+        /// it (inline), or only once it was not written for a while (idle).
+        #[arg(long, value_name = "inline|write-back|idle")]
         dedup_at: Option<ReduceAt>,
     },
     /// Change the tunables of a disk's chain, at once and permanently.

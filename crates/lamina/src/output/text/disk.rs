@@ -149,9 +149,8 @@ fn compression(disk: &DiskInfo) -> Option<String> {
 fn method(compression: Compression, at: ReduceAt, (dedup, dedup_at): (&Deduplication, ReduceAt)) -> String {
     match (compression, at) {
         (Compression::Off, _) => compression.to_string(),
-        (_, ReduceAt::WriteBack) if dedup.is_off() || dedup_at == ReduceAt::WriteBack => {
-            format!("{compression} at write-back")
-        }
+        (_, ReduceAt::WriteBack) if dedup.is_off() || !dedup_at.is_idle() => format!("{compression} at write-back"),
+        (_, ReduceAt::Inline) if dedup.is_off() || !dedup_at.is_idle() => format!("{compression} inline"),
         _ if !dedup.is_off() => format!("{compression} after deduplication"),
         _ => format!("{compression} when idle"),
     }
@@ -183,6 +182,7 @@ fn domain_at(domain: &Deduplication, at: ReduceAt) -> String {
     match at {
         _ if domain.is_off() => domain.to_string(),
         ReduceAt::WriteBack => format!("{domain} at write-back"),
+        ReduceAt::Inline => format!("{domain} inline"),
         ReduceAt::Idle => format!("{domain} when idle"),
     }
 }

@@ -100,6 +100,12 @@ impl Superblock {
         self.version > VERSION_RING_IMAGES
     }
 
+    /// Whether a flush returned only when the record of the overwrites that it had settled was in the journal. Programs
+    /// that wrote version 1 did not wait for this record.
+    pub fn tells_settled_overwrites(&self) -> bool {
+        self.version > VERSION_RING_IMAGES
+    }
+
     /// Whether several logical blocks may map one block of the datastore.
     pub fn has_shares(&self) -> bool {
         self.version >= VERSION_SHARES

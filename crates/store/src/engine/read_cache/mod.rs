@@ -329,7 +329,8 @@ impl ReadCache {
         }
     }
 
-    /// Keeps the index of the pack that begins at `block`, which a read has verified, while its plan holds the place.
+    /// Keeps the index of the pack that begins at `block`. Called by a read that has verified it, while its plan holds
+    /// the place, or under the metadata lock when the map gets the pack.
     pub fn keep_index(&self, block: u64, index: Arc<Index>) {
         if self.holds_indexes {
             let units = (index.memory() + OVERHEAD).div_ceil(UNIT);

@@ -45,6 +45,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     let files: [Arc<dyn File>; PageFile::COUNT] =
         files.try_into().map_err(|_| Error::new(ErrorKind::Invalid, "page files"))?;
     let (mut superblock, images, named) = find_state(&*directory, &*superblock_file, &*journal_file, &mut notes)?;
+    let tells_settled = superblock.tells_settled_overwrites();
     if superblock.checkpoint == 0 && superblock.record.map_length == 0 {
         superblock.record.map_length =
             files[PageFile::Map as usize].len().during(|| "measuring map".into())? / BLOCK_SIZE as u64;
@@ -106,7 +107,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
         complete_data_files(&engine)?;
         engine.log.settle_nothing();
         let replayed = engine.replay(superblock.record.tail, superblock.record.ordered, found.end, &mut left_out)?;
-        engine.put_payload_home(behind.then_some(&replayed.doubts))?;
+        engine.put_payload_home((behind || !tells_settled).then_some(&replayed.doubts))?;
         seal(&engine, &mut left_out);
     }
     let mut left_out = left_out.ranges;

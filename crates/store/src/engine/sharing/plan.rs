@@ -339,7 +339,9 @@ impl Meta {
     /// The blocks of the entry that maps the first duplicate.
     pub(super) fn entry_around(&mut self, pair: &Pair) -> Result<WithinEntry> {
         let mut within = WithinEntry { before: 0, after: 0 };
-        let Some(root) = self.catalog.whole(pair.object)?.root else { return Ok(within) };
+        // The object may have been deleted meanwhile.
+        let object = self.catalog.whole(pair.object).ok();
+        let Some(root) = object.and_then(|object| object.root) else { return Ok(within) };
         let mut extents = Vec::new();
         let most = tree::EXTENT_BLOCKS_MAX;
         let around = pair.logical.saturating_sub(most)..(pair.logical + most).min(tree::LOGICAL_LIMIT);

@@ -5,6 +5,7 @@ use super::packed::packer;
 use super::shared::unequal::colliding;
 use super::unreadable::{grown, leaves};
 use super::*;
+use crate::engine::files::SUPERBLOCK_FILE;
 use crate::sync::atomic::Ordering;
 
 pub(super) fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
@@ -560,6 +561,24 @@ fn an_overwrite_that_only_the_page_cache_has_becomes_durable_in_a_repair() {
     let engine = open(&disk.crash()).unwrap();
     assert_eq!((found, value(&engine, 0).unwrap()), (2, 2));
     is_whole(&engine);
+}
+
+/// Programs that wrote version 1 ended a flush without the record that settled the overwrites.
+#[test]
+fn an_overwrite_in_a_crashed_datastore_of_version_1_is_kept() {
+    let (disk, engine) = overwritten();
+    drop(engine);
+    let file = disk.directory().open(SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+    for copy in 0..2 {
+        let (mut block, at) = (Buffer::zeroed(1), copy * BLOCK_SIZE as u64);
+        file.read_at(&mut block, at).unwrap();
+        block[8..16].copy_from_slice(&[1, 0, 0, 0, 0, 0, 0, 0]);
+        block[144..].fill(0);
+        let sum = crate::checksum(&block);
+        block[12..16].copy_from_slice(&sum.to_le_bytes());
+        file.write_at(&[&block], at, true).unwrap();
+    }
+    assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
 }
 
 /// All versions of some blocks of a guest's file system have one checksum, because they end with a CRC32C of their own.

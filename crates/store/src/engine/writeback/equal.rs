@@ -196,10 +196,9 @@ impl Engine {
         }
     }
 
-    /// Compares the data of the next batch of write-back with stored blocks. Nothing is compared while the buffers are
-    /// more than half full: clients wait for write-back then.
+    /// Compares the data of the next batch of write-back with stored blocks, if [`Engine::reduces_batch`].
     pub(in crate::engine) fn equal_runs_of_batch(&self, head: &Head) -> EqualRuns<'_> {
-        if !self.writeback.equal.has_any() || 2 * self.buffers.blocks() > self.buffers.limit() {
+        if !self.writeback.equal.has_any() || !self.reduces_batch(head.id) {
             return self.no_equal_runs();
         }
         let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
@@ -307,7 +306,9 @@ impl Engine {
         }
         let watches: Vec<Watch> = {
             let mut meta = self.meta.lock();
-            (run.start..run.start + run.blocks).map(|block| meta.in_flight.watch(block)).collect()
+            // The blocks of a pack are in use and free together.
+            let watched = if first.packed.is_some() { 1 } else { run.blocks };
+            (run.start..run.start + watched).map(|block| meta.in_flight.watch(block)).collect()
         };
         // Ends the watches if the function returns early.
         let mut watched = EqualRuns {
@@ -527,6 +528,9 @@ impl Engine {
             hints.clear();
             self.writeback.equal.any.store(false, Ordering::Release);
         }
+        drop(hints);
+        // A thread that has looked at the hints under this lock maps its blocks before it unlocks.
+        drop(self.meta.lock());
     }
 
     /// Whether new data of any disk is looked for.

@@ -8,6 +8,7 @@
 mod equal;
 mod failing;
 mod homes;
+mod inline;
 mod known;
 mod others;
 mod packs;
@@ -29,6 +30,7 @@ use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
 use equal::{EqualRuns, EqualWrites};
 use failing::Failing;
+use inline::InlineWrites;
 use packs::{BufferedPack, PackedWrites};
 pub(crate) use plan::{Buffered, Plan};
 use std::sync::Arc;
@@ -83,6 +85,8 @@ pub struct WriteBack {
     packed: PackedWrites,
     /// The disks whose new data is looked for among stored blocks.
     pub equal: EqualWrites,
+    /// The disks whose new data is compared and compressed before it is stored.
+    inline: InlineWrites,
 }
 
 impl WriteBack {
@@ -101,6 +105,7 @@ impl WriteBack {
             failing: Failing::default(),
             packed: PackedWrites::default(),
             equal: EqualWrites::default(),
+            inline: InlineWrites::default(),
         }
     }
 

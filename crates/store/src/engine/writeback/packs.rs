@@ -214,11 +214,11 @@ impl Meta {
 
 impl Engine {
     /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere
-    /// yet, or only to blocks that other trees share, and have no data that is `equal` to stored blocks. Nothing is
-    /// compressed while the buffers are more than half full: clients wait for write-back then.
+    /// yet, or only to blocks that other trees share, and have no data that is `equal` to stored blocks, if
+    /// [`Engine::reduces_batch`].
     pub(in crate::engine) fn packs_of_batch(&self, head: &Head, equal: &EqualRuns<'_>) -> Vec<BufferedPack> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
-        if packer.plain.swap(false, Ordering::AcqRel) || 2 * self.buffers.blocks() > self.buffers.limit() {
+        if packer.plain.swap(false, Ordering::AcqRel) || !self.reduces_batch(head.id) {
             return Vec::new();
         }
         let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));

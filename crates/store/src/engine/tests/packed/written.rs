@@ -78,6 +78,55 @@ fn the_index_of_a_new_pack_need_not_be_read() {
     }
 }
 
+/// Otherwise a flush appends little data to the journal as it is.
+#[test]
+fn a_flush_compresses_new_data_first_if_clients_wait_for_it() {
+    for inline in [false, true] {
+        let (disk, engine) = packing();
+        engine.reduce_inline_of(if inline { &[1] } else { &[] });
+        let head = engine.head(1);
+        (32..64).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(7))).unwrap());
+        engine.flush().unwrap();
+        assert_eq!(place(&engine, 1, 40).1, inline);
+        assert!(!engine.has_data_to_reduce());
+        drop(engine);
+        let engine = open(&disk.crash()).unwrap();
+        all_hold(&engine, 32..64, 7);
+        is_whole(&engine);
+        assert_eq!(engine.batches_to_reduce(), 0, "the setting is not stored");
+    }
+}
+
+/// Overwrites in place need no flush of the data files.
+#[test]
+fn a_flush_appends_overwrites_to_the_journal_also_if_clients_wait_for_compression() {
+    let (_disk, engine) = packing();
+    fill(&engine, 5, 8, 1, false);
+    quiet(&engine);
+    engine.reduce_inline(1);
+    let head = engine.head(1);
+    (5..9).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(9))).unwrap());
+    assert!(engine.batches_to_reduce() > 0 && !engine.has_data_to_reduce());
+    let written = engine.counters.blocks_written.load(Ordering::Relaxed);
+    engine.flush().unwrap();
+    assert_eq!(engine.counters.blocks_written.load(Ordering::Relaxed), written);
+    all_hold(&engine, 5..9, 9);
+}
+
+#[test]
+fn full_buffers_are_compressed_if_clients_wait_for_it() {
+    for inline in [false, true] {
+        let (_disk, engine) = packing();
+        engine.reduce_inline_of(if inline { &[1] } else { &[] });
+        let (head, blocks) = (engine.head(1), engine.buffers.limit() / 2 + 1);
+        (0..blocks).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(7))).unwrap());
+        engine.write_back_once().unwrap();
+        assert_eq!(place(&engine, 1, 0).1, inline);
+        quiet(&engine);
+        is_whole(&engine);
+    }
+}
+
 #[test]
 fn blocks_that_can_be_overwritten_in_place_stay_plain() {
     for through in [false, true] {
