@@ -155,6 +155,7 @@ impl Engine {
                 self.write_back_once()?;
                 continue;
             }
+            let _surveyed = self.bring_in_buffered(&fetch);
             if to_reduce > 0 && self.has_data_to_reduce() {
                 to_reduce -= 1;
                 if let Err(error) = self.write_back_once() {
@@ -163,7 +164,6 @@ impl Engine {
                 }
                 continue;
             }
-            let _surveyed = self.bring_in_buffered(&fetch);
             let appends = self.admit_append()?;
             let gate = self.writeback.lock_for_flush();
             let mut commit = self.log.lock();

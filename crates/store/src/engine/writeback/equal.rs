@@ -40,7 +40,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::{Result, checksum, is_lost, tree};
 use backend::BLOCK_SIZE;
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 
 /// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before
@@ -48,6 +48,9 @@ use std::ops::Range;
 const BATCH_READS: usize = 64;
 /// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
 pub(super) const THROUGH_READS: usize = 8;
+/// Whether parts of packs of any size are mapped. Each keeps the whole pack in use, so otherwise a write maps at least as
+/// many blocks of a pack as the pack has stored blocks. Tests map small parts, so that they have many.
+const ANY_PART: bool = cfg!(any(test, feature = "schedules"));
 
 /// The disks whose new data is looked for, and the hints.
 #[derive(Default)]
@@ -176,6 +179,31 @@ impl EqualRuns<'_> {
     }
 }
 
+impl EqualRuns<'_> {
+    /// Leaves out parts of packs that would keep more blocks in use than they need as plain blocks.
+    fn leave_small_parts(&mut self) {
+        if ANY_PART {
+            return;
+        }
+        let small = small_parts(self.runs.iter().map(|run| (run.stored, run.blocks())));
+        if !small.is_empty() {
+            let (left, kept) = self.runs.drain(..).partition(|run| small.contains(&run.stored.physical));
+            self.runs = kept;
+            // Ends their watches.
+            drop(EqualRuns { engine: self.engine, runs: left });
+        }
+    }
+}
+
+/// The packs of which fewer blocks are mapped than they have stored blocks. Each run has its first place and its length.
+fn small_parts(runs: impl Iterator<Item = (Stored, u64)>) -> FxHashSet<u64> {
+    let mut mapped: FxHashMap<u64, (u64, u64)> = FxHashMap::default();
+    for (stored, blocks) in runs.filter(|(stored, _)| stored.packed.is_some()) {
+        mapped.entry(stored.physical).or_insert((stored.run(blocks).blocks, 0)).1 += blocks;
+    }
+    mapped.into_iter().filter(|(_, (of_pack, blocks))| blocks < of_pack).map(|(pack, _)| pack).collect()
+}
+
 impl Drop for EqualRuns<'_> {
     fn drop(&mut self) {
         let watches: Vec<Watch> = self.runs.drain(..).flat_map(|run| run.watches).collect();
@@ -236,6 +264,7 @@ impl Engine {
                     Err(error) => {
                         if !is_lost(&error) {
                             tracing::debug!(%error, disk, "new data is not compared with stored blocks");
+                            found.leave_small_parts();
                             return found;
                         }
                         at += 1;
@@ -243,6 +272,7 @@ impl Engine {
                 }
             }
         }
+        found.leave_small_parts();
         found
     }
 
@@ -599,4 +629,19 @@ fn has_only(buffer: &mut Buffer, equal: &EqualRun) -> bool {
     whole == equal.blocks()
         && oldest.iter().all(|piece| piece.is_data() && piece.entry.covered)
         && later.all(|pieces| pieces.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::Packed;
+
+    #[test]
+    fn parts_that_need_less_space_than_their_pack_are_left() {
+        let part = |physical, index| Stored { physical, packed: Some(Packed { index, stored: 17 }) };
+        let plain = Stored { physical: 300, packed: None };
+        // Two parts of one pack count together, wherever they are.
+        let runs = [(part(100, 0), 10), (part(200, 3), 16), (plain, 1), (part(100, 5), 7)];
+        assert_eq!(small_parts(runs.into_iter()), [200].into_iter().collect());
+    }
 }
