@@ -164,9 +164,9 @@ impl Engine {
     /// The checksum in the announcement does not tell whether the overwrite was complete, because older content may
     /// have the same one: versions of a block of ext4 that ends with a CRC32C of its own all do.
     ///
-    /// If the end of the journal is lost, so may be the record of a flush that settled the overwrites, and programs that
-    /// wrote version 1 did not wait for this record. Then blocks that have the checksums of their overwrites are left
-    /// out: these are in the doubts `unsettled`.
+    /// If the end of the journal is lost, so may be the record of a flush that settled the overwrites. Programs that
+    /// wrote version 1 did not wait for this record. In these cases, blocks that have the checksums of their overwrites
+    /// are left out: these are in the doubts `unsettled`.
     pub(super) fn put_payload_home(&self, unsettled: Option<&Doubts>) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {

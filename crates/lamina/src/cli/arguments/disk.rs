@@ -91,7 +91,8 @@ pub struct SettingsArguments {
     #[arg(long, value_name = "METHOD")]
     pub compression: Option<Compression>,
     /// When new data is compressed: at write-back (what compression that is switched on has), also if clients have to
-    /// wait for it (inline), or only by servers once it was not written for a while (idle), which they do with all data.
+    /// wait for it (inline), or only by servers once it was not written for a while (idle), which they do with all
+    /// data.
     #[arg(long, value_name = "inline|write-back|idle")]
     pub compress_at: Option<ReduceAt>,
     /// Among which disks data of the disk and its snapshots that is stored again is found, to store it once: off, disk

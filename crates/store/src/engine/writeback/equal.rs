@@ -48,8 +48,8 @@ use std::ops::Range;
 const BATCH_READS: usize = 64;
 /// The most runs of stored blocks that are read for one write that bypasses the buffer, because a client waits for it.
 pub(super) const THROUGH_READS: usize = 8;
-/// Whether parts of packs of any size are mapped. Each keeps the whole pack in use, so otherwise a write maps at least as
-/// many blocks of a pack as the pack has stored blocks. Tests map small parts, so that they have many.
+/// Whether parts of packs of any size are mapped. Each keeps the whole pack in use, so otherwise a write maps at least
+/// as many blocks of a pack as the pack has stored blocks. Tests map small parts, so that they have many.
 const ANY_PART: bool = cfg!(any(test, feature = "schedules"));
 
 /// The disks whose new data is looked for, and the hints.
@@ -195,7 +195,8 @@ impl EqualRuns<'_> {
     }
 }
 
-/// The packs of which fewer blocks are mapped than they have stored blocks. Each run has its first place and its length.
+/// The packs of which fewer blocks are mapped than they have stored blocks. Each run has its first place and its
+/// length.
 fn small_parts(runs: impl Iterator<Item = (Stored, u64)>) -> FxHashSet<u64> {
     let mut mapped: FxHashMap<u64, (u64, u64)> = FxHashMap::default();
     for (stored, blocks) in runs.filter(|(stored, _)| stored.packed.is_some()) {
