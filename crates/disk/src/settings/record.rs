@@ -15,14 +15,14 @@ use std::collections::BTreeMap;
 
 /// Kind of the file. The limit is sufficient for a hundred thousand disks.
 pub(super) const KIND: Kind = Kind { word: "settings", version: 1, length_max: 64 << 20 };
-/// Kind of a file with compression.
-const KIND_2: Kind = Kind { version: 2, ..KIND };
-/// Kind of a file with deduplication, or with compression at write-back.
-const KIND_3: Kind = Kind { version: 3, ..KIND };
-/// Kind of a file with deduplication at write-back.
-const KIND_4: Kind = Kind { version: 4, ..KIND };
-/// Kind of a file with inline compression or deduplication.
-const KIND_5: Kind = Kind { version: 5, ..KIND };
+/// The later kinds of the file, in the order of their versions: with compression; with deduplication, or with
+/// compression at write-back; with deduplication at write-back; and with inline compression or deduplication.
+const LATER: [Kind; 4] = [
+    Kind { version: 2, ..KIND },
+    Kind { version: 3, ..KIND },
+    Kind { version: 4, ..KIND },
+    Kind { version: 5, ..KIND },
+];
 
 /// The settings of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -263,16 +263,18 @@ impl SettingsRecord {
         let any = |is: fn(&DiskSettings) -> bool| self.disks.values().any(is);
         let DiskDefaults { dedup, dedup_at, compress_at, .. } = &self.new_disks;
         let is_third = |settings: &DiskSettings| !settings.dedup.is_off() || !settings.compress_at.is_idle();
-        let is_inline = |compress_at: ReduceAt, dedup_at: ReduceAt| [compress_at, dedup_at].contains(&ReduceAt::Inline);
-        let of_any = self.disks.values().any(|settings| is_inline(settings.compress_at, settings.dedup_at));
-        if is_inline(*compress_at, *dedup_at) || of_any {
-            &KIND_5
+        let is_inline = |at: [ReduceAt; 2]| at.contains(&ReduceAt::Inline);
+        let [second, third, fourth, fifth] = &LATER;
+        if is_inline([*compress_at, *dedup_at])
+            || self.disks.values().any(|settings| is_inline([settings.compress_at, settings.dedup_at]))
+        {
+            fifth
         } else if !dedup_at.is_idle() || any(|settings| !settings.dedup_at.is_idle()) {
-            &KIND_4
+            fourth
         } else if !dedup.is_off() || !compress_at.is_idle() || any(is_third) {
-            &KIND_3
+            third
         } else if !self.new_disks.are_none() || any(|settings| !settings.compression.is_off()) {
-            &KIND_2
+            second
         } else {
             &KIND
         }
@@ -285,7 +287,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
     let is_other = |error: &Error| error.kind() == ErrorKind::Unsupported;
     let later = |kind, error: Error| if is_other(&error) { of_kind(kind) } else { Err(error) };
     let mut decoded = of_kind(&KIND);
-    for kind in [&KIND_2, &KIND_3, &KIND_4, &KIND_5] {
+    for kind in &LATER {
         decoded = decoded.or_else(|error| later(kind, error));
     }
     let (version, record) = decoded?;
@@ -300,8 +302,9 @@ pub(super) fn decode(bytes: &[u8]) -> Result<SettingsRecord> {
 
 /// Decodes a record of any version. If one byte is damaged, mends it, and also returns the error that was mended.
 pub(super) fn decode_mending(bytes: &[u8]) -> Result<(SettingsRecord, Option<Error>)> {
-    let mut outcome = KIND_5.decode_mending(bytes, decode);
-    for kind in [KIND_4, KIND_3, KIND_2, KIND] {
+    let [earlier @ .., last] = &LATER;
+    let mut outcome = last.decode_mending(bytes, decode);
+    for kind in earlier.iter().rev().chain([&KIND]) {
         match outcome {
             Err(error) if error.kind() == ErrorKind::Corrupt => outcome = kind.decode_mending(bytes, decode),
             _ => break,

@@ -4,6 +4,7 @@
 use super::between::{before_next, lose_page};
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::IMAGES_FILE;
 use crate::engine::maintain::Watch;
 use crate::space::{ExtensionSearch, REGION_BLOCKS, TABLE_ENTRIES};
 use crate::sync::time::Instant;
@@ -43,6 +44,14 @@ pub(super) fn leaves(disk: &SimulatedDisk) -> Vec<(u64, u64)> {
     found.sort_unstable();
     assert!(found.len() > 4, "{found:?}");
     found
+}
+
+/// Damages a node of the map, and its image, more than a repair can correct. The store does not open then.
+pub(super) fn damage_node(disk: &SimulatedDisk, page: u64) {
+    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
+        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
+    }
+    assert!(open(disk).is_err());
 }
 
 pub(super) fn flush_disk(engine: &Engine, disk: u64) -> Result<()> {

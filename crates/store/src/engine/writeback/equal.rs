@@ -250,7 +250,7 @@ impl Engine {
     pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], beside: Range<u64>, reads: usize) -> EqualRuns<'_> {
         let mut found = self.no_equal_runs();
         let mut known = KnownBlocks::new(reads);
-        for candidate in self.candidates(disk, new, &beside) {
+        'candidates: for candidate in self.candidates(disk, new, &beside) {
             let mut at = 0;
             while at < candidate.blocks.len() {
                 if !known.may_compare(&candidate.hint_at(at)) {
@@ -265,8 +265,7 @@ impl Engine {
                     Err(error) => {
                         if !is_lost(&error) {
                             tracing::debug!(%error, disk, "new data is not compared with stored blocks");
-                            found.leave_small_parts();
-                            return found;
+                            break 'candidates;
                         }
                         at += 1;
                     }

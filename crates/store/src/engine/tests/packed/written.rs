@@ -1,9 +1,8 @@
 //! New blocks that are compressed when they are written: at write-back, and by writes that bypass the buffer.
 
 use super::super::replayed::checkpoints;
-use super::super::unreadable::{grown, leaves};
+use super::super::unreadable::{damage_node, grown, leaves};
 use super::*;
-use crate::engine::IMAGES_FILE;
 use crate::engine::log::VERSION_WRITTEN_PACKS;
 use crate::engine::read::Part;
 
@@ -328,11 +327,7 @@ fn a_repair_replays_the_part_of_a_pack_that_does_not_lie_below_a_lost_leaf() {
     assert!(place(&engine, 1, bound).1 && checkpoints(&engine) == before);
     // The engine is dropped without closing, as by a kill.
     drop((head, engine));
-    // More than a repair can correct.
-    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
-        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    }
-    assert!(open(&disk).is_err());
+    damage_node(&disk, page);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     (bound..window.end).for_each(|block| assert_eq!(holds(&engine, 1, block).unwrap(), block as u8));

@@ -3,38 +3,39 @@
 use super::super::unreadable::lose_entries;
 use super::*;
 
-#[test]
-fn a_block_that_a_thick_disk_maps_does_not_keep_its_neighbours() {
-    let values = || 1..=32;
-    // The pass keeps the blocks of the first disk, because they have several references already.
-    let (_disk, engine) = filled(values().chain(values()));
+const VALUES: std::ops::RangeInclusive<u8> = 1..=32;
+
+/// A store with these values on disk 1, twice and shared, and once on a thick disk, with a snapshot of that disk and a
+/// linked clone. A pass keeps the blocks of disk 1, because they have several references already. Returns the ids of
+/// the thick disk, the snapshot and the clone.
+fn cloned_from_thick() -> (Arc<Engine>, u64, u64, u64) {
+    let (_disk, engine) = filled(VALUES.chain(VALUES));
     assert_eq!(share(&engine, &[1]), 32);
     let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
-    values().for_each(|value| put(&engine, thick, u64::from(value) - 1, value));
+    VALUES.for_each(|value| put(&engine, thick, u64::from(value) - 1, value));
     quiet(&engine);
     let snapshot = take(&engine, thick, "s");
     let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", 64)]).unwrap()[0];
-    values().filter(|value| *value != 17).for_each(|value| put(&engine, clone, u64::from(value) - 1, value));
+    (engine, thick, snapshot, clone)
+}
+
+#[test]
+fn a_block_that_a_thick_disk_maps_does_not_keep_its_neighbours() {
+    let (engine, thick, _, clone) = cloned_from_thick();
+    VALUES.filter(|value| *value != 17).for_each(|value| put(&engine, clone, u64::from(value) - 1, value));
     quiet(&engine);
     assert_eq!(place(&engine, clone, 16), place(&engine, thick, 16));
     assert_eq!(share(&engine, &[1, clone]), 31);
     assert_eq!(place(&engine, clone, 16), place(&engine, thick, 16));
-    values().for_each(|value| assert_eq!(holds(&engine, clone, u64::from(value) - 1).unwrap(), value));
+    VALUES.for_each(|value| assert_eq!(holds(&engine, clone, u64::from(value) - 1).unwrap(), value));
     is_whole(&engine);
 }
 
 /// The blocks of the clone are adjacent, and those around the one that the thick disk maps too are shared.
 #[test]
 fn a_block_that_a_clone_has_in_common_with_a_thick_disk_does_not_keep_its_neighbours() {
-    let values = || 1..=32;
-    let (_disk, engine) = filled(values().chain(values()));
-    assert_eq!(share(&engine, &[1]), 32);
-    let thick = add_disk(&engine, "thick", 64, Provisioning::ZeroedThick);
-    values().for_each(|value| put(&engine, thick, u64::from(value) - 1, value));
-    quiet(&engine);
-    let snapshot = take(&engine, thick, "s");
-    let clone = engine.clone_snapshot(snapshot, &[new_disk("clone", 64)]).unwrap()[0];
-    values().filter(|value| *value != 17).for_each(|value| put(&engine, thick, u64::from(value) - 1, 100 + value));
+    let (engine, thick, snapshot, clone) = cloned_from_thick();
+    VALUES.filter(|value| *value != 17).for_each(|value| put(&engine, thick, u64::from(value) - 1, 100 + value));
     quiet(&engine);
     engine.detach(clone).unwrap();
     engine.delete_snapshot(snapshot).unwrap();
@@ -43,7 +44,7 @@ fn a_block_that_a_clone_has_in_common_with_a_thick_disk_does_not_keep_its_neighb
     (0..32).for_each(|block| assert_eq!(place(&engine, clone, block), first + block));
     assert_eq!(share(&engine, &[1, clone]), 31);
     assert_eq!(place(&engine, clone, 16), place(&engine, thick, 16));
-    values().for_each(|value| assert_eq!(holds(&engine, clone, u64::from(value) - 1).unwrap(), value));
+    VALUES.for_each(|value| assert_eq!(holds(&engine, clone, u64::from(value) - 1).unwrap(), value));
     is_whole(&engine);
 }
 

@@ -2,9 +2,8 @@
 
 use super::super::super::cut::{Features, Histories, cut_histories};
 use super::super::super::replayed::checkpoints;
-use super::super::super::unreadable::{grown, leaves};
+use super::super::super::unreadable::{damage_node, grown, leaves};
 use super::*;
-use crate::engine::IMAGES_FILE;
 
 #[test]
 fn mapped_writes_are_found_by_replay_after_a_kill() {
@@ -89,11 +88,7 @@ fn a_repair_keeps_mapped_blocks_whose_first_owner_is_lost() {
     assert_eq!((engine.shared_writes(), checkpoints(&engine)), (8, before));
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    // More than a repair can correct.
-    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
-        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    }
-    assert!(open(&disk).is_err());
+    damage_node(&disk, page);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     (0..8).for_each(|block| assert_eq!(holds(&engine, other, block).unwrap(), 171 + block as u8));
@@ -185,11 +180,7 @@ fn a_repair_replays_the_part_of_a_mapped_write_beside_a_lost_leaf() {
     assert_eq!((engine.shared_writes(), checkpoints(&engine)), (8, before));
     // The engine is dropped without closing, as by a kill.
     drop((head, engine));
-    // More than a repair can correct.
-    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
-        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    }
-    assert!(open(&disk).is_err());
+    damage_node(&disk, page);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     (0..4).for_each(|block| assert_eq!(holds(&engine, 1, bound + block).unwrap(), 5 + block as u8));

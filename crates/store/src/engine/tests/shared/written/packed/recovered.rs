@@ -3,9 +3,8 @@
 use super::super::super::super::cut::{Features, Histories, cut_histories};
 use super::super::super::super::packed::histories::history;
 use super::super::super::super::replayed::checkpoints;
-use super::super::super::super::unreadable::{grown, leaves};
+use super::super::super::super::unreadable::{damage_node, grown, leaves};
 use super::*;
-use crate::engine::IMAGES_FILE;
 use testkit::environment::number;
 
 #[test]
@@ -63,14 +62,6 @@ fn cut_off(seed: u64, cut: u64, through: bool) -> bool {
     ended
 }
 
-/// Damages a node of the map, and its image, more than a repair can correct.
-fn lose(disk: &SimulatedDisk, page: u64) {
-    for (name, at) in [("map", page * BLOCK_SIZE as u64), (IMAGES_FILE, 0)] {
-        (0..9).for_each(|bit| disk.flip_bit(name, at + 100 + 7 * bit, (bit % 8) as u8).unwrap());
-    }
-    assert!(open(disk).is_err());
-}
-
 /// The map of the disk that wrote the pack is lost, and with it the operation that mapped the pack.
 #[test]
 fn a_repair_keeps_a_mapped_pack_whose_first_owner_is_lost() {
@@ -94,7 +85,7 @@ fn a_repair_keeps_a_mapped_pack_whose_first_owner_is_lost() {
     assert_eq!((engine.shared_writes(), checkpoints(&engine)), (32, before));
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    lose(&disk, leaves[1].1);
+    damage_node(&disk, leaves[1].1);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     hold_mixed(&engine, other, 5, 171..203);
@@ -123,7 +114,7 @@ fn a_repair_replays_the_part_of_a_mapped_pack_beside_a_lost_leaf() {
     assert_eq!((engine.shared_writes(), checkpoints(&engine)), (12, before));
     // The engine is dropped without closing, as by a kill.
     drop(engine);
-    lose(&disk, page);
+    damage_node(&disk, page);
     let engine = Engine::open_repairing(disk.directory(), options(), None).unwrap();
     engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
     hold_mixed(&engine, 1, bound, 9..17);
