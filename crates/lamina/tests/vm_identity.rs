@@ -30,7 +30,15 @@ fn the_agent_gives_an_identity_before_the_network_is_connected() {
         assert_eq!((carrier(name), &room.show(name)["new_identity"]), ("1".to_owned(), &json!(null)));
     }
     assert_eq!([id("web"), id("copy"), id("second")].iter().collect::<BTreeSet<_>>().len(), 3);
-    // The identity is on the disk, and stays.
+    // The identity is on the disk as soon as the start returns: a loss of power does not restore that of the source.
+    room.run("vm clone web third --identity required --start").ok();
+    room.run("vm stop third --force").ok();
+    room.run("vm start third").ok();
+    room.until_answers("third");
+    assert_eq!(room.shell("third", "hostname"), "third");
+    assert_ne!(id("third"), id("web"));
+    room.run("vm stop third --force").ok();
+    // The identity stays.
     let before = id("copy");
     room.run("vm stop copy --force").ok();
     room.run("vm start copy").ok();

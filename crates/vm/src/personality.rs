@@ -15,7 +15,9 @@
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
 //!    argument. The program can change what lamina does not change (keys of other servers, registration of an agent).
-//! 5. A host key of SSH is replaced or removed, so that no copy has its parent's key. The network is configured anew,
+//! 5. The script ends with `sync`. Without it, a guest that loses its power within the next seconds would start with its
+//!    source's identity, although the machine's definition no longer asks for a new one.
+//! 6. A host key of SSH is replaced or removed, so that no copy has its parent's key. The network is configured anew,
 //!    because the client id of DHCP follows from the machine id.
 
 use crate::agent::Agent;
@@ -119,7 +121,8 @@ address() {{
         );
     }
     text.push_str("restart systemd-networkd.service NetworkManager.service >/dev/null 2>&1\n");
-    let _ = write!(text, "[ -x /etc/lamina/clone-hook ] && exec /etc/lamina/clone-hook {name}\nexit 0\n");
+    let _ = writeln!(text, "[ ! -x /etc/lamina/clone-hook ] || /etc/lamina/clone-hook {name} || exit");
+    text.push_str("sync\n");
     Ok(text)
 }
 
