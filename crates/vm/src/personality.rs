@@ -15,8 +15,10 @@
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
 //! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
 //!    argument. The program can change what lamina does not change (keys of other servers, registration of an agent).
-//! 5. The script ends with `sync`. Without it, a guest that loses its power within the next seconds would start with its
-//!    source's identity, although the machine's definition no longer asks for a new one.
+//! 5. The script ends with `sync` of the files that it has changed. Without that, a guest that loses its power within
+//!    the next seconds would start with its source's identity, although the machine's definition no longer asks for a
+//!    new one. The script does not flush everything: the copy of a running guest has all the dirty pages of its parent,
+//!    some perhaps of a file system in a network that is not connected yet.
 //! 6. A host key of SSH is replaced or removed, so that no copy has its parent's key. The network is configured anew,
 //!    because the client id of DHCP follows from the machine id.
 
@@ -40,6 +42,17 @@ const ENTROPY: usize = 256;
 /// What a copy removes: leases of DHCP, and the secret from which NetworkManager makes client ids and addresses.
 pub(crate) const LEASES: &str = "rm -f /var/lib/dhcp/*.leases /var/lib/NetworkManager/*.lease \
                                  /var/lib/NetworkManager/secret_key";
+/// The guest's own program for what lamina does not change.
+const HOOK: &str = "/etc/lamina/clone-hook";
+/// Flushes what the script has changed, and everything where `sync` takes no files.
+const SYNC: &str = "\
+set --
+for file in /etc/hostname /etc/machine-id /etc/hosts /etc/ssh/ssh_host_* /etc/ssh /etc /var/lib/dbus/machine-id \
+    /var/lib/dhcp /var/lib/NetworkManager; do
+    [ ! -e \"$file\" ] || set -- \"$@\" \"$file\"
+done
+sync \"$@\" || sync
+";
 /// Line that the script prints if the kernel could not be reseeded.
 const NOT_RESEEDED: &str = "lamina: not reseeded";
 
@@ -121,8 +134,9 @@ address() {{
         );
     }
     text.push_str("restart systemd-networkd.service NetworkManager.service >/dev/null 2>&1\n");
-    let _ = writeln!(text, "[ ! -x /etc/lamina/clone-hook ] || /etc/lamina/clone-hook {name} || exit");
-    text.push_str("sync\n");
+    // The shell reads this script from its standard input, which the hook must not consume.
+    let _ = writeln!(text, "[ ! -x {HOOK} ] || {HOOK} {name} </dev/null || exit");
+    text.push_str(SYNC);
     Ok(text)
 }
 
@@ -182,9 +196,10 @@ mod tests {
     use crate::qmp::Client;
     use serde_json::{Value, json};
     use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixStream;
     use std::path::Path;
-    use std::process::Command;
+    use std::process::{Command, Stdio};
 
     /// Reaction of a simulated agent to the request to run the script.
     #[derive(Clone, Copy)]
@@ -261,6 +276,33 @@ mod tests {
         let (outcome, count) = assign(&vanishing, Some(true), Duration::from_secs(1));
         assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Io);
         assert!(count > 1 && begun.elapsed() < Duration::from_secs(20), "{count}");
+    }
+
+    #[test]
+    fn files_are_flushed_after_a_hook_that_reads_its_standard_input() {
+        let folder = tempfile::tempdir().unwrap();
+        let put = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            path
+        };
+        let (hook, marks) = (put("hook", "#!/bin/sh\ncat >/dev/null\n"), folder.path().join("marks"));
+        put("sync", &format!("#!/bin/sh\necho \"$@\" >>{}\n", marks.display()));
+        let definition = Definition::new("web", 1, 64 << 20).unwrap();
+        let all = script(&definition).unwrap();
+        let tail = &all[all.find("[ ! -x /etc/lamina").unwrap()..];
+        let tail = tail.replace(HOOK, hook.to_str().unwrap());
+        // Bash reads a script in a pipe line by line, and other shells read ahead.
+        let mut shell = Command::new("bash")
+            .env("PATH", format!("{}:/usr/bin:/bin", folder.path().display()))
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        shell.stdin.take().unwrap().write_all(tail.as_bytes()).unwrap();
+        assert!(shell.wait().unwrap().success());
+        let marks = std::fs::read_to_string(marks).unwrap();
+        assert!(marks.contains("/etc/hostname") && marks.contains(" /etc "), "{marks}");
     }
 
     #[test]

@@ -124,6 +124,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             for (number, side) in sides.iter().enumerate() {
                 say(&format!("{}: {}, run {}", cell.name, side.name, round + 1));
                 let run = run(setting, cell, side, u64::from(round))?;
+                say(&format!("  {:.0} requests a second", run.rate));
                 rates[number].push(run.rate);
                 growth[number].extend(run.growth);
                 space[number] = run.space;
