@@ -118,3 +118,27 @@ impl Index {
         Ok(sums)
     }
 }
+
+/// Which of the stored blocks of a pack are proven by its index: those in which everything is as it was written.
+/// `bytes` is the whole pack.
+pub fn proven(bytes: &[u8]) -> Vec<bool> {
+    let blocks = bytes.len() / BLOCK_SIZE;
+    let Ok(index) = Index::decode(bytes, bytes.len()) else { return vec![false; blocks] };
+    let mut good = vec![true; blocks];
+    let mut out = [0; BLOCK_SIZE];
+    let mut end = 0;
+    for number in 0..index.0.len() {
+        let Some(place) = index.place(&(number..number + 1)) else { return vec![false; blocks] };
+        end = place.end;
+        let is_there = index.0[number].codec != ABSENT;
+        if is_there && index.read(bytes, 0, number..number + 1, &mut out).is_err() {
+            good[place.start / BLOCK_SIZE..place.end.div_ceil(BLOCK_SIZE)].fill(false);
+        }
+    }
+    // Behind the contents are zeros.
+    for (block, good) in good.iter_mut().enumerate().skip(end / BLOCK_SIZE) {
+        let rest = end.max(block * BLOCK_SIZE)..(block + 1) * BLOCK_SIZE;
+        *good &= bytes[rest].iter().all(|byte| *byte == 0);
+    }
+    good
+}

@@ -19,7 +19,7 @@
 
 mod index;
 
-pub use index::{Index, SHORT_MAX, WHOLE_MAX};
+pub use index::{Index, SHORT_MAX, WHOLE_MAX, proven};
 
 use crate::{Error, ErrorKind, Result, checksum};
 use backend::BLOCK_SIZE;

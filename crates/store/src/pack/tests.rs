@@ -86,3 +86,27 @@ fn a_thread_starts_one_decompressor() {
     }
     assert_eq!(STARTED.get() - before, 1);
 }
+
+#[test]
+fn the_index_proves_the_blocks_in_which_everything_is_as_it_was_written() {
+    let blocks = blocks(40);
+    let all: Vec<Option<&[u8]>> =
+        blocks.iter().enumerate().map(|(i, block)| (i % 5 != 3).then_some(&block[..])).collect();
+    let bytes = Packer::new(Codec::Lz4).unwrap().pack(&all);
+    let stored = bytes.len() / BLOCK_SIZE;
+    assert_eq!(proven(&bytes), vec![true; stored]);
+    for block in 1..stored {
+        let mut bad = bytes.clone();
+        bad[block * BLOCK_SIZE + 1] ^= 1;
+        let found = proven(&bad);
+        // What lies in the block may begin in the block before, and end in the one after it.
+        assert!(!found[block] && found.iter().filter(|good| !**good).count() <= 3, "block {block}: {found:?}");
+    }
+    let mut bad = bytes.clone();
+    *bad.last_mut().unwrap() ^= 1;
+    assert!(!proven(&bad)[stored - 1]);
+    let mut bad = bytes;
+    bad[HEAD] ^= 1;
+    assert_eq!(proven(&bad), vec![false; stored]);
+    assert_eq!(proven(&[]), Vec::<bool>::new());
+}
