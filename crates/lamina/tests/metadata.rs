@@ -293,3 +293,40 @@ fn one_valid_copy_of_the_superblock_is_enough() {
         }
     }
 }
+
+#[test]
+fn a_page_of_zeros_under_data_is_one_line_and_a_repair_counts_what_stays_unreadable() {
+    let store = Store::new();
+    store.run("disk create vm1 8M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    client.write(0, &pattern::bytes(7, 6 << 20)).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    store.run("snapshot create vm1@monday").ok();
+    assert_eq!(server.stop("TERM"), Some(0));
+    let zero = |name: &str, page: u64| {
+        let file = File::options().write(true).open(store.path().join(name)).unwrap();
+        file.write_all_at(&[0; PAGE as usize], page * PAGE).unwrap();
+    };
+    zero("data.table", 1);
+    // The images of the last checkpoint may have the page.
+    zero("checkpoint", 0);
+    let found = store.run("check");
+    let lines: Vec<&str> = found.stdout.lines().collect();
+    let [page, _, count] = lines[..] else { panic!("{found:?}") };
+    assert!(page.starts_with("page 1 of data.table is damaged.") && page.contains("disk 'vm1' bytes"), "{page}");
+    assert!(page.contains("snapshot 'vm1@monday' bytes"), "{page}");
+    assert_eq!((found.code, count), (6, "1 problem, 0 repaired"));
+    let repaired = store.run("check --repair");
+    let lines: Vec<&str> = repaired.stdout.lines().collect();
+    let [page, blocks, _, count] = lines[..] else { panic!("{repaired:?}") };
+    assert!(page.ends_with("; repaired: recounted from the trees"), "{page}");
+    assert_eq!(
+        blocks,
+        "the checksums of 508 data blocks between 508 and 1015 are lost, and nothing proves the content of these \
+         blocks, so reads of them fail: blocks of 4 KiB: 508 of disk 'vm1', 508 of snapshot 'vm1@monday'; write them \
+         again, or restore them from a backup"
+    );
+    assert_eq!((repaired.code, count), (6, "2 problems, 1 repaired"));
+}

@@ -11,6 +11,8 @@ use std::ops::Range;
 
 /// Places of a finding in one disk or snapshot. The last one contains all further ones.
 const SPANS_MAX: usize = 16;
+/// Places of one block in one disk or snapshot that are told apart when blocks are counted.
+const SPANS_COUNTED: usize = 1 << 12;
 /// Disks and snapshots that the text of a finding names, and places in each; further ones are counted.
 const NAMED_MAX: usize = 8;
 
@@ -30,9 +32,17 @@ pub struct Affected {
 pub(super) struct Owners<'a>(Vec<(&'a Root, Vec<Range<u64>>)>);
 
 impl Owners<'_> {
-    /// All parts.
+    /// All parts, as far as a finding lists them.
     pub fn places(&self) -> Vec<Affected> {
-        self.0.iter().flat_map(|(root, spans)| spans.iter().map(|span| affected(root, span))).collect()
+        let mut places = Vec::new();
+        for (root, spans) in &self.0 {
+            let listed = spans.len().min(SPANS_MAX);
+            places.extend(spans[..listed].iter().map(|span| affected(root, span)));
+            if let (Some(last), Some(end)) = (places.last_mut(), spans[listed..].last()) {
+                last.length = root.bytes(end).end - last.offset;
+            }
+        }
+        places
     }
 
     /// Names the first disks and snapshots, each by the bytes that contain all its parts.
@@ -51,6 +61,14 @@ impl Owners<'_> {
             let (plural, more) = (if spans.len() > 1 { "s" } else { "" }, spans.len() - first.len());
             let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{} at offset{plural} {}{rest}", root.name, first.join(", "))
+        })
+    }
+
+    /// Names the first disks and snapshots, each with the number of blocks of its parts.
+    pub fn blocks(&self) -> String {
+        self.named(|root, spans| {
+            let blocks: u64 = spans.iter().map(|span| span.end - span.start).sum();
+            format!("{blocks} of {}", root.name)
         })
     }
 
@@ -85,6 +103,37 @@ impl Sight<'_> {
         }
         Ok(owners)
     }
+
+    /// Finds the parts of disks and snapshots that refer to any of these blocks.
+    pub(super) fn owners_of_blocks<'a>(
+        &mut self,
+        roots: &'a [Root],
+        blocks: impl Iterator<Item = u64>,
+    ) -> Result<Owners<'a>> {
+        let places: Vec<DamagedPlace> = blocks.map(DamagedPlace::Block).collect();
+        let trees: Vec<&Root> = roots.iter().collect();
+        let mut owners = Owners::default();
+        let mut found = |root: &&'a Root, spans: Spans| {
+            if !spans.is_empty() {
+                owners.0.push((*root, joined(spans.into_values().flatten().collect())));
+            }
+        };
+        self.search_trees(&places, SPANS_COUNTED, &trees, |root| root.node, &|| true, &mut found)?;
+        Ok(owners)
+    }
+}
+
+/// Sorts ranges, and joins those that touch.
+fn joined(mut spans: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    spans.sort_unstable_by_key(|span| span.start);
+    let mut out: Vec<Range<u64>> = Vec::new();
+    for span in spans {
+        match out.last_mut() {
+            Some(last) if span.start <= last.end => last.end = last.end.max(span.end),
+            _ => out.push(span),
+        }
+    }
+    out
 }
 
 /// The bytes of a disk in a range of blocks.

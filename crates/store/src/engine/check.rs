@@ -81,12 +81,14 @@ pub struct Report {
     /// Number of findings beyond those listed.
     pub unlisted: u64,
     /// Number of places that are listed for all findings.
-    places: usize,
+    pub(super) places: usize,
     /// Number of findings that were repaired, listed or not.
     pub(super) repairs: u64,
     /// Pages of `data.table` that were rebuilt. The checksums that remained readable in them must be compared with the
     /// blocks.
     pub(super) renewed: Vec<u64>,
+    /// Whether a later check compares them, because the journal is not replayed yet.
+    pub(super) compares_later: bool,
     /// Pages of the catalog that the next checkpoint must write from memory.
     pub(super) renewed_catalog: Vec<u64>,
 }
@@ -158,14 +160,8 @@ impl Window {
         at.map_or(0, |count| count & !WRITTEN)
     }
 
-    /// The counts of a part of the window.
-    pub fn part(&self, range: Range<u64>) -> Self {
-        let from = (range.start - self.range.start) as usize;
-        Self { counts: self.counts[from..from + (range.end - range.start) as usize].to_vec(), range }
-    }
-
     /// Excludes a range of blocks from the comparison.
-    fn clear(&mut self, range: Range<u64>) {
+    pub fn clear(&mut self, range: Range<u64>) {
         let end = range.end.min(self.range.end);
         (range.start.max(self.range.start)..end).for_each(|block| self.counts[(block - self.range.start) as usize] = 0);
     }
@@ -265,6 +261,7 @@ impl Engine {
         meta.logged = logged;
         let mended = self.note_mended(meta, &mut report);
         meta.pages.set_mender(None);
+        let compared = self.compare_regions(meta, &mut report);
         let counted = if report.repairs > 0 { self.recount(meta) } else { Ok(()) };
         // A change that uses a repaired block must not be in the journal before the repair is durable. Only small
         // changes that were admitted before the check may be appended: announcements, reservations and resolved blocks.
@@ -274,7 +271,7 @@ impl Engine {
         self.update_headroom(meta);
         drop(guard);
         let standing = StoreActivity::Stopped(&Default::default());
-        let checked = checked.and(mended).and(counted);
+        let checked = checked.and(mended).and(compared).and(counted);
         let checked = checked.and_then(|()| self.compare_room(standing, true, &mut report));
         drop(through);
         drop(commit);
@@ -306,7 +303,7 @@ impl Engine {
         report: &mut Report,
     ) -> Result<()> {
         let roots = check_catalog(sight.catalog, report);
-        let damaged = sight.find_damaged();
+        let mut damaged = sight.find_damaged();
         self.report_damaged(sight, &damaged, options.repair, report);
         if options.repair {
             report.renewed_catalog.extend(damaged.catalog.iter().map(|(key, _)| key.number()));
@@ -328,6 +325,7 @@ impl Engine {
             // A tree that cannot be read completely may refer to any block, so nothing is reported as a leak.
             let whole = lost.is_empty() && sight.catalog.lost().is_empty();
             let repair = options.repair && whole;
+            self.find_emptied(sight, standing, &window, if number == 0 { &nodes } else { &[] }, &mut damaged);
             if number == 0 {
                 self.note_lost_nodes(sight, &roots, &lost, report)?;
                 report.pages = seen.iter().filter(|seen| **seen).count() as u64;
@@ -342,12 +340,16 @@ impl Engine {
                     *missing.entry(block / FILE_BLOCKS).or_default() += 1;
                 }
             }
-            match options.data {
-                true => self.verify_window(sight, standing, &window, report, &mut steps)?,
-                false => self.verify_renewed(sight, standing, &window, report, &mut steps)?,
+            if !report.compares_later {
+                self.compare_renewed(sight, standing, &mut window, report, &mut steps)?;
+            }
+            if options.data {
+                self.verify_window(sight, standing, &window, report, &mut steps)?;
             }
         }
-        report.renewed.clear();
+        if !report.compares_later {
+            report.renewed.clear();
+        }
         for (file, blocks) in missing {
             let name = data_file_name(file);
             let text = format!("{name} is missing, with {blocks} blocks of data: restore the file from a backup");
@@ -407,7 +409,7 @@ impl Engine {
             if repair && self.has_room_for_repair(sight) {
                 sight.renew_blocks(page, window);
                 report.renewed.push(page);
-                done = Some("recounted from the trees; blocks whose checksum was lost are named below".to_owned());
+                done = Some("recounted from the trees".to_owned());
             } else {
                 window.clear(blocks.clone());
             }
@@ -485,7 +487,11 @@ impl Engine {
         for (block, counted) in window.range.clone().zip(&window.counts) {
             let counted = counted & !WRITTEN;
             report.blocks += u64::from(counted > 0);
-            let Ok(BlockEntry { references: known, .. }) = sight.entry(block) else { continue };
+            let Ok(BlockEntry { references: known, checksum, suspect, .. }) = sight.entry(block) else { continue };
+            // A repair that was interrupted, or one of an earlier version, has left a written block without a checksum.
+            if repair && checksum == 0 && !suspect && window.written(block) {
+                report.renewed.push(block / TABLE_ENTRIES);
+            }
             // A block that has had more references than the table can count is no damage while something maps it.
             let uncounted = known == BlockEntry::REFERENCES_MAX && counted > 0 && !repair;
             if known == counted || uncounted {

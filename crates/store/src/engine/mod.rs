@@ -93,6 +93,7 @@ mod read_again;
 mod read_cache;
 mod rebuild;
 mod recover;
+mod renewed;
 mod replay;
 mod reserve;
 mod running;

@@ -5,22 +5,20 @@
 //! * A page of any kind from the images of the last checkpoint, or, if one bit is inverted, from its own checksum
 //!   ([`crate::pages::Mender`]).
 //! * Summaries from the tables, reference counts from the trees.
-//! * A checksum in a damaged page of `data.table` from the block: if the remaining bytes of the entry match the
-//!   checksum of the block, both are correct. If they differ, nothing proves which one is wrong, and reads of the block
-//!   fail.
+//! * Checksums in a damaged page of `data.table` from the blocks ([`super::renewed`]).
 //! * Damaged pages of the catalog from memory, while the store is open.
 //!
 //! What must hold: no count is rebuilt while a tree cannot be walked completely or an object is unknown. A count that
 //! is too low would free, or overwrite in place, blocks that another tree refers to.
 
-use super::check::{Report, Root, Steps, Window};
+use super::check::{Report, Root, Window};
 use super::log::Unreported;
 use super::metadata::{Meta, Sight, unreleased};
 use super::scrub::DamagedPlace;
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::verify::StoreActivity;
-use crate::pages::{Mender, PageFile, PageKey};
+use crate::pages::{Mender, PageFile, PageKey, emptied, has_no_entries};
 use crate::space::{BlockEntry, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::{Error, IoContext, Result, is_lost};
 use backend::BLOCK_SIZE;
@@ -117,6 +115,34 @@ impl Sight<'_> {
         damaged
     }
 
+    /// Finds the pages of `data.table` in a window, and of `map.table` if `nodes` is not empty, that have no entries
+    /// although trees refer to blocks or nodes that the pages describe. Marks them as damaged.
+    fn find_emptied(&mut self, window: &Window, nodes: &[u32], damaged: &mut Damaged) -> Vec<PageKey> {
+        let mut found = Vec::new();
+        let pages = window.range.start / TABLE_ENTRIES..window.range.end.div_ceil(TABLE_ENTRIES);
+        for page in pages {
+            let mut blocks = page * TABLE_ENTRIES..((page + 1) * TABLE_ENTRIES).min(window.range.end);
+            if blocks.any(|block| window.references(block) > 0) {
+                found.push(PageKey::new(PageFile::DataTable, page));
+            }
+        }
+        for (page, counts) in (0..).zip(nodes.chunks(TABLE_ENTRIES as usize)) {
+            if counts.iter().any(|count| *count > 0) {
+                found.push(PageKey::new(PageFile::MapTable, page));
+            }
+        }
+        found.retain(|key| self.pages.get(*key).is_ok_and(has_no_entries));
+        for key in &found {
+            self.pages.mark_emptied(*key);
+            let tables = match key.file() {
+                PageFile::MapTable => &mut damaged.map_tables,
+                _ => &mut damaged.data_tables,
+            };
+            tables.insert(key.number(), emptied(*key));
+        }
+        found
+    }
+
     /// Rebuilds a page of `map.table` from the counted references.
     pub(super) fn renew_nodes(&mut self, page: u64, nodes: &[u32]) {
         self.map.renew_table(self.pages, page, &mut |id, _| BlockEntry {
@@ -165,6 +191,41 @@ impl Engine {
         Ok(())
     }
 
+    /// As [`Sight::find_emptied`]. While the store is in use, the pages are marked for all requests too.
+    pub(super) fn find_emptied(
+        &self,
+        sight: &mut Sight<'_>,
+        standing: StoreActivity<'_>,
+        window: &Window,
+        nodes: &[u32],
+        damaged: &mut Damaged,
+    ) {
+        let found = sight.find_emptied(window, nodes, damaged);
+        if matches!(standing, StoreActivity::Running) && !found.is_empty() {
+            let mut meta = self.meta.lock();
+            found.into_iter().for_each(|key| meta.pages.mark_emptied(key));
+        }
+    }
+
+    /// At the end of a repair that had nothing to repair: reports regions that have more blocks than their tables. What
+    /// the tables have lost belongs to no disk, so the regions are counted again.
+    pub(super) fn compare_regions(&self, meta: &mut Meta, report: &mut Report) -> Result<()> {
+        if report.repairs > 0 {
+            return Ok(());
+        }
+        for (space, file) in [(&meta.map, PageFile::MapTable), (&meta.data, PageFile::DataTable)] {
+            for number in 0..space.regions() {
+                let (missing, unread) = space.missing_in(&mut meta.pages, number)?;
+                if missing > 0 && unread == 0 {
+                    let text =
+                        format!("{} has lost {missing} blocks of region {number} that nothing uses", file.name());
+                    report.add(text, Some("counted again".to_owned()));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Repairs what can be repaired before replay needs it.
     pub(super) fn repair_before_replay(&self) -> Result<()> {
         let mut report = self.take_found_first();
@@ -178,7 +239,7 @@ impl Engine {
         // checkpoint.
         let standing = StoreActivity::Stopped(&BTreeMap::new());
         let options = CheckOptions { data: false, repair: true };
-        let mut first = Report::default();
+        let mut first = Report { compares_later: true, ..Report::default() };
         self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
         // The check that follows reports the findings that were not repaired.
         first.findings.retain(|finding| finding.repaired.is_some());
@@ -274,25 +335,6 @@ impl Engine {
                 None,
                 owners.places(),
             );
-        }
-        Ok(())
-    }
-
-    /// Compares the blocks of rebuilt table pages with the remaining checksums of their entries.
-    pub(super) fn verify_renewed(
-        &self,
-        sight: &mut Sight<'_>,
-        standing: StoreActivity<'_>,
-        window: &Window,
-        report: &mut Report,
-        steps: &mut Steps<'_>,
-    ) -> Result<()> {
-        for page in report.renewed.clone() {
-            let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
-            if blocks.start >= window.range.start && blocks.start < window.range.end {
-                let part = window.part(blocks.start..blocks.end.min(window.range.end));
-                self.verify_window(sight, standing, &part, report, steps)?;
-            }
         }
         Ok(())
     }

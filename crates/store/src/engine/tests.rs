@@ -323,6 +323,7 @@ mod cost;
 mod cut;
 mod damage;
 mod deleted;
+mod emptied;
 mod many;
 mod media;
 mod nodes;

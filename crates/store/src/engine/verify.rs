@@ -20,9 +20,10 @@ use super::check::{Report, Steps, Window, check_catalog};
 use super::metadata::Sight;
 use super::scrub::DamagedPlace;
 use crate::space::{BlockEntry, Run};
-use crate::{IoContext, Result, checksum};
+use crate::{FILE_BLOCKS, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -92,41 +93,29 @@ impl Engine {
         steps: &mut Steps<'_>,
     ) -> Result<()> {
         let mut doubts = Vec::new();
-        let mut at = window.range.start;
-        while at < window.range.end {
-            if !window.written(at) {
-                at += 1;
-                continue;
+        let mut at = window.range.clone();
+        while let Some(run) = next_written(window, &mut at) {
+            let differing = self.compare_run(sight, standing, run, report)?;
+            match standing {
+                StoreActivity::Running => doubts.extend(differing.into_iter().map(|(block, _)| block)),
+                StoreActivity::Stopped(_) => report_blocks(sight, differing, report)?,
             }
-            let mut end = at + 1;
-            while end < window.range.end
-                && end - at < VERIFY_BLOCKS
-                && window.written(end)
-                && !end.is_multiple_of(crate::FILE_BLOCKS)
-            {
-                end += 1;
-            }
-            let run = Run { start: at, blocks: end - at };
-            self.verify_run(sight, standing, run, &mut doubts, report)?;
             if doubts.len() >= DOUBTS_MAX {
                 self.settle_doubts(sight, &mut doubts, report)?;
             }
             steps.pass(run.blocks)?;
-            at = end;
         }
         self.settle_doubts(sight, &mut doubts, report)
     }
 
-    /// Reads a run with one request. If a block fails its checksum, it is added to `doubts` while the store is in use,
-    /// and reported otherwise.
-    fn verify_run(
+    /// Reads a run with one request. Returns the blocks that fail their checksums or cannot be read.
+    pub(super) fn compare_run(
         &self,
         sight: &mut Sight<'_>,
         standing: StoreActivity<'_>,
         run: Run,
-        doubts: &mut Vec<u64>,
         report: &mut Report,
-    ) -> Result<()> {
+    ) -> Result<Vec<(u64, Found)>> {
         let (wanted, _guard) = match standing {
             StoreActivity::Running => self.expected_now(run)?,
             StoreActivity::Stopped(logged) => {
@@ -140,7 +129,7 @@ impl Engine {
         let (file, offset) = self.files.locate(run)?;
         let mut bytes = Buffer::recycled(run.blocks as usize);
         let whole = file.read_at(&mut bytes, offset).is_ok();
-        let mut damaged = Vec::new();
+        let mut differing = Vec::new();
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
             // If a sector of the run is unreadable, the blocks are read one by one.
@@ -151,11 +140,10 @@ impl Engine {
             };
             match found {
                 Found::Good => report.verified += 1,
-                _ if matches!(standing, StoreActivity::Running) => doubts.push(block),
-                found => damaged.push((block, found)),
+                found => differing.push((block, found)),
             }
         }
-        report_blocks(sight, damaged, report)
+        Ok(differing)
     }
 
     /// The current checksums of a run. While the returned guard exists, none of these blocks is reused.
@@ -169,7 +157,7 @@ impl Engine {
         })
     }
 
-    fn read_run(&self, run: Run, bytes: &mut [u8]) -> Result<()> {
+    pub(super) fn read_run(&self, run: Run, bytes: &mut [u8]) -> Result<()> {
         let (file, offset) = self.files.locate(run)?;
         file.read_at(bytes, offset).during(|| format!("reading block {}", run.start))
     }
@@ -229,6 +217,20 @@ impl Engine {
         }
         report_blocks(sight, still, report)
     }
+}
+
+/// The next blocks of a range that trees map as written, as many as are read at a time. Advances the range.
+pub(super) fn next_written(window: &Window, range: &mut Range<u64>) -> Option<Run> {
+    let start = range.find(|block| window.written(*block))?;
+    let goes_on = |block: u64| {
+        block < range.end
+            && block - start < VERIFY_BLOCKS
+            && window.written(block)
+            && !block.is_multiple_of(FILE_BLOCKS)
+    };
+    let end = (start + 1..).find(|block| !goes_on(*block)).unwrap_or(range.end);
+    range.start = end;
+    Some(Run { start, blocks: end - start })
 }
 
 /// Reads a block, and compares it with a checksum if there is one.

@@ -119,6 +119,11 @@ pub fn blank(key: PageKey) -> Block {
     page
 }
 
+/// Whether a page has no entries: it was never written, or has lost its content.
+pub fn has_no_entries(page: &Block) -> bool {
+    page.0[HEADER_SIZE..].iter().all(|&byte| byte == 0)
+}
+
 fn page_checksum(page: &Block) -> u32 {
     checksums::checksum_without(&page.0, 12)
 }

@@ -197,6 +197,7 @@ impl Pages {
             return Ok(None);
         }
         self.loading.remove(&key);
+        let read = read.and_then(|page| self.refuse_emptied(key, &page).map(|()| page));
         match read {
             Ok(page) => {
                 let page = Arc::new(page);

@@ -8,7 +8,7 @@
 //!    refer (a map node at a place that was free at that checkpoint) may be written at any time.
 //! 2. Every page that is read from a file is verified before a caller gets it: its checksum, its file kind and its
 //!    number. A page of zeros was never written and counts as a page without entries, except in the map, where it is
-//!    damage.
+//!    damage, and in the tables, if blocks that the page describes are in use ([`emptied`]).
 //! 3. A dirty page stays in memory until a checkpoint has written it, because the file has an older page. While the
 //!    checkpoint writes a captured page, it holds a reference on the page. The limit of the cache holds because a
 //!    checkpoint is requested before dirty pages fill the cache.
@@ -34,6 +34,7 @@
 //! more of its pages than the attempt before.
 
 mod capture;
+mod emptied;
 mod eviction;
 mod home;
 mod kept;
@@ -42,9 +43,10 @@ mod load;
 mod mend;
 
 pub use capture::{Captured, Capturing};
+pub use emptied::emptied;
 pub use home::write_home;
 pub use kept::{Keeping, Kept, KeptPages};
-pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
+pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, has_no_entries, sealed, verify};
 pub use load::{Load, patiently, read_home};
 pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
@@ -112,6 +114,8 @@ pub struct Pages {
     kept: Option<Arc<KeptPages>>,
     /// Restores damaged pages, during a repair and for a salvage.
     mender: Option<Arc<Mender>>,
+    /// See [`emptied`].
+    emptied: FxHashSet<PageKey>,
 }
 
 impl Pages {
@@ -135,6 +139,7 @@ impl Pages {
             replaced: 0,
             kept: None,
             mender: None,
+            emptied: FxHashSet::default(),
         }
     }
 
@@ -228,6 +233,7 @@ impl Pages {
         self.collect_early(key);
         self.make_room();
         self.replaced += 1;
+        self.emptied.remove(&key);
         self.loading.remove(&key);
         let uses = self.queues.enter(key);
         self.changes.dirty.insert(key);
@@ -293,6 +299,12 @@ impl Pages {
 
     /// Reads a page from its file, without the cache, and verifies it.
     pub fn read_home(&self, key: PageKey) -> Result<Block> {
+        let page = self.read_verified(key)?;
+        self.refuse_emptied(key, &page)?;
+        Ok(page)
+    }
+
+    fn read_verified(&self, key: PageKey) -> Result<Block> {
         if let Some(kept) = &self.kept {
             return load::verified(kept.read(&**self.file(key.file()), key)?, key);
         }

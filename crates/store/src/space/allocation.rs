@@ -108,6 +108,38 @@ impl Space {
         Ok(())
     }
 
+    /// How many blocks of a region its counts have and its table lacks, used ones or those with space, and how many
+    /// pages of its table cannot be read. The table of an undamaged region lacks none.
+    pub fn missing_in(&self, pages: &mut Pages, number: u64) -> Result<(u64, u64)> {
+        let Some(region) = self.regions.get(number as usize) else { return Ok((0, 0)) };
+        let counts_backed = self.kind == SpaceKind::Data;
+        if region.used == 0 && (region.backed == 0 || !counts_backed) {
+            return Ok((0, 0));
+        }
+        if pages.is_deferring() {
+            // Records all missing pages in one pass.
+            for page in 0..REGION_PAGES {
+                pages.peek(PageKey::new(self.table, number * REGION_PAGES + page));
+            }
+        }
+        let (mut used, mut backed, mut unread) = (0, 0, 0);
+        for page in number * REGION_PAGES..(number + 1) * REGION_PAGES {
+            match pages.get(PageKey::new(self.table, page)) {
+                Ok(page) => {
+                    for index in 0..TABLE_ENTRIES as usize {
+                        let entry = table::read(page, index);
+                        used += u64::from(entry.references > 0);
+                        backed += u64::from(entry.backed);
+                    }
+                }
+                Err(error) if is_lost(&error) => unread += 1,
+                Err(error) => return Err(error),
+            }
+        }
+        let backed = if counts_backed { u64::from(region.backed).saturating_sub(backed) } else { 0 };
+        Ok((u64::from(region.used).saturating_sub(used).max(backed), unread))
+    }
+
     /// The error of a damaged or unreadable region, if there is one. Such a region is the reason why fewer blocks are
     /// free than the file system has allocated.
     pub fn damage(&self) -> Option<Error> {

@@ -23,7 +23,7 @@ pub use backing::ExtensionSearch;
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
-use crate::pages::{PageFile, PageKey, Pages, patiently};
+use crate::pages::{PageFile, PageKey, Pages, has_no_entries, patiently};
 use crate::{Error, ErrorKind, Result, is_lost};
 use allocation::UnreadRegion;
 use backend::{BLOCK_SIZE, Block};
@@ -215,6 +215,17 @@ impl Space {
         Ok(table::read(pages.get(key)?, index))
     }
 
+    /// The number of references of a block that is in use. Fails if its page has no entries.
+    #[inline]
+    pub fn references_in_use(&self, pages: &mut Pages, block: u64) -> Result<u32> {
+        let (key, index) = self.locate(block);
+        let page = pages.get(key)?;
+        match table::read(page, index).references {
+            0 if has_no_entries(page) => Err(pages.lose_emptied(key)),
+            references => Ok(references),
+        }
+    }
+
     fn locate(&self, block: u64) -> (PageKey, usize) {
         (PageKey::new(self.table, block / TABLE_ENTRIES), (block % TABLE_ENTRIES) as usize)
     }
@@ -242,7 +253,7 @@ impl Space {
         Ok(())
     }
 
-    /// Appends the checksums of a run.
+    /// Appends the checksums of a run that is in use. Fails if a page with entries of the run has no entries at all.
     pub fn checksums(&self, pages: &mut Pages, run: Run, out: &mut Vec<u32>) -> Result<()> {
         let mut block = run.start;
         let end = run.start + run.blocks;
@@ -250,6 +261,9 @@ impl Space {
             let (key, first) = self.locate(block);
             let count = (TABLE_ENTRIES - first as u64).min(end - block) as usize;
             let page = pages.get(key)?;
+            if table::read(page, first).references == 0 && has_no_entries(page) {
+                return Err(pages.lose_emptied(key));
+            }
             out.extend((first..first + count).map(|i| table::read(page, i).checksum));
             block += count as u64;
         }
@@ -304,6 +318,7 @@ impl Space {
             let page = pages.get(key)?;
             for index in first..first + count {
                 match table::read(page, index).references {
+                    0 if has_no_entries(page) => return Err(pages.lose_emptied(key)),
                     0 => return Err(impossible(self.table, block, 0)),
                     references => each(block, references),
                 }

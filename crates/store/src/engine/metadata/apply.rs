@@ -95,7 +95,7 @@ impl NodeStore for Nodes<'_> {
 
     #[inline]
     fn references(&mut self, id: NodeId) -> Result<u32> {
-        Ok(self.map.entry(self.pages, id.0)?.references)
+        self.map.references_in_use(self.pages, id.0)
     }
 
     fn is_shared(&mut self, id: NodeId) -> Result<bool> {

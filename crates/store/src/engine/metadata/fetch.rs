@@ -260,7 +260,7 @@ impl Metadata {
             let pages = read_home(self.file(group[0].0.file()), group[0].0, group.len());
             let mut meta = self.lock();
             for ((key, load), mut page) in group.iter().zip(pages) {
-                if page.is_err() && meta.pages.mender().is_some() {
+                if (page.is_err() || meta.pages.is_emptied(*key)) && meta.pages.mender().is_some() {
                     page = meta.pages.read_home(*key);
                 }
                 match meta.pages.end_load(*key, load, page) {

@@ -7,6 +7,9 @@
 //! first and searches then, region by region. A write that finds the file system full before the search has ended
 //! completes it.
 //!
+//! A page of the table that has lost its entries describes blocks in use as holes. Its region counts more backed blocks
+//! than the table, and nothing is punched there.
+//!
 //! What must hold: nothing is reserved or punched in a region while it is compared. So `extending`, which every
 //! reservation locks, is held while a region is compared. `punching` is held for the same time, unless the caller holds
 //! it or the store has no threads. The metadata lock is held only to read counts and entries.
@@ -111,7 +114,7 @@ impl Engine {
             let meta = self.meta.lock();
             (meta.data.backed_in(region / REGION_BLOCKS), meta.data.blocks())
         };
-        if blocks == backed {
+        if blocks == backed || self.has_lost_entries(region / REGION_BLOCKS)? {
             return Ok(bytes.end);
         }
         let mut found: Vec<Run> = Vec::new();
@@ -156,6 +159,17 @@ impl Engine {
             each(file, run)?;
         }
         Ok(bytes.end)
+    }
+
+    /// Whether a page of a region's table has lost its entries: then blocks that it describes may be in use although
+    /// they do not count as backed. Pages that cannot be read are passed over one by one.
+    fn has_lost_entries(&self, region: u64) -> Result<bool> {
+        let (missing, unread) = self.meta.look(|meta| meta.data.missing_in(&mut meta.pages, region))?;
+        let is_lost = missing > unread * TABLE_ENTRIES;
+        if is_lost {
+            tracing::error!(region, missing, "the table has lost blocks in use: unused space is not looked for");
+        }
+        Ok(is_lost)
     }
 
     /// Continues the search for the unclaimed space that a crash left, and punches this space. `goes_on` is called

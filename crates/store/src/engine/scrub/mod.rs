@@ -19,8 +19,10 @@
 //! |---|---|
 //! | `mod` | reading, step by step |
 //! | `restore` | good copies: from memory, from images of the checkpoint, from the page cache |
+//! | `emptied` | which pages of tables have lost all their entries |
 //! | `locate` | which disks and snapshots refer to damaged places |
 
+mod emptied;
 mod locate;
 mod restore;
 
@@ -35,7 +37,7 @@ use super::metadata::Meta;
 use super::verify::{Expected, Found};
 use crate::FILE_BLOCKS;
 use crate::catalog::SLOTS_PER_PAGE;
-use crate::pages::{PageFile, PageKey, patiently, verify};
+use crate::pages::{self, PageFile, PageKey, patiently, verify};
 use crate::space::{Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::{IoContext, Result, checksum, is_lost};
 use backend::{BLOCK_SIZE, Block, Buffer, File, IoMode};
@@ -300,6 +302,7 @@ impl Scrubber<'_> {
             return Ok(None);
         }
         let needed = self.needed(file, first, end)?;
+        let mut empty = Vec::new();
         let mut bytes = Buffer::recycled((end - first) as usize);
         let whole = self.page_file(file)?.read_at(&mut bytes, first * BLOCK_SIZE as u64).is_ok();
         for ((number, page), needed) in (first..end).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(needed) {
@@ -307,7 +310,12 @@ impl Scrubber<'_> {
             step.pages += u64::from(needed);
             if needed && !(whole && check_page(page, key).is_ok()) {
                 step.damage.extend(self.look_at_page(key)?);
+            } else if emptied::may_be_lost(key, page) {
+                empty.push(key);
             }
+        }
+        for key in self.emptied(empty)? {
+            step.damage.extend(self.look_at_page(key)?);
         }
         step.read += (end - first) * BLOCK_SIZE as u64;
         Ok(Some(end))
@@ -348,7 +356,10 @@ impl Scrubber<'_> {
         let file = self.page_file(key.file())?;
         let mut bytes = Buffer::zeroed(1);
         let read = patiently(|| file.read_at(&mut bytes, key.offset()).during(|| format!("reading {key}")));
-        let Err(error) = read.and_then(|()| check_page(&bytes, key)) else { return Ok(None) };
+        let Err(error) = read.and_then(|()| check_page(&bytes, key)) else {
+            let is_lost = emptied::may_be_lost(key, &bytes) && self.lacks_entries(key)?;
+            return Ok(is_lost.then(|| pages::emptied(key)));
+        };
         let text = error.to_string();
         // Behind the semicolon the error advises a check. That advice is for requests that need the page.
         let problem = text.split(';').next().unwrap_or_default().to_owned();

@@ -517,6 +517,21 @@ fn a_damaged_page_of_the_table_ends_neither_the_search_for_unclaimed_space_nor_a
 }
 
 #[test]
+fn no_space_is_returned_where_a_page_of_the_table_has_lost_its_entries() {
+    let (disk, engine) = with_a_block(256);
+    let file = disk.directory().open("data.0000", IoMode::Buffered).unwrap();
+    file.reserve(4096 * BLOCK_SIZE as u64, 300 * BLOCK_SIZE as u64).unwrap();
+    let before = allocated(&disk);
+    let mend = lose_entries(&disk, &engine, 0);
+    mend();
+    let table = disk.directory().open("data.table", IoMode::Buffered).unwrap();
+    table.write_at(&[&Buffer::zeroed(1)], 0, true).unwrap();
+    engine.reserves.begin_search();
+    assert!(engine.return_unclaimed_room(true, || true));
+    assert_eq!(allocated(&disk), before);
+}
+
+#[test]
 fn a_write_takes_what_a_crash_left_reserved() {
     let (disk, engine, _) = unclaimed();
     fill_up(&disk);
