@@ -225,7 +225,7 @@ impl Settings {
     /// The disks whose clients wait until new data is compressed and compared, by UUID.
     pub fn reduced_inline(&self) -> BTreeMap<String, ()> {
         let state = self.state.lock();
-        let set = state.record.disks.iter().filter(|(_, settings)| settings.reduces_inline());
+        let set = state.record.disks.iter().filter(|(uuid, settings)| settings.reduces_inline(uuid));
         set.map(|(uuid, _)| (uuid.clone(), ())).collect()
     }
 

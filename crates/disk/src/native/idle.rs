@@ -147,7 +147,8 @@ impl Native {
         let _one = self.reducing_writes.lock();
         if disk.provisioning == Provisioning::Thin {
             self.deduplicate_writes_to(disk);
-            if self.settings.of(&names::uuid_text(&disk.uuid)).reduces_inline() {
+            let uuid = names::uuid_text(&disk.uuid);
+            if self.settings.of(&uuid).reduces_inline(&uuid) {
                 self.engine.reduce_inline(disk.id);
             }
             self.compress_writes_to(disk)?;

@@ -56,9 +56,11 @@ pub struct DiskSettings {
 }
 
 impl DiskSettings {
-    /// Whether clients wait until new data is compressed and compared with other data.
-    pub(crate) fn reduces_inline(&self) -> bool {
-        self.dedup_at == ReduceAt::Inline || self.compress_at == ReduceAt::Inline && self.compresses_writes()
+    /// Whether clients of the disk with this UUID wait until new data is compressed and compared with other data.
+    pub(crate) fn reduces_inline(&self, uuid: &str) -> bool {
+        // A disk without the label of its setting is compared with nothing.
+        let compared = self.dedup_at == ReduceAt::Inline && self.dedup.domain(uuid, &self.labels).is_some();
+        compared || self.compress_at == ReduceAt::Inline && self.compresses_writes()
     }
 
     /// Whether new data is compressed at write-back. Data that is compared with other data only later is not compressed

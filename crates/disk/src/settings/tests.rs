@@ -194,6 +194,11 @@ fn inline_reductions_have_a_version_of_their_own() {
     let inline = SettingsChange { dedup_at: Some(ReduceAt::Inline), ..at(ReduceAt::WriteBack) };
     settings.change(ONE, &inline).unwrap();
     assert_eq!((version(&directory), settings.reduced_inline()), (Some('5'), [(ONE.to_owned(), ())].into()));
+    let of_label = SettingsChange { dedup: Some(Deduplication::Label("team".into())), ..<_>::default() };
+    settings.change(ONE, &of_label).unwrap();
+    assert_eq!(settings.reduced_inline(), BTreeMap::new(), "a disk without the label is compared with nothing");
+    settings.change(ONE, &labelled(&[("team", "a")])).unwrap();
+    assert_eq!(settings.reduced_inline(), [(ONE.to_owned(), ())].into());
     let off = SettingsChange { dedup: Some(Deduplication::Off), ..at(ReduceAt::Idle) };
     settings.change(ONE, &off).unwrap();
     assert_eq!(version(&directory), Some('2'));

@@ -30,6 +30,7 @@ impl Reduction {
         let mut pass = None;
         for _ in 0..self.operations {
             self.share_writes();
+            self.compress_writes()?;
             if self.random.percent(40) {
                 self.write_back()?;
             }
@@ -56,11 +57,24 @@ impl Reduction {
         objects.map(|object| (object.id, (object.image.sectors.len() / crate::model::SECTORS) as u64)).collect()
     }
 
+    /// Some of the disks.
+    fn some_disks(&mut self, percent: u64) -> Vec<u64> {
+        let disks: Vec<u64> = self.store.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect());
+        disks.into_iter().filter(|_| self.random.percent(percent)).collect()
+    }
+
+    /// Begins or ends to compress new data, and to let clients wait until new data is reduced, for some of the disks.
+    fn compress_writes(&mut self) -> Checked {
+        let inline = self.some_disks(50);
+        self.store.engine.reduce_inline_of(&inline);
+        let packed: Vec<_> = self.some_disks(50).into_iter().map(|disk| (disk, Codec::Lz4)).collect();
+        let changed = self.store.engine.pack_writes_of(&packed);
+        changed.map_err(|error| self.store.judge(error, "a change of compression"))
+    }
+
     /// Begins or ends to map new data to equal stored blocks, for some of the disks.
     fn share_writes(&mut self) {
-        let disks: Vec<u64> = self.store.engine.with_catalog(|catalog| catalog.disks().map(|disk| disk.id).collect());
-        let some = disks.into_iter().filter(|_| self.random.percent(75)).map(|disk| (disk, "all".to_owned()));
-        let some: Vec<_> = some.collect();
+        let some: Vec<_> = self.some_disks(75).into_iter().map(|disk| (disk, "all".to_owned())).collect();
         self.store.engine.share_writes_of(&some, HINT_MEMORY);
         self.store.statistics.mapped.fetch_max(self.store.engine.shared_writes(), Ordering::Relaxed);
     }

@@ -69,13 +69,17 @@ fn reducible(engine: &Engine) -> Vec<(u64, u64)> {
     })
 }
 
-/// Begins or ends to map new data to equal stored blocks, for all thin disks in one domain or in two.
+/// Begins or ends to map new data to equal stored blocks, for all thin disks in one domain or in two. Also begins or
+/// ends to reduce it before flushes.
 fn share_writes(engine: &Engine, choice: u64) {
     let domain = |id: u64| if choice.is_multiple_of(3) && id.is_multiple_of(2) { "even" } else { "all" };
     let thin = engine.with_catalog(|catalog| {
         let thin = catalog.disks().filter(|disk| disk.provisioning == Provisioning::Thin);
         thin.map(|disk| (disk.id, domain(disk.id).to_owned())).collect::<Vec<_>>()
     });
+    let inline: Vec<u64> =
+        thin.iter().map(|(disk, _)| *disk).filter(|disk| !(choice + disk).is_multiple_of(3)).collect();
+    engine.reduce_inline_of(&inline);
     let thin = if choice.is_multiple_of(4) { &[] } else { &thin[..] };
     engine.share_writes_of(thin, HINT_MEMORY);
 }

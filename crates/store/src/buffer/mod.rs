@@ -234,6 +234,15 @@ impl Layer {
             .map(|(at, entry)| (*at).max(range.start)..(at + entry.blocks).min(range.end))
     }
 
+    /// The parts of these entries that the layer still has.
+    pub fn left_of(&self, pieces: &[DirtyPiece]) -> Vec<DirtyPiece> {
+        let left = |piece: &DirtyPiece| {
+            let stamp = piece.entry.stamp;
+            self.pieces(&(piece.logical..piece.end())).into_iter().filter(move |left| left.entry.stamp == stamp)
+        };
+        pieces.iter().flat_map(left).collect()
+    }
+
     /// Removes the remaining parts of the write `stamp` in a range, and returns what was reserved for them. Of a
     /// discard, only a part at its beginning or end may be removed, unless the caller has reserved map changes for the
     /// second part ([`Layer::cuts_discard`]).

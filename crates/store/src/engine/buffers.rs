@@ -1,9 +1,9 @@
 //! The write buffers of all disks, and the limit on their total content.
 //!
-//! Lock order: the buffers of disks, ascending by id; `queue` and `sealed`, to wait. `heads`, to look up a disk, and
-//! then `recorded` and the `written` of a disk, may be taken under all other locks, because they are held for a few
-//! instructions. This part takes no lock of another part. The engine takes the metadata lock while it holds the buffer
-//! of a disk.
+//! Lock order: `reducing` of one disk, before the locks of write-back; the buffers of disks, ascending by id; `queue`
+//! and `sealed`, to wait. `heads`, to look up a disk, and then `recorded` and the `written` of a disk, may be taken
+//! under all other locks, because they are held for a few instructions. This part takes no lock of another part. The
+//! engine takes the metadata lock while it holds the buffer of a disk.
 
 use super::read::gone;
 use super::read_cache::Lookups;
@@ -31,6 +31,8 @@ pub struct Head {
     /// Object id of the disk.
     pub id: u64,
     buffer: Mutex<Buffer>,
+    /// Held while a batch of the disk is compared or compressed, and written.
+    reducing: Mutex<()>,
     /// Whether the height of the disk's tree is known.
     measured: AtomicBool,
     /// Reads of the disk that the read cache could answer.
@@ -92,8 +94,8 @@ impl Head {
     fn new(id: u64, buffer: Buffer) -> Arc<Self> {
         let measured = AtomicBool::new(false);
         let (lookups, is_recorded) = (Arc::default(), AtomicBool::new(false));
-        let (buffer, written) = (Mutex::new(buffer), RwLock::default());
-        Arc::new(Self { id, buffer, measured, lookups, is_recorded, written })
+        let (buffer, reducing, written) = (Mutex::new(buffer), Mutex::default(), RwLock::default());
+        Arc::new(Self { id, buffer, reducing, measured, lookups, is_recorded, written })
     }
 
     /// Begins or ends to record writes.
@@ -113,6 +115,16 @@ impl Head {
     /// Locks the buffer.
     pub(super) fn lock(&self) -> MutexGuard<'_, Buffer> {
         self.buffer.lock()
+    }
+
+    /// Locks the preparation of batches. Taken before all locks of a batch, and never by a checkpoint.
+    pub(super) fn lock_reducing(&self) -> MutexGuard<'_, ()> {
+        self.reducing.lock()
+    }
+
+    /// As [`Head::lock_reducing`], if no other thread holds the lock.
+    pub(super) fn try_lock_reducing(&self) -> Option<MutexGuard<'_, ()>> {
+        self.reducing.try_lock()
     }
 
     /// Whether the height of the disk's tree is known.

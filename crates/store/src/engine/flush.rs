@@ -137,7 +137,9 @@ impl Engine {
         // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = self.rounds_max();
         let (mut outrun, mut kept) = (None, None);
-        let mut to_reduce = self.batches_to_reduce();
+        if !self.log.clocks.is_durable(ticket) {
+            self.reduce_for_flush(ticket);
+        }
         loop {
             let mut fetch: Fetch = kept.take().unwrap_or_default();
             fetch.begin();
@@ -156,14 +158,6 @@ impl Engine {
                 continue;
             }
             let _surveyed = self.bring_in_buffered(&fetch);
-            if to_reduce > 0 && self.has_data_to_reduce() {
-                to_reduce -= 1;
-                if let Err(error) = self.write_back_once() {
-                    tracing::debug!(%error, "data is flushed without being compared and compressed");
-                    to_reduce = 0;
-                }
-                continue;
-            }
             let appends = self.admit_append()?;
             let gate = self.writeback.lock_for_flush();
             let mut commit = self.log.lock();

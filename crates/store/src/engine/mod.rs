@@ -53,11 +53,12 @@
 //!
 //! The locks are acquired in this order: `checking` (one check at a time), `packing` (one step of packing or of sharing
 //! at a time), `bulk` (no bulk writer has blocks that are not in the map), `counting` (one count of space at a time),
-//! `control` (one change of the catalog at a time), punching, checkpoints, the gate (no write-back under way), the
-//! journal, the flush of the data files, `through` (no write that bypasses the buffer under way), extending
-//! (reservations in the file system), the buffers of disks (ascending by id), the metadata, permits, hints
-//! (`writeback/equal.rs`) and shards of the read cache. Data is read and written under no lock except `bulk`, the gate
-//! and `through`. The journal is written under its own lock.
+//! `control` (one change of the catalog at a time), reducing (one batch of a disk that is compared or compressed at a
+//! time), punching, checkpoints, the gate (no write-back under way), the journal, the flush of the data files,
+//! `through` (no write that bypasses the buffer under way), extending (reservations in the file system), the buffers of
+//! disks (ascending by id), the metadata, permits, hints (`writeback/equal.rs`) and shards of the read cache. Data is
+//! read and written under no lock except `bulk`, reducing, the gate and `through`. The journal is written under its own
+//! lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance

@@ -108,7 +108,10 @@ impl Engine {
         self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {
-                blocks(run).zip(checksums).for_each(|(block, sum)| state.doubts.announced(block, state.position, *sum));
+                for (block, sum) in blocks(run).zip(checksums) {
+                    let has_payload = meta.logged.contains_key(&block);
+                    state.doubts.announced(block, state.position, *sum, has_payload);
+                }
             }
             Operation::Announce { run } => {
                 for block in blocks(run) {
@@ -165,15 +168,17 @@ impl Engine {
     /// have the same one: versions of a block of ext4 that ends with a CRC32C of its own all do.
     ///
     /// If the end of the journal is lost, so may be the record of a flush that settled the overwrites. Programs that
-    /// wrote version 1 did not wait for this record. In these cases, blocks that have the checksums of their overwrites
-    /// are left out: these are in the doubts `unsettled`.
+    /// wrote version 1 did not wait for this record. In these cases, blocks that have the checksum of one of their
+    /// overwrites are left out: these are in the doubts `unsettled`. It need not be the last one, which may not have
+    /// been written any more after a flush of the one before.
     pub(super) fn put_payload_home(&self, unsettled: Option<&Doubts>) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
             let run = Run { start: block, blocks: 1 };
             let (file, offset) = self.files.locate(run)?;
-            if let Some(announced) = unsettled.and_then(|doubts| doubts.awaited(block))
-                && self.has_content(&*file, offset, announced).during(|| format!("writing block {block} again"))?
+            let announced = unsettled.map(|doubts| doubts.awaited(block)).unwrap_or_default();
+            if !announced.is_empty()
+                && self.has_content(&*file, offset, &announced).during(|| format!("writing block {block} again"))?
             {
                 self.files.touch(run);
                 continue;
@@ -192,10 +197,10 @@ impl Engine {
         self.files.sync()
     }
 
-    /// Whether a block has the content with a checksum. If that content is in the page cache, it is written again: the
-    /// cache was dropped before, so another process has the file mapped, and after a failed flush the medium may lack
-    /// the content.
-    fn has_content(&self, file: &dyn File, offset: u64, sum: u32) -> std::io::Result<bool> {
+    /// Whether a block has the content with one of these checksums. If that content is in the page cache, it is written
+    /// again: the cache was dropped before, so another process has the file mapped, and after a failed flush the medium
+    /// may lack the content.
+    fn has_content(&self, file: &dyn File, offset: u64, sums: &[u32]) -> std::io::Result<bool> {
         let mut found = Buffer::zeroed(1);
         let cached = file.read_cached_at(&mut found, offset).unwrap_or(false);
         if !cached && let Err(error) = file.read_at(&mut found, offset) {
@@ -203,7 +208,7 @@ impl Engine {
             tracing::warn!(%error, "a block that was being overwritten cannot be read");
             return Ok(false);
         }
-        let complete = checksum(&found) == sum;
+        let complete = sums.contains(&checksum(&found));
         if complete && cached {
             file.write_at(&[&found], offset, false)?;
         }

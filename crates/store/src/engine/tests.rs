@@ -103,6 +103,11 @@ fn value(engine: &Engine, logical: u64) -> Result<u8> {
     Ok(block[0])
 }
 
+/// The entries of the next batch of a disk.
+fn oldest(head: &Head) -> Vec<crate::buffer::DirtyPiece> {
+    head.lock().oldest_pieces(writeback::BATCH_MAX)
+}
+
 /// The physical block of a logical block that may be overwritten in place.
 fn own_block(engine: &Engine, disk: u64, logical: u64) -> Run {
     let mut meta = engine.meta.lock();

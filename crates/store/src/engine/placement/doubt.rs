@@ -22,6 +22,8 @@ use rustc_hash::{FxHashMap, FxHashSet};
 pub struct Doubts {
     /// Overwrites that were announced.
     overwritten: FxHashMap<u64, Overwritten>,
+    /// Of blocks for which payload waits: the checksums of the announced overwrites before the last one.
+    earlier: FxHashMap<u64, Vec<u32>>,
     /// Blocks with a permit, and so with unknown content: journal position of the permit.
     permitted: FxHashMap<u64, u64>,
     /// Blocks with a permit that an earlier crash had already left suspect.
@@ -54,9 +56,17 @@ pub struct Settled {
 }
 
 impl Doubts {
-    /// Adds an overwrite of a block, announced at a journal position.
-    pub fn announced(&mut self, block: u64, position: u64, checksum: u32) {
-        let first = self.overwritten.get(&block).map_or(position, |before| before.first);
+    /// Adds an overwrite of a block, announced at a journal position. `has_payload` says whether journalled payload
+    /// for the block waits: only then the checksums of earlier overwrites matter.
+    pub fn announced(&mut self, block: u64, position: u64, checksum: u32, has_payload: bool) {
+        let before = self.overwritten.get(&block).copied();
+        let first = before.map_or(position, |before| before.first);
+        if let Some(before) = before.filter(|before| has_payload && before.checksum != checksum) {
+            let earlier = self.earlier.entry(block).or_default();
+            if !earlier.contains(&before.checksum) {
+                earlier.push(before.checksum);
+            }
+        }
         self.overwritten.insert(block, Overwritten { first, last: position, checksum });
     }
 
@@ -73,6 +83,7 @@ impl Doubts {
     /// block was freed. Permits stay: only a flush ends them.
     pub fn told(&mut self, block: u64) {
         self.overwritten.remove(&block);
+        self.earlier.remove(&block);
         self.inherited.remove(&block);
     }
 
@@ -86,9 +97,11 @@ impl Doubts {
         self.overwritten.contains_key(&block) || self.permitted.contains_key(&block) || self.inherited.contains(&block)
     }
 
-    /// The checksum of the last announced overwrite that is not settled.
-    pub fn awaited(&self, block: u64) -> Option<u32> {
-        self.overwritten.get(&block).map(|announced| announced.checksum)
+    /// The checksums of the announced overwrites that are not settled. All but the last are known only of blocks for
+    /// which payload waited when it was announced.
+    pub fn awaited(&self, block: u64) -> Vec<u32> {
+        let earlier = self.earlier.get(&block).into_iter().flatten().copied();
+        self.overwritten.get(&block).map(|announced| announced.checksum).into_iter().chain(earlier).collect()
     }
 
     /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks with
@@ -111,6 +124,8 @@ impl Doubts {
         });
         done.iter().filter(|one| one.overwritten).for_each(|one| {
             self.inherited.remove(&one.block);
+            // The payload that waits is out of date.
+            self.earlier.remove(&one.block);
         });
         // Sorted so that every run handles the blocks in the same order.
         done.sort_unstable();
@@ -143,13 +158,13 @@ mod tests {
     #[test]
     fn an_announced_overwrite_is_in_doubt_until_read_or_settled() {
         let mut doubts = Doubts::default();
-        doubts.announced(3, 10, 0xaa);
+        doubts.announced(3, 10, 0xaa, false);
         assert!(doubts.contains(3) && !doubts.contains(4));
-        assert_eq!(doubts.awaited(3), Some(0xaa));
+        assert_eq!(doubts.awaited(3), [0xaa]);
         assert!(doubts.settle(10).is_empty(), "a flush up to its position does not cover it");
         assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: true, certain: true }]);
         assert!(!doubts.contains(3));
-        doubts.announced(3, 20, 0xbb);
+        doubts.announced(3, 20, 0xbb, false);
         doubts.told(3);
         assert!(!doubts.contains(3));
     }
@@ -157,12 +172,28 @@ mod tests {
     #[test]
     fn older_payload_is_outdated_when_the_first_of_several_overwrites_is_settled() {
         let mut doubts = Doubts::default();
-        doubts.announced(3, 10, 0xaa);
-        doubts.announced(3, 20, 0xbb);
+        doubts.announced(3, 10, 0xaa, false);
+        doubts.announced(3, 20, 0xbb, false);
         assert_eq!(doubts.settle(15), [Settled { block: 3, overwritten: true, certain: false }]);
-        assert_eq!(doubts.awaited(3), Some(0xbb));
+        assert_eq!(doubts.awaited(3), [0xbb]);
         assert!(doubts.settle(20).is_empty());
         assert_eq!(doubts.settle(21), [Settled { block: 3, overwritten: true, certain: true }]);
+    }
+
+    #[test]
+    fn all_overwrites_of_a_block_with_payload_are_awaited() {
+        let mut doubts = Doubts::default();
+        for (position, checksum) in [(10, 0xaa), (20, 0xbb), (30, 0xaa), (40, 0xbb), (50, 0xcc)] {
+            doubts.announced(3, position, checksum, true);
+            doubts.announced(4, position, checksum, false);
+        }
+        assert_eq!((doubts.awaited(3), doubts.awaited(4)), (vec![0xcc, 0xaa, 0xbb], vec![0xcc]));
+        let settled = doubts.clone().settle(15);
+        assert!(settled.iter().all(|one| one.overwritten));
+        doubts.settle(15);
+        assert_eq!(doubts.awaited(3), [0xcc], "the payload is out of date");
+        doubts.told(3);
+        assert!(doubts.awaited(3).is_empty());
     }
 
     #[test]
@@ -172,8 +203,8 @@ mod tests {
         assert!(doubts.settle(10).is_empty(), "a flush up to its position does not cover it");
         doubts.told(3);
         assert!(doubts.contains(3));
-        assert_eq!(doubts.awaited(3), None);
-        doubts.announced(3, 12, 0xaa);
+        assert!(doubts.awaited(3).is_empty());
+        doubts.announced(3, 12, 0xaa, false);
         assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: false, certain: false }]);
         assert_eq!(doubts.settle(13), [Settled { block: 3, overwritten: true, certain: true }]);
     }
@@ -190,7 +221,7 @@ mod tests {
             known(&mut doubts);
             assert_eq!(doubts.settle(13), [Settled { block: 3, overwritten: false, certain: true }]);
         }
-        doubts.announced(3, 14, 0xaa);
+        doubts.announced(3, 14, 0xaa, false);
         assert_eq!(doubts.settle(15), [Settled { block: 3, overwritten: true, certain: true }]);
     }
 }

@@ -258,8 +258,14 @@ impl InFlight {
 
     /// Ends the watches of blocks that are freed, or of which a write begins.
     pub fn end_watches(&mut self, run: Run) {
-        if !self.watched.is_empty() {
-            self.watched.retain(|block, _| *block < run.start || *block >= run.start + run.blocks);
+        let blocks = run.start..run.start + run.blocks;
+        // Called under the metadata lock, for each run that is freed.
+        if run.blocks < self.watched.len() as u64 {
+            for block in blocks {
+                self.watched.remove(&block);
+            }
+        } else if !self.watched.is_empty() {
+            self.watched.retain(|block, _| !blocks.contains(block));
         }
     }
 

@@ -566,8 +566,23 @@ fn an_overwrite_that_only_the_page_cache_has_becomes_durable_in_a_repair() {
 /// Programs that wrote version 1 ended a flush without the record that settled the overwrites.
 #[test]
 fn an_overwrite_in_a_crashed_datastore_of_version_1_is_kept() {
-    let (disk, engine) = overwritten();
-    drop(engine);
+    for announced_again in [false, true] {
+        let (disk, engine) = overwritten();
+        if announced_again {
+            // The flush of the overwrite has ended, and the next one was not written.
+            engine.files.sync().unwrap();
+            let checksums = vec![crate::checksum(&slice(3, 1))];
+            let announced = Operation::Overwrite { run: own_block(&engine, 1, 0), checksums };
+            engine.append_urgent(&mut engine.log.lock(), &[announced]).unwrap();
+        }
+        drop(engine);
+        as_of_version_1(&disk);
+        assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2, "announced again: {announced_again}");
+    }
+}
+
+/// Makes a datastore one that a program of version 1 has written.
+fn as_of_version_1(disk: &SimulatedDisk) {
     let file = disk.directory().open(SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
     for copy in 0..2 {
         let (mut block, at) = (Buffer::zeroed(1), copy * BLOCK_SIZE as u64);
@@ -578,7 +593,6 @@ fn an_overwrite_in_a_crashed_datastore_of_version_1_is_kept() {
         block[12..16].copy_from_slice(&sum.to_le_bytes());
         file.write_at(&[&block], at, true).unwrap();
     }
-    assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
 }
 
 /// All versions of some blocks of a guest's file system have one checksum, because they end with a CRC32C of their own.

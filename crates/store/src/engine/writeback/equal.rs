@@ -26,8 +26,8 @@
 //!    ([`VERSION_SHARED_WRITES`]), and that these may be in packs ([`VERSION_WRITES_TO_PACKS`]).
 //! 7. Thick disks get no such blocks, and theirs are not mapped: their writes must never need new space.
 
+use super::BATCH_STRIDE;
 use super::known::KnownBlocks;
-use super::{BATCH_STRIDE, batch_blocks};
 use crate::buffer::{Content, DirtyPiece, Held};
 use crate::engine::locked_buffers::LockedBuffers;
 use crate::engine::log::{VERSION_SHARED_WRITES, VERSION_WRITES_TO_PACKS};
@@ -41,6 +41,7 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::{Result, checksum, is_lost, tree};
 use backend::BLOCK_SIZE;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::cell::LazyCell;
 use std::ops::Range;
 
 /// The most runs of stored blocks that are read for one batch of write-back, without those that follow the one before
@@ -62,6 +63,9 @@ pub struct EqualWrites {
     hints: Mutex<Hints>,
     /// Blocks of data that were not written, because they were stored already.
     mapped: AtomicU64,
+    /// Set by a test that maps no small parts of packs.
+    #[cfg(test)]
+    pub(in crate::engine) leaves_small_parts: AtomicBool,
 }
 
 /// The most blocks that are noted under the lock of the hints at once.
@@ -70,6 +74,19 @@ const NOTED_TOGETHER: usize = 256;
 impl EqualWrites {
     fn has_any(&self) -> bool {
         self.any.load(Ordering::Acquire)
+    }
+
+    fn maps_any_part(&self) -> bool {
+        #[cfg(test)]
+        if self.leaves_small_parts.load(Ordering::Relaxed) {
+            return false;
+        }
+        ANY_PART
+    }
+
+    /// Whether new data of a disk is looked for.
+    pub(super) fn has(&self, disk: u64) -> bool {
+        self.has_any() && self.hints.lock().number_of(disk).is_some()
     }
 
     /// Notes which blocks a disk has got. Called after writes; all that is noted may be out of date at once.
@@ -180,9 +197,10 @@ impl EqualRuns<'_> {
 }
 
 impl EqualRuns<'_> {
-    /// Leaves out parts of packs that would keep more blocks in use than they need as plain blocks.
+    /// Leaves out parts of packs that would keep more blocks in use than they need as plain blocks: fewer of their
+    /// blocks may be equal than was expected.
     fn leave_small_parts(&mut self) {
-        if ANY_PART {
+        if self.engine.writeback.equal.maps_any_part() {
             return;
         }
         let small = small_parts(self.runs.iter().map(|run| (run.stored, run.blocks())));
@@ -225,12 +243,11 @@ impl Engine {
         }
     }
 
-    /// Compares the data of the next batch of write-back with stored blocks, if [`Engine::reduces_batch`].
-    pub(in crate::engine) fn equal_runs_of_batch(&self, head: &Head) -> EqualRuns<'_> {
+    /// Compares the data of a batch of write-back with stored blocks, if [`Engine::reduces_batch`].
+    pub(in crate::engine) fn equal_runs_of_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> EqualRuns<'_> {
         if !self.writeback.equal.has_any() || !self.reduces_batch(head.id) {
             return self.no_equal_runs();
         }
-        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
         let new: Vec<NewData<'_>> = pieces
             .iter()
             // An entry without reserved nodes overwrites blocks in place, unless they are held now.
@@ -250,14 +267,16 @@ impl Engine {
     pub(super) fn equal_runs(&self, disk: u64, new: &[NewData<'_>], beside: Range<u64>, reads: usize) -> EqualRuns<'_> {
         let mut found = self.no_equal_runs();
         let mut known = KnownBlocks::new(reads);
-        'candidates: for candidate in self.candidates(disk, new, &beside) {
+        let candidates = self.candidates(disk, new, &beside);
+        let small = LazyCell::new(|| self.planned_small_parts(disk, &candidates));
+        'candidates: for candidate in &candidates {
             let mut at = 0;
             while at < candidate.blocks.len() {
                 if !known.may_compare(&candidate.hint_at(at)) {
                     at += 1;
                     continue;
                 }
-                match self.compare(disk, &candidate, at, &mut known) {
+                match self.compare(disk, candidate, at, &mut known, &|pack| small.contains(&pack)) {
                     Ok((blocks, run)) => {
                         at += blocks as usize;
                         found.runs.extend(run);
@@ -302,29 +321,60 @@ impl Engine {
         candidates
     }
 
+    /// The packs of which all candidates together would map a part that is too small. Nothing is read for them:
+    /// otherwise data with one stored block in each window would be read in vain for each of its batches.
+    fn planned_small_parts(&self, disk: u64, candidates: &[Candidate<'_>]) -> FxHashSet<u64> {
+        if self.writeback.equal.maps_any_part() {
+            return FxHashSet::default();
+        }
+        let mut parts = Vec::new();
+        for candidate in candidates {
+            let mut at = 0;
+            while at < candidate.blocks.len() {
+                let blocks = match self.plan(disk, candidate, at, candidate.blocks.len()) {
+                    Ok(Equal::Blocks(found)) => {
+                        parts.push((found.first, found.blocks));
+                        found.blocks
+                    }
+                    Ok(Equal::Not(blocks)) => blocks,
+                    Ok(Equal::Gone) | Err(_) => 1,
+                };
+                at += blocks as usize;
+            }
+        }
+        small_parts(parts.into_iter())
+    }
+
+    /// Looks up where the blocks `at..end` of a candidate are stored.
+    fn plan(&self, disk: u64, candidate: &Candidate<'_>, at: usize, end: usize) -> Result<Equal> {
+        let hint = candidate.hint_at(at);
+        let sums: Vec<u32> = candidate.blocks[at..end].iter().map(|block| block.sum).collect();
+        let logical = candidate.logical + at as u64..candidate.logical + end as u64;
+        self.meta.look(|meta| meta.plan_equal(disk, logical.clone(), (hint.disk, hint.logical), &sums))
+    }
+
     /// Compares the first blocks of a candidate from `at` on. Returns for how many blocks the result is, and the run if
-    /// they are equal to stored ones. Blocks that are known are not read again.
+    /// they are equal to stored ones. Blocks that are known are not read again, and packs of which the part is too
+    /// small are not read.
     fn compare<'d>(
         &self,
         disk: u64,
         candidate: &Candidate<'d>,
         at: usize,
         known: &mut KnownBlocks<'d>,
+        is_small: &dyn Fn(u64) -> bool,
     ) -> Result<(u64, Option<EqualRun>)> {
         let blocks = &candidate.blocks[at..];
         let hint = candidate.hint_at(at);
-        let sums: Vec<u32> = blocks.iter().map(|block| block.sum).collect();
         let start = candidate.logical + at as u64;
-        let logical = start..start + blocks.len() as u64;
-        let plan = |blocks: u64| {
-            let range = logical.start..logical.start + blocks;
-            self.meta.look(|meta| meta.plan_equal(disk, range.clone(), (hint.disk, hint.logical), &sums))
-        };
-        let found = match plan(logical.end - logical.start)? {
+        let found = match self.plan(disk, candidate, at, candidate.blocks.len())? {
+            Equal::Blocks(found) if found.first.packed.is_some() && is_small(found.first.physical) => {
+                return Ok((found.blocks, None));
+            }
             Equal::Blocks(found) => found,
             Equal::Not(blocks) => return Ok((blocks, None)),
             Equal::Gone => {
-                self.writeback.equal.hints.lock().forget(hint, sums[0]);
+                self.writeback.equal.hints.lock().forget(hint, blocks[0].sum);
                 return Ok((1, None));
             }
         };
@@ -345,7 +395,7 @@ impl Engine {
             engine: self,
             runs: vec![EqualRun {
                 logical: start..start + count,
-                checksums: sums[..count as usize].to_vec(),
+                checksums: blocks.iter().map(|block| block.sum).collect(),
                 parts: parts_of(start, blocks),
                 number: candidate.number,
                 hint,
@@ -356,7 +406,8 @@ impl Engine {
         };
         // From here on every change ends the watches.
         let equal = &mut watched.runs[0];
-        if !matches!(plan(count)?, Equal::Blocks(found) if equal.is_of(&found)) {
+        let again_planned = self.plan(disk, candidate, at, at + count as usize)?;
+        if !matches!(again_planned, Equal::Blocks(found) if equal.is_of(&found)) {
             return Ok((count, None));
         }
         if again {

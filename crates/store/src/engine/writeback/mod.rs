@@ -14,6 +14,7 @@ mod others;
 mod packs;
 mod payload;
 mod plan;
+mod prepared;
 mod through;
 
 pub(crate) use homes::{LANE_DEPTH, SLICES_MAX};
@@ -28,11 +29,12 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
-use equal::{EqualRuns, EqualWrites};
+use equal::EqualWrites;
 use failing::Failing;
 use inline::InlineWrites;
-use packs::{BufferedPack, PackedWrites};
+use packs::PackedWrites;
 pub(crate) use plan::{Buffered, Plan};
+use prepared::{Chosen, Turn, Wanted};
 use std::sync::Arc;
 
 /// The most blocks of data per batch.
@@ -181,10 +183,12 @@ impl Drop for UnderWay<'_> {
 
 /// The result of a batch.
 enum Batch {
-    /// Nothing is buffered.
+    /// Nothing is buffered, or nothing that was wanted.
     Empty,
-    /// The whole batch is written.
+    /// The whole batch is written, as far as its data was still buffered.
     Done,
+    /// Metadata that was missing is in memory now, or lost for good: the batch is to be tried again.
+    Again,
     /// A part of the batch is still buffered, because there was no room for this cost.
     Refused(Cost),
 }
@@ -205,48 +209,27 @@ impl Engine {
     }
 
     fn write_back_next(&self) -> Result<bool> {
-        let mut fetch = Fetch::default();
+        self.check_running()?;
+        self.pace()?;
+        match self.serve_next(|turn| self.write_back_turn(turn)) {
+            Some(written) => written.map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    fn write_back_turn(&self, turn: Turn<'_>) -> Result<()> {
+        let (mut fetch, head) = (Fetch::default(), turn.head);
+        let mut next = Some(turn);
         loop {
             fetch.begin();
+            let turn = next.take().unwrap_or_else(|| Turn::wait(self, head));
+            match self.write_back_batch(turn, Wanted::Oldest, &mut fetch)? {
+                Batch::Empty | Batch::Done => return Ok(()),
+                Batch::Refused(cost) => return self.make_room(cost),
+                Batch::Again => {}
+            }
             self.check_running()?;
             self.pace()?;
-            let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
-            let _surveyed = next.as_ref().map(|head| self.bring_in_batch(head, &fetch));
-            let equal = next.as_ref().map(|head| (head, self.equal_runs_of_batch(head)));
-            let packs = equal.as_ref().map(|(head, equal)| self.packs_of_batch(head, equal)).unwrap_or_default();
-            let appends = self.admit_append()?;
-            let mut lane = self.writeback.lock();
-            let mapped = equal.as_ref().map_or(Ok(false), |(head, equal)| self.map_equal_runs(head, equal))?;
-            drop(equal);
-            let packs_for = |id: u64| if next.as_ref().is_some_and(|head| head.id == id) { &packs[..] } else { &[] };
-            let mut batches = self.heads_in_turn().into_iter().map(|head| {
-                let batch = self.write_back(&mut lane, &head, packs_for(head.id), &mut fetch);
-                (head.id, batch)
-            });
-            let served = batches.find(|(_, batch)| !matches!(batch, Ok(Batch::Empty)));
-            drop(batches);
-            let Some((disk, batch)) = served else { return Ok(mapped) };
-            let batch = match batch {
-                Err(error) => match self.isolate_or_fail(error, fetch, (lane, appends)) {
-                    Ok(Some(again)) => {
-                        fetch = again;
-                        continue;
-                    }
-                    isolated => {
-                        // The disk is recorded after a failure too, so that the next attempt serves another one.
-                        self.writeback.served.store(disk, Ordering::Relaxed);
-                        return isolated.map(|_| true);
-                    }
-                },
-                Ok(batch) => batch,
-            };
-            self.writeback.served.store(disk, Ordering::Relaxed);
-            MutexGuard::unlock_fair(lane);
-            drop(appends);
-            if let Batch::Refused(cost) = batch {
-                self.make_room(cost)?;
-            }
-            return Ok(true);
         }
     }
 
@@ -267,40 +250,25 @@ impl Engine {
             fetch.begin();
             self.check_running()?;
             self.pace()?;
-            let _surveyed = self.bring_in_batch(head, &fetch);
-            let equal: EqualRuns<'_> = self.equal_runs_of_batch(head);
-            let packs = self.packs_of_batch(head, &equal);
-            let appends = self.admit_append()?;
-            let mut lane = self.writeback.lock();
-            self.map_equal_runs(head, &equal)?;
-            drop(equal);
-            let batch = match self.write_back(&mut lane, head, &packs, &mut fetch) {
-                Err(error) => {
-                    fetch = self.isolate_or_fail(error, fetch, (lane, appends))?.unwrap_or_default();
-                    continue;
-                }
-                Ok(batch) => batch,
-            };
-            MutexGuard::unlock_fair(lane);
-            drop(appends);
-            fetch = Fetch::default();
-            match batch {
+            match self.write_back_batch(Turn::wait(self, head), Wanted::Oldest, &mut fetch)? {
                 Batch::Empty => return Ok(()),
                 // Clients of the disk fill its buffer as fast as this loop empties it, so it may never be empty. A
                 // flush ends nevertheless, and leaves nothing in the buffers that was acknowledged before it.
                 Batch::Done if rounds == 0 => return self.flush(),
                 Batch::Done => rounds -= 1,
+                Batch::Again => {}
                 Batch::Refused(cost) => self.make_room(cost)?,
             }
         }
     }
 
-    /// Reads ahead the metadata that the next batch will need. Called before the batch takes locks.
-    fn bring_in_batch(&self, head: &Head, fetch: &Fetch) -> Fetch {
+    /// Reads ahead the metadata that a batch of the oldest `most` blocks will need. Called before the batch takes its
+    /// locks.
+    fn bring_in_batch(&self, head: &Head, most: u64, fetch: &Fetch) -> Fetch {
         if fetch.has_lost() || self.meta.lock().pages.is_warm() {
             return Fetch::default();
         }
-        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
+        let pieces = head.lock().oldest_pieces(most);
         self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
@@ -329,13 +297,12 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk, with packs of entries that may be in it. After an error, `fetch` may have the reason: see
-    /// [`Fetch::require`].
-    fn write_back(&self, lane: &mut Lane, head: &Head, packs: &[BufferedPack], fetch: &mut Fetch) -> Result<Batch> {
+    /// One batch of one disk. After an error, `fetch` may have the reason: see [`Fetch::require`].
+    fn write_back(&self, lane: &mut Lane, head: &Head, chosen: Chosen<'_>, fetch: &mut Fetch) -> Result<Batch> {
         let _under_way = self.begin_batch();
-        let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
-        let Some(mut pieces) = self.next_pieces(head, batch, fetch)? else { return Ok(Batch::Empty) };
+        let Some(mut pieces) = self.next_pieces(head, chosen.pieces, fetch)? else { return Ok(Batch::Empty) };
+        let packs = chosen.packs;
         let mut waited = false;
         let (mut meta, mut plan, grant) = loop {
             let mut meta = self.meta.lock();
@@ -401,13 +368,23 @@ impl Engine {
         Ok(refused.map_or(Batch::Done, Batch::Refused))
     }
 
-    /// Up to `most` blocks of the oldest layer that has entries. Snapshots of older, empty layers are sealed.
-    fn next_pieces(&self, head: &Head, most: u64, fetch: &mut Fetch) -> Result<Option<Vec<DirtyPiece>>> {
+    /// The entries of a batch of the oldest layer that has entries; of `chosen` ones, those that are still there.
+    /// Snapshots of older, empty layers are sealed.
+    fn next_pieces(
+        &self,
+        head: &Head,
+        chosen: Option<&[DirtyPiece]>,
+        fetch: &mut Fetch,
+    ) -> Result<Option<Vec<DirtyPiece>>> {
         let mut buffer = head.lock();
         loop {
             let (layer, closed) = buffer.layers.oldest();
             if !layer.is_empty() {
-                return Ok(Some(buffer.oldest_pieces(most)));
+                let pieces = match chosen {
+                    Some(chosen) => layer.left_of(chosen),
+                    None => buffer.oldest_pieces(self.blocks_of_batch()),
+                };
+                return Ok(Some(pieces).filter(|pieces| !pieces.is_empty()));
             }
             if !closed {
                 return Ok(None);

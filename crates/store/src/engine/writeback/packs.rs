@@ -12,7 +12,6 @@
 //!    that bypasses the buffer may use packs, because nothing of its range is buffered.
 //! 3. Nothing is compressed under a lock that reads or other writes need.
 
-use super::batch_blocks;
 use super::equal::EqualRuns;
 use super::plan::{BlockWrite, Origin};
 use crate::buffer::{Content, DirtyPiece};
@@ -213,15 +212,19 @@ impl Meta {
 }
 
 impl Engine {
-    /// Compresses those windows of the next batch of write-back that are buffered as a whole and are mapped nowhere
+    /// Compresses those windows of a batch of write-back that are buffered as a whole and are mapped nowhere
     /// yet, or only to blocks that other trees share, and have no data that is `equal` to stored blocks, if
     /// [`Engine::reduces_batch`].
-    pub(in crate::engine) fn packs_of_batch(&self, head: &Head, equal: &EqualRuns<'_>) -> Vec<BufferedPack> {
+    pub(in crate::engine) fn packs_of_batch(
+        &self,
+        head: &Head,
+        pieces: &[DirtyPiece],
+        equal: &EqualRuns<'_>,
+    ) -> Vec<BufferedPack> {
         let Some(packer) = self.writeback.packed.of(head.id) else { return Vec::new() };
         if packer.plain.swap(false, Ordering::AcqRel) || !self.reduces_batch(head.id) {
             return Vec::new();
         }
-        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
         let mut packs = Vec::new();
         // Runs of adjacent entries with data.
         for run in pieces.chunk_by(|left, right| left.is_data() && right.is_data() && left.end() == right.logical) {

@@ -87,12 +87,11 @@ fn a_flush_compresses_new_data_first_if_clients_wait_for_it() {
         (32..64).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(7))).unwrap());
         engine.flush().unwrap();
         assert_eq!(place(&engine, 1, 40).1, inline);
-        assert!(!engine.has_data_to_reduce());
+        assert!(engine.pieces_to_reduce(&head, u64::MAX, 100).is_none());
         drop(engine);
         let engine = open(&disk.crash()).unwrap();
         all_hold(&engine, 32..64, 7);
         is_whole(&engine);
-        assert_eq!(engine.batches_to_reduce(), 0, "the setting is not stored");
     }
 }
 
@@ -100,16 +99,18 @@ fn a_flush_compresses_new_data_first_if_clients_wait_for_it() {
 #[test]
 fn a_flush_appends_overwrites_to_the_journal_also_if_clients_wait_for_compression() {
     let (_disk, engine) = packing();
-    fill(&engine, 5, 8, 1, false);
+    // No whole window at once, so the blocks are plain.
+    fill(&engine, 0, 16, 1, false);
+    fill(&engine, 16, 16, 1, false);
     quiet(&engine);
     engine.reduce_inline(1);
     let head = engine.head(1);
-    (5..9).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(9))).unwrap());
-    assert!(engine.batches_to_reduce() > 0 && !engine.has_data_to_reduce());
+    (0..32).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(9))).unwrap());
+    assert!(engine.pieces_to_reduce(&head, u64::MAX, 100).is_none());
     let written = engine.counters.blocks_written.load(Ordering::Relaxed);
     engine.flush().unwrap();
     assert_eq!(engine.counters.blocks_written.load(Ordering::Relaxed), written);
-    all_hold(&engine, 5..9, 9);
+    all_hold(&engine, 0..32, 9);
 }
 
 #[test]
@@ -269,7 +270,8 @@ fn an_entry_that_was_replaced_is_not_taken_from_a_pack() {
     let (_disk, engine) = packing();
     let head = engine.head(1);
     (0..32).for_each(|block| engine.write_blocks(&head, block, mixed(std::iter::once(1))).unwrap());
-    let packs = engine.packs_of_batch(&head, &engine.equal_runs_of_batch(&head));
+    let pieces = oldest(&head);
+    let packs = engine.packs_of_batch(&head, &pieces, &engine.equal_runs_of_batch(&head, &pieces));
     assert_eq!(packs.len(), 1);
     let parts = |engine: &Engine| {
         let pieces = engine.head(1).lock().oldest_pieces(100);

@@ -1,5 +1,6 @@
 //! New data that is stored already: at write-back, and by writes that bypass the buffer, the stored blocks are mapped.
 
+mod batches;
 mod packed;
 mod recovered;
 mod repeated;
@@ -138,7 +139,7 @@ fn a_disk_that_has_left_its_domain_is_no_source() {
     let (_disk, engine, other) = stored(1);
     put(&engine, other, 7, 1);
     let head = engine.head(other);
-    let equal = engine.equal_runs_of_batch(&head);
+    let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
     assert_eq!(equal.runs.len(), 1);
     engine.share_writes_of(&[(1, "e".into()), (other, "d".into())], MEMORY);
     assert!(!engine.map_equal_runs(&head, &equal).unwrap());
@@ -190,7 +191,7 @@ fn a_block_that_is_overwritten_meanwhile_is_not_mapped() {
             if after && !through {
                 (0..40).for_each(|block| put(&engine, other, 100 + block, 1 + block as u8));
                 let head = engine.head(other);
-                let equal = engine.equal_runs_of_batch(&head);
+                let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
                 assert_eq!(equal.runs.len(), 1);
                 overwrite();
                 assert!(!engine.map_equal_runs(&head, &equal).unwrap());
@@ -228,7 +229,7 @@ fn a_block_is_not_mapped_after_it_was_changed_in_any_way() {
         let (_disk, engine, other) = stored(60);
         put(&engine, other, 100, 4);
         let head = engine.head(other);
-        let equal = engine.equal_runs_of_batch(&head);
+        let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
         assert_eq!(equal.runs.len(), 1);
         assert!(!engine.meta.lock().in_flight.watches_nothing());
         change(&engine);
@@ -263,7 +264,7 @@ fn other_content_with_the_same_checksum_is_not_mapped() {
         // The stored block is overwritten in place after it was compared.
         write(other, 200, 1..2);
         let head = engine.head(other);
-        let equal = engine.equal_runs_of_batch(&head);
+        let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
         assert_eq!(equal.runs.len(), 1);
         write(1, 0, 5..6);
         engine.settle(&engine.head(1)).unwrap();
@@ -287,7 +288,7 @@ fn a_block_that_is_freed_meanwhile_is_not_mapped() {
     let (_disk, engine, other) = stored(10);
     put(&engine, other, 100, 4);
     let head = engine.head(other);
-    let equal = engine.equal_runs_of_batch(&head);
+    let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
     assert_eq!(equal.runs.len(), 1);
     engine.discard_blocks(&engine.head(1), 0..10).unwrap();
     engine.settle(&engine.head(1)).unwrap();
@@ -346,7 +347,7 @@ fn data_over_which_another_write_is_buffered_is_written() {
     let (_disk, engine, other) = stored(10);
     let head = engine.head(other);
     put(&engine, other, 100, 4);
-    let equal = engine.equal_runs_of_batch(&head);
+    let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
     assert_eq!(equal.runs.len(), 1);
     let taken = take(&engine, other, "s");
     put(&engine, other, 100, 5);
@@ -383,7 +384,8 @@ fn nothing_is_compared_while_clients_wait_for_room_in_the_buffers() {
     let (_disk, engine, other) = stored(10);
     let half = engine.buffers.limit() / 2;
     (0..=half).for_each(|block| put(&engine, other, 100 + block, 1 + (block % 10) as u8));
-    assert!(engine.equal_runs_of_batch(&engine.head(other)).runs.is_empty());
+    let head = engine.head(other);
+    assert!(engine.equal_runs_of_batch(&head, &oldest(&head)).runs.is_empty());
     quiet(&engine);
     assert!(engine.shared_writes() < half / 2);
     is_whole(&engine);
@@ -442,7 +444,7 @@ fn data_that_is_replaced_after_it_was_compared_is_not_mapped() {
     let (_disk, engine, other) = stored(10);
     let head = engine.head(other);
     (0..10).for_each(|block| put(&engine, other, 100 + block, 1 + block as u8));
-    let equal = engine.equal_runs_of_batch(&head);
+    let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
     put(&engine, other, 103, 99);
     assert!(!engine.map_equal_runs(&head, &equal).unwrap());
     drop(equal);
@@ -463,7 +465,7 @@ fn changes_no_more_pages_than_admitted(engine: &Engine, other: u64, write: impl 
         }
         quiet(engine);
         write(round, (round * 37) % 1200);
-        let equal = engine.equal_runs_of_batch(&head);
+        let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
         assert!(!equal.runs.is_empty());
         let before = engine.meta.lock().dirty_pages();
         let cost = equal.runs.iter().map(|run| engine.meta.lock().cost(&run.operation(other)).unwrap().pages);
@@ -482,7 +484,8 @@ fn mapping_changes_no_more_pages_than_it_was_admitted_for() {
     let (_disk, engine, other) = stored(200);
     changes_no_more_pages_than_admitted(&engine, other, |round, at| {
         put(&engine, other, at, 1 + round as u8);
-        assert_eq!(engine.equal_runs_of_batch(&engine.head(other)).runs.len(), 1);
+        let head = engine.head(other);
+        assert_eq!(engine.equal_runs_of_batch(&head, &oldest(&head)).runs.len(), 1);
     });
 }
 

@@ -438,7 +438,9 @@ pub fn replay(base: &Metadata, journal: &[Record], ordered: usize, fault: Fault)
 
 fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fault: Fault) {
     match op {
-        Op::Overwrite { block, value } => doubts.announced(block as u64, position, checksum_of(value)),
+        Op::Overwrite { block, value } => {
+            doubts.announced(block as u64, position, checksum_of(value), now.logged[block].is_some());
+        }
         Op::Announce { block } => doubts.permitted(block as u64, position, now.entries[block].suspect),
         Op::Synced { position } => {
             for one in doubts.settle(position as u64) {
@@ -485,7 +487,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64, fa
 pub fn payload_of(now: &Metadata, doubts: &Doubts, medium: &[Content; BLOCKS], fault: Fault) -> Vec<(usize, Value)> {
     let seems_whole = |block: usize| {
         let Content(first, second) = medium[block];
-        let whole = first == second && doubts.awaited(block as u64) == Some(checksum_of(first));
+        let whole = first == second && doubts.awaited(block as u64).contains(&checksum_of(first));
         fault == Fault::PayloadLeftForChecksum && whole
     };
     (0..BLOCKS).filter(|block| !seems_whole(*block)).filter_map(|block| Some((block, now.logged[block]?))).collect()

@@ -229,7 +229,7 @@ fn a_pack_that_is_freed_meanwhile_is_not_mapped() {
         let (stored, _) = stored_at(&engine, 1, 3);
         let head = engine.head(other);
         engine.write_blocks(&head, 100, mixed(4..5)).unwrap();
-        let equal = engine.equal_runs_of_batch(&head);
+        let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
         assert_eq!((equal.runs.len(), watches_nothing(&engine)), (1, false));
         change(&engine);
         engine.settle(&engine.head(1)).unwrap();
@@ -255,7 +255,7 @@ fn a_pack_that_is_freed_and_written_again_meanwhile_is_not_mapped() {
     let stored = stored_at(&engine, 1, 3);
     let head = engine.head(other);
     engine.write_blocks(&head, 100, mixed(4..5)).unwrap();
-    let equal = engine.equal_runs_of_batch(&head);
+    let equal = engine.equal_runs_of_batch(&head, &oldest(&head));
     assert_eq!(equal.runs.len(), 1);
     for round in 0.. {
         engine.discard_blocks(&engine.head(1), 0..32).unwrap();
