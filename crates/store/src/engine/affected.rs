@@ -3,16 +3,20 @@
 //! One walk over all trees finds them for several damaged places. A text names a limited number of them, and the
 //! finding lists all, up to a limit for each disk.
 
-use super::check::Root;
+use super::check::{Report, Root};
 use super::metadata::Sight;
 use super::scrub::{DamagedPlace, Spans};
 use crate::Result;
+use crate::space::TABLE_ENTRIES;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Places of a finding in one disk or snapshot. The last one contains all further ones.
 const SPANS_MAX: usize = 16;
 /// Places of one block in one disk or snapshot that are told apart when blocks are counted.
 const SPANS_COUNTED: usize = 1 << 12;
+/// Blocks in use without references in the table that a check reports one by one.
+const ABSENT_LISTED: usize = 8;
 /// Disks and snapshots that the text of a finding names, and places in each; further ones are counted.
 const NAMED_MAX: usize = 8;
 
@@ -121,6 +125,38 @@ impl Sight<'_> {
         self.search_trees(&places, SPANS_COUNTED, &trees, |root| root.node, &|| true, &mut found)?;
         Ok(owners)
     }
+}
+
+/// Reports blocks that trees refer to and that have no references in the table, with what a repair did for each. If
+/// there are many, pages of the table have lost entries, as when recovery has written to a page that the medium returns
+/// as zeros.
+pub(super) fn report_absent(
+    sight: &mut Sight<'_>,
+    roots: &[Root],
+    absent: Vec<(u64, Option<String>)>,
+    report: &mut Report,
+) -> Result<()> {
+    let (Some((first, _)), Some((last, _))) = (absent.first(), absent.last()) else { return Ok(()) };
+    if absent.len() <= ABSENT_LISTED {
+        for (block, done) in absent {
+            let text = format!("data block {block}, which is in use, has no references in the table");
+            report.add(text, done);
+        }
+        return Ok(());
+    }
+    let owners = sight.owners_of_blocks(roots, absent.iter().map(|(block, _)| *block))?;
+    let pages: BTreeSet<u64> = absent.iter().map(|(block, _)| block / TABLE_ENTRIES).collect();
+    let text = format!(
+        "{} data blocks between {first} and {last}, which are in use, have no references in data.table ({} of its pages, \
+         from {} on): blocks of 4 KiB: {}",
+        absent.len(),
+        pages.len(),
+        first / TABLE_ENTRIES,
+        owners.blocks()
+    );
+    let done = absent.iter().all(|(_, done)| done.is_some()).then(|| "counted from the trees".to_owned());
+    report.add_at(text, done, owners.places());
+    Ok(())
 }
 
 /// Sorts ranges, and joins those that touch.

@@ -11,7 +11,7 @@
 //! the trees again.
 
 use super::Engine;
-use super::affected::Affected;
+use super::affected::{Affected, report_absent};
 use super::checkpoint::Purpose;
 use super::files::data_file_name;
 use super::metadata::{Effects, Sight, View};
@@ -333,7 +333,7 @@ impl Engine {
                 self.compare_nodes(sight, &nodes, repair, report)?;
             }
             self.renew_block_tables(sight, &roots, &damaged, &mut window, repair, report)?;
-            self.compare_blocks(sight, &window, repair, report)?;
+            self.compare_blocks(sight, &roots, &window, repair, report)?;
             let there = self.files.count() * FILE_BLOCKS;
             for block in window.range.start.max(there)..window.range.end {
                 if window.counts[(block - window.range.start) as usize] > 0 {
@@ -483,7 +483,15 @@ impl Engine {
         Ok(())
     }
 
-    fn compare_blocks(&self, sight: &mut Sight<'_>, window: &Window, repair: bool, report: &mut Report) -> Result<()> {
+    fn compare_blocks(
+        &self,
+        sight: &mut Sight<'_>,
+        roots: &[Root],
+        window: &Window,
+        repair: bool,
+        report: &mut Report,
+    ) -> Result<()> {
+        let mut absent = Vec::new();
         for (block, counted) in window.range.clone().zip(&window.counts) {
             let counted = counted & !WRITTEN;
             report.blocks += u64::from(counted > 0);
@@ -505,12 +513,14 @@ impl Engine {
                 sight.data.repair_references(sight.pages, block, counted)?;
                 done = Some(format!("set to {counted}"));
             }
-            report.add(
-                format!("data block {block} has {known} references in the table and {counted} in the trees"),
-                done,
-            );
+            if known == 0 {
+                absent.push((block, done));
+                continue;
+            }
+            let text = format!("data block {block} has {known} references in the table and {counted} in the trees");
+            report.add(text, done);
         }
-        Ok(())
+        report_absent(sight, roots, absent, report)
     }
 }
 

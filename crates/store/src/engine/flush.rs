@@ -29,6 +29,7 @@ use crate::tree::{self, NodeId};
 use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
+use std::time::Instant;
 
 /// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;
@@ -137,8 +138,9 @@ impl Engine {
         // after these rounds the buffers accept little until the flush has ended.
         let mut rounds = self.rounds_max();
         let (mut outrun, mut kept) = (None, None);
+        let until = self.reduces_until();
         if !self.log.clocks.is_durable(ticket) {
-            self.reduce_for_flush(ticket);
+            self.reduce_for_flush(ticket, until);
         }
         loop {
             let mut fetch: Fetch = kept.take().unwrap_or_default();
@@ -154,7 +156,10 @@ impl Engine {
             self.make_journal_room()?;
             let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
             if buffered > self.payload_max() {
-                self.write_back_once()?;
+                match Instant::now() < until {
+                    true => self.write_back_once()?,
+                    false => self.write_back_plain()?,
+                };
                 continue;
             }
             let _surveyed = self.bring_in_buffered(&fetch);

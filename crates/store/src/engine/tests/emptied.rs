@@ -114,6 +114,30 @@ fn a_page_of_zeros_is_one_finding_that_names_every_disk_and_snapshot() {
     assert_eq!(holds(&engine, other, 0).unwrap(), 77);
 }
 
+/// As when recovery has written to a page that the medium returned as zeros.
+#[test]
+fn a_page_that_has_few_of_its_entries_left_is_one_finding_that_names_every_disk_and_snapshot() {
+    let disk = plain();
+    let table = disk.directory().open("data.table", IoMode::Buffered).unwrap();
+    let mut page = backend::Block([0; BLOCK_SIZE]);
+    table.read_at(&mut page.0, PAGE * BLOCK_SIZE as u64).unwrap();
+    page.0[crate::pages::HEADER_SIZE + 8 * 40..].fill(0);
+    damage(&disk, "data.table", PAGE, Damage::Zeros);
+    let mut bytes = Buffer::zeroed(1);
+    bytes.copy_from_slice(&crate::pages::sealed(&page).0);
+    table.write_at(&[&bytes], PAGE * BLOCK_SIZE as u64, true).unwrap();
+
+    let findings = check(&open(&disk).unwrap(), false, false);
+    let [Finding { problem, repaired: None, places, unlisted: 0 }] = &findings[..] else { panic!("{findings:?}") };
+    assert!(problem.contains("have no references in data.table (1 of its pages, from 1 on)"), "{problem}");
+    assert!(problem.contains(" of disk 'vm'") && problem.contains(" of snapshot 'vm@s'"), "{problem}");
+    assert!(places.iter().all(|place| ["vm", "vm@s"].contains(&place.name.as_str())), "{places:?}");
+    let engine = repairing(&disk);
+    let findings = check(&engine, false, true);
+    assert!(findings.iter().any(|one| one.repaired.as_deref() == Some("counted from the trees")), "{findings:?}");
+    assert!(!unreadable(&engine, WRITTEN, content).is_empty(), "their checksums are lost");
+}
+
 #[test]
 fn blocks_whose_content_nothing_proves_are_counted_by_disk_and_fail_until_they_are_written() {
     for kind in [Damage::Zeros, Damage::Noise] {

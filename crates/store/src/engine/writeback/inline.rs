@@ -5,8 +5,9 @@
 //! it when they flush, and when the buffers are full. Data that overwrites blocks in place is not concerned: a flush
 //! appends it to the journal as always.
 //!
-//! What must hold: a flush ends whatever clients write meanwhile. So it writes back only entries of writes that were
-//! acknowledged before it, and appends what came later as other data.
+//! What must hold: a flush ends whatever clients write meanwhile, and soon, however slow the method is. So it compares and
+//! compresses only entries of writes that were acknowledged before it, and for at most [`FLUSH_REDUCES`]. What is left is
+//! written as other data.
 
 use super::packs::WritePacker;
 use super::prepared::{Turn, Wanted};
@@ -21,6 +22,13 @@ use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use rustc_hash::FxHashSet;
 use std::ops::Range;
+use std::time::{Duration, Instant};
+
+/// How long a flush begins to compare and compress further batches.
+const FLUSH_REDUCES: Duration = Duration::from_secs(1);
+/// The most blocks of a batch of a disk whose new data is reduced while clients wait: a flush may have to wait for one.
+/// `zstd:19` takes some seconds for them.
+pub(super) const BATCH_INLINE: u64 = 256;
 
 /// The disks whose new data is compared and compressed before it is stored.
 #[derive(Default)]
@@ -28,10 +36,13 @@ pub struct InlineWrites {
     /// Whether there are any: otherwise writes only test this.
     any: AtomicBool,
     disks: RwLock<FxHashSet<u64>>,
+    /// Set by a test whose flushes have no time to reduce data.
+    #[cfg(test)]
+    pub(in crate::engine) is_late: AtomicBool,
 }
 
 impl InlineWrites {
-    fn has(&self, disk: u64) -> bool {
+    pub(super) fn has(&self, disk: u64) -> bool {
         self.any.load(Ordering::Acquire) && self.disks.read().contains(&disk)
     }
 
@@ -72,24 +83,33 @@ impl Engine {
         2 * self.buffers.blocks() <= self.buffers.limit() || self.writeback.inline.has(disk)
     }
 
+    /// Until when a flush that begins now compares and compresses data.
+    pub(in crate::engine) fn reduces_until(&self) -> Instant {
+        #[cfg(test)]
+        if self.writeback.inline.is_late.load(Ordering::Relaxed) {
+            return Instant::now();
+        }
+        Instant::now() + FLUSH_REDUCES
+    }
+
     /// Called by a flush of the writes up to `ticket`: compares, compresses and writes back their data that is to be
-    /// reduced before it is stored. What is left after an error is flushed as other data.
-    pub(in crate::engine) fn reduce_for_flush(&self, ticket: u64) {
+    /// reduced before it is stored. What is left after an error, or after `until`, is flushed as other data.
+    pub(in crate::engine) fn reduce_for_flush(&self, ticket: u64, until: Instant) {
         for head in self.buffers.of_disks(&self.writeback.inline.all()) {
-            if let Err(error) = self.reduce_buffered(&head, ticket) {
+            if let Err(error) = self.reduce_buffered(&head, ticket, until) {
                 tracing::debug!(%error, disk = head.id, "data is flushed without being compared and compressed");
             }
         }
     }
 
-    fn reduce_buffered(&self, head: &Head, ticket: u64) -> Result<()> {
+    fn reduce_buffered(&self, head: &Head, ticket: u64, until: Instant) -> Result<()> {
         let mut fetch = Fetch::default();
         // A batch may leave entries for the next one, but not without end.
         for _ in 0..self.rounds_max() {
             fetch.begin();
             self.check_running()?;
             self.pace()?;
-            if self.log.clocks.is_durable(ticket) {
+            if self.log.clocks.is_durable(ticket) || Instant::now() >= until {
                 return Ok(());
             }
             let turn = Turn::wait(self, head);

@@ -88,7 +88,7 @@ pub struct WriteBack {
     /// The disks whose new data is looked for among stored blocks.
     pub equal: EqualWrites,
     /// The disks whose new data is compared and compressed before it is stored.
-    inline: InlineWrites,
+    pub(super) inline: InlineWrites,
 }
 
 impl WriteBack {
@@ -196,7 +196,16 @@ enum Batch {
 impl Engine {
     /// Writes back one batch of the disk that has waited longest. False when no buffer has entries.
     pub(super) fn write_back_once(&self) -> Result<bool> {
-        let done = self.write_back_next();
+        self.write_back_next(true)
+    }
+
+    /// As [`Engine::write_back_once`], without comparing or compressing the data.
+    pub(super) fn write_back_plain(&self) -> Result<bool> {
+        self.write_back_next(false)
+    }
+
+    fn write_back_next(&self, reduces: bool) -> Result<bool> {
+        let done = self.serve_turn(reduces);
         match &done {
             Ok(_) => self.writeback.failing.note_progress(),
             Err(error) => {
@@ -208,21 +217,22 @@ impl Engine {
         done
     }
 
-    fn write_back_next(&self) -> Result<bool> {
+    fn serve_turn(&self, reduces: bool) -> Result<bool> {
         self.check_running()?;
         self.pace()?;
-        match self.serve_next(|turn| self.write_back_turn(turn)) {
+        match self.serve_next(reduces, |turn| self.write_back_turn(turn, reduces)) {
             Some(written) => written.map(|()| true),
             None => Ok(false),
         }
     }
 
-    fn write_back_turn(&self, turn: Turn<'_>) -> Result<()> {
+    fn write_back_turn(&self, turn: Turn<'_>, reduces: bool) -> Result<()> {
         let (mut fetch, head) = (Fetch::default(), turn.head);
         let mut next = Some(turn);
         loop {
             fetch.begin();
-            let turn = next.take().unwrap_or_else(|| Turn::wait(self, head));
+            let again = || if reduces { Turn::wait(self, head) } else { Turn::plain(head) };
+            let turn = next.take().unwrap_or_else(again);
             match self.write_back_batch(turn, Wanted::Oldest, &mut fetch)? {
                 Batch::Empty | Batch::Done => return Ok(()),
                 Batch::Refused(cost) => return self.make_room(cost),

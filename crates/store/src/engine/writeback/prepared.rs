@@ -9,6 +9,7 @@
 //!    gate or a lock of a checkpoint waits for this lock. Disks whose data is written as it is do not take it.
 
 use super::equal::EqualRuns;
+use super::inline::BATCH_INLINE;
 use super::packs::BufferedPack;
 use super::{Batch, Lane, batch_blocks};
 use crate::Result;
@@ -35,6 +36,11 @@ pub(super) struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
+    /// A batch that is written as it is.
+    pub fn plain(head: &'a Head) -> Self {
+        Self { head, reducing: None }
+    }
+
     /// Waits for the lock of the disk, if it needs one.
     pub fn wait(engine: &Engine, head: &'a Head) -> Self {
         Self { head, reducing: engine.is_reduced(head.id).then(|| head.lock_reducing()) }
@@ -78,7 +84,10 @@ impl Engine {
 
     /// Prepares a batch. `None` if nothing is buffered that is wanted.
     fn prepare_batch(&self, head: &Head, wanted: Wanted) -> Option<Prepared<'_>> {
-        let most = self.blocks_of_batch();
+        let mut most = self.blocks_of_batch();
+        if self.writeback.inline.has(head.id) {
+            most = most.min(BATCH_INLINE);
+        }
         let mut pieces = match wanted {
             Wanted::Oldest => head.lock().oldest_pieces(most),
             Wanted::New(ticket) => self.pieces_to_reduce(head, ticket, most)?,
@@ -141,13 +150,16 @@ impl Engine {
         }
     }
 
-    /// Calls `serve` with the disk that has waited longest. Disks for which another thread prepares a batch wait,
-    /// unless there are no others. `None` when no buffer has entries.
-    pub(super) fn serve_next<T>(&self, serve: impl FnOnce(Turn<'_>) -> T) -> Option<T> {
+    /// Calls `serve` with the disk that has waited longest. If its data may be reduced, disks for which another thread
+    /// prepares a batch wait, unless there are no others. `None` when no buffer has entries.
+    pub(super) fn serve_next<T>(&self, reduces: bool, serve: impl FnOnce(Turn<'_>) -> T) -> Option<T> {
         let heads = self.heads_in_turn();
         let mut waiting = heads.iter().filter(|head| !head.lock().layers.is_empty()).peekable();
         let first = *waiting.peek()?;
-        let turn = waiting.find_map(|head| Turn::try_now(self, head)).unwrap_or_else(|| Turn::wait(self, first));
+        let turn = match reduces {
+            true => waiting.find_map(|head| Turn::try_now(self, head)).unwrap_or_else(|| Turn::wait(self, first)),
+            false => Turn::plain(first),
+        };
         // Set before the batch, so that other threads serve other disks meanwhile, and so that the next attempt after a
         // failure does.
         self.writeback.served.store(turn.head.id, Ordering::Relaxed);

@@ -128,6 +128,23 @@ fn a_flush_writes_back_only_new_data_of_inline_disks() {
     is_whole(&engine);
 }
 
+/// Whatever the rate of the method is, a flush ends: what it has no time for is stored as it is.
+#[test]
+fn a_flush_without_time_stores_data_as_it_is() {
+    for late in [false, true] {
+        let (_disk, engine, [inline, _]) = roomy();
+        engine.pack_writes_of(&[(inline, Codec::Lz4)]).unwrap();
+        engine.reduce_inline_of(&[inline]);
+        engine.writeback.inline.is_late.store(late, Ordering::Relaxed);
+        // More than a flush appends to the journal.
+        let blocks = 2 * engine.payload_max() / BLOCK_SIZE as u64;
+        put_mixed(&engine, inline, 0..blocks);
+        engine.flush().unwrap();
+        assert!((0..blocks).all(|block| stored_at(&engine, inline, block).1 != late), "late {late}");
+        is_whole(&engine);
+    }
+}
+
 #[test]
 fn a_flush_reduces_what_was_written_before_and_after_a_snapshot() {
     let (_disk, engine, [inline, _]) = roomy();
