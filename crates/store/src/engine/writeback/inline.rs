@@ -5,9 +5,9 @@
 //! it when they flush, and when the buffers are full. Data that overwrites blocks in place is not concerned: a flush
 //! appends it to the journal as always.
 //!
-//! What must hold: a flush ends whatever clients write meanwhile, and soon, however slow the method is. So it compares and
-//! compresses only entries of writes that were acknowledged before it, and for at most [`FLUSH_REDUCES`]. What is left is
-//! written as other data.
+//! What must hold: a flush ends whatever clients write meanwhile, and soon, however slow the method is. So it compares
+//! and compresses only entries of writes that were acknowledged before it, and for at most [`FLUSH_REDUCES`]. What is
+//! left is written as other data.
 
 use super::packs::WritePacker;
 use super::prepared::{Turn, Wanted};
