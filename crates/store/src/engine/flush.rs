@@ -25,11 +25,11 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
+use crate::sync::time::Instant;
 use crate::tree::{self, NodeId};
 use crate::{ErrorKind, Result, is_lost};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
-use std::time::Instant;
 
 /// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;

@@ -20,9 +20,10 @@ use crate::engine::placement::Placement;
 use crate::engine::{Engine, Head};
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::time::Instant;
 use rustc_hash::FxHashSet;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a flush begins to compare and compress further batches.
 const FLUSH_REDUCES: Duration = Duration::from_secs(1);
