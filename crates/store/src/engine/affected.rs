@@ -5,6 +5,7 @@
 
 use super::check::{Report, Root};
 use super::metadata::Sight;
+use super::salvage::merge_ranges;
 use super::scrub::{DamagedPlace, Spans};
 use crate::Result;
 use crate::space::TABLE_ENTRIES;
@@ -119,7 +120,7 @@ impl Sight<'_> {
         let mut owners = Owners::default();
         let mut found = |root: &&'a Root, spans: Spans| {
             if !spans.is_empty() {
-                owners.0.push((*root, joined(spans.into_values().flatten().collect())));
+                owners.0.push((*root, merge_ranges(spans.into_values().flatten().collect())));
             }
         };
         self.search_trees(&places, SPANS_COUNTED, &trees, |root| root.node, &|| true, &mut found)?;
@@ -157,19 +158,6 @@ pub(super) fn report_absent(
     let done = absent.iter().all(|(_, done)| done.is_some()).then(|| "counted from the trees".to_owned());
     report.add_at(text, done, owners.places());
     Ok(())
-}
-
-/// Sorts ranges, and joins those that touch.
-fn joined(mut spans: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    spans.sort_unstable_by_key(|span| span.start);
-    let mut out: Vec<Range<u64>> = Vec::new();
-    for span in spans {
-        match out.last_mut() {
-            Some(last) if span.start <= last.end => last.end = last.end.max(span.end),
-            _ => out.push(span),
-        }
-    }
-    out
 }
 
 /// The bytes of a disk in a range of blocks.

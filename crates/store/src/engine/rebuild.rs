@@ -131,7 +131,7 @@ impl Sight<'_> {
                 found.push(PageKey::new(PageFile::MapTable, page));
             }
         }
-        found.retain(|key| self.pages.get(*key).is_ok_and(has_no_entries));
+        found.retain(|key| self.pages.get(*key).is_ok_and(|page| has_no_entries(&page.0)));
         for key in &found {
             self.pages.mark_emptied(*key);
             let tables = match key.file() {

@@ -2,9 +2,9 @@
 //!
 //! A page of zeros was never written. But a device may also lose a write, or return zeros for a sector: then the page
 //! has no entries, although trees refer to blocks that it describes. Only the trees tell the two apart, so a page is
-//! not examined when it is read, which would make openings slow. Whoever compares a page with the trees marks it here.
-//! From then on reads of the page fail, like those of a page with a wrong checksum, until the page is replaced or its
-//! place in the file has entries again.
+//! not examined when it is read, which would make openings slow. A check, a scrub or a request that needs an entry
+//! marks it here. From then on reads of the page fail, like those of a page with a wrong checksum, until the page is
+//! replaced or its place in the file has entries again.
 
 use super::{CLEAN, PageKey, Pages, has_no_entries};
 use crate::{Error, ErrorKind, Result};
@@ -24,7 +24,7 @@ impl Pages {
     /// not marked.
     pub fn mark_emptied(&mut self, key: PageKey) {
         match self.slots.get(&key) {
-            Some(slot) if slot.dirty != CLEAN || !has_no_entries(&slot.page) => return,
+            Some(slot) if slot.dirty != CLEAN || !has_no_entries(&slot.page.0) => return,
             // A read that began before the mark must not insert the page.
             _ => self.loading.remove(&key),
         };
@@ -52,6 +52,6 @@ impl Pages {
 
     /// Fails if a page that was read is marked as lost.
     pub(super) fn refuse_emptied(&self, key: PageKey, page: &Block) -> Result<()> {
-        if self.emptied.contains(&key) && has_no_entries(page) { Err(lost(key)) } else { Ok(()) }
+        if self.emptied.contains(&key) && has_no_entries(&page.0) { Err(lost(key)) } else { Ok(()) }
     }
 }

@@ -120,8 +120,8 @@ pub fn blank(key: PageKey) -> Block {
 }
 
 /// Whether a page has no entries: it was never written, or has lost its content.
-pub fn has_no_entries(page: &Block) -> bool {
-    page.0[HEADER_SIZE..].iter().all(|&byte| byte == 0)
+pub fn has_no_entries(page: &[u8]) -> bool {
+    page[HEADER_SIZE..].iter().all(|&byte| byte == 0)
 }
 
 fn page_checksum(page: &Block) -> u32 {

@@ -221,7 +221,7 @@ impl Space {
         let (key, index) = self.locate(block);
         let page = pages.get(key)?;
         match table::read(page, index).references {
-            0 if has_no_entries(page) => Err(pages.lose_emptied(key)),
+            0 if has_no_entries(&page.0) => Err(pages.lose_emptied(key)),
             references => Ok(references),
         }
     }
@@ -261,7 +261,7 @@ impl Space {
             let (key, first) = self.locate(block);
             let count = (TABLE_ENTRIES - first as u64).min(end - block) as usize;
             let page = pages.get(key)?;
-            if table::read(page, first).references == 0 && has_no_entries(page) {
+            if table::read(page, first).references == 0 && has_no_entries(&page.0) {
                 return Err(pages.lose_emptied(key));
             }
             out.extend((first..first + count).map(|i| table::read(page, i).checksum));
@@ -318,7 +318,7 @@ impl Space {
             let page = pages.get(key)?;
             for index in first..first + count {
                 match table::read(page, index).references {
-                    0 if has_no_entries(page) => return Err(pages.lose_emptied(key)),
+                    0 if has_no_entries(&page.0) => return Err(pages.lose_emptied(key)),
                     0 => return Err(impossible(self.table, block, 0)),
                     references => each(block, references),
                 }

@@ -9,12 +9,12 @@ use super::{DamagedPlace, Scrubber};
 use crate::Result;
 use crate::engine::metadata::Meta;
 use crate::engine::rebuild::mender;
-use crate::pages::{HEADER_SIZE, PageFile, PageKey, has_no_entries};
+use crate::pages::{PageFile, PageKey, has_no_entries};
 use crate::space::REGION_PAGES;
 
 /// Whether the bytes of an intact page may be those of a page that has lost all its entries.
 pub(super) fn may_be_lost(key: PageKey, bytes: &[u8]) -> bool {
-    matches!(key.file(), PageFile::DataTable | PageFile::MapTable) && bytes[HEADER_SIZE..].iter().all(|byte| *byte == 0)
+    matches!(key.file(), PageFile::DataTable | PageFile::MapTable) && has_no_entries(bytes)
 }
 
 /// Whether memory shows that a page has entries; `None` if it does not tell.
@@ -22,7 +22,7 @@ fn is_lost_in(meta: &Meta, key: PageKey) -> Option<bool> {
     match meta.pages.in_memory(key) {
         // The next checkpoint writes the page.
         Some((_, true)) => Some(false),
-        Some((page, false)) if !has_no_entries(page) => Some(true),
+        Some((page, false)) if !has_no_entries(&page.0) => Some(true),
         _ => meta.pages.is_emptied(key).then_some(true),
     }
 }
