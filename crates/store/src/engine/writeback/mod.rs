@@ -34,7 +34,7 @@ use failing::Failing;
 use inline::InlineWrites;
 use packs::PackedWrites;
 pub(crate) use plan::{Buffered, Plan};
-use prepared::{Chosen, Turn, Wanted};
+use prepared::{Prepared, Turn, Wanted};
 use std::sync::Arc;
 
 /// The most blocks of data per batch.
@@ -205,7 +205,7 @@ impl Engine {
     }
 
     fn write_back_next(&self, reduces: bool) -> Result<bool> {
-        let done = self.serve_turn(reduces);
+        let done = self.serve_next(reduces);
         match &done {
             Ok(_) => self.writeback.failing.note_progress(),
             Err(error) => {
@@ -215,15 +215,6 @@ impl Engine {
             }
         }
         done
-    }
-
-    fn serve_turn(&self, reduces: bool) -> Result<bool> {
-        self.check_running()?;
-        self.pace()?;
-        match self.serve_next(reduces, |turn| self.write_back_turn(turn, reduces)) {
-            Some(written) => written.map(|()| true),
-            None => Ok(false),
-        }
     }
 
     fn write_back_turn(&self, turn: Turn<'_>, reduces: bool) -> Result<()> {
@@ -307,12 +298,19 @@ impl Engine {
         UnderWay(self)
     }
 
-    /// One batch of one disk. After an error, `fetch` may have the reason: see [`Fetch::require`].
-    fn write_back(&self, lane: &mut Lane, head: &Head, chosen: Chosen<'_>, fetch: &mut Fetch) -> Result<Batch> {
+    /// One batch of one disk: of the `prepared` entries, or of the oldest ones. After an error, `fetch` may have the
+    /// reason: see [`Fetch::require`].
+    fn write_back(
+        &self,
+        lane: &mut Lane,
+        head: &Head,
+        prepared: Option<&Prepared>,
+        fetch: &mut Fetch,
+    ) -> Result<Batch> {
         let _under_way = self.begin_batch();
         let mut commit = self.log.lock();
-        let Some(mut pieces) = self.next_pieces(head, chosen.pieces, fetch)? else { return Ok(Batch::Empty) };
-        let packs = chosen.packs;
+        let Some(mut pieces) = self.next_pieces(head, prepared, fetch)? else { return Ok(Batch::Empty) };
+        let packs = prepared.map_or(&[][..], |prepared| &prepared.packs);
         let mut waited = false;
         let (mut meta, mut plan, grant) = loop {
             let mut meta = self.meta.lock();
@@ -378,20 +376,20 @@ impl Engine {
         Ok(refused.map_or(Batch::Done, Batch::Refused))
     }
 
-    /// The entries of a batch of the oldest layer that has entries; of `chosen` ones, those that are still there.
+    /// The entries of a batch of the oldest layer that has entries; of `prepared` ones, those that are still there.
     /// Snapshots of older, empty layers are sealed.
     fn next_pieces(
         &self,
         head: &Head,
-        chosen: Option<&[DirtyPiece]>,
+        prepared: Option<&Prepared>,
         fetch: &mut Fetch,
     ) -> Result<Option<Vec<DirtyPiece>>> {
         let mut buffer = head.lock();
         loop {
             let (layer, closed) = buffer.layers.oldest();
             if !layer.is_empty() {
-                let pieces = match chosen {
-                    Some(chosen) => layer.left_of(chosen),
+                let pieces = match prepared {
+                    Some(prepared) => layer.left_of(&prepared.pieces),
                     None => buffer.oldest_pieces(self.blocks_of_batch()),
                 };
                 return Ok(Some(pieces).filter(|pieces| !pieces.is_empty()));

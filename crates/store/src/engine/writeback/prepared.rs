@@ -56,18 +56,10 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// The entries of a batch, and what was found about them.
-struct Prepared<'a> {
-    pieces: Vec<DirtyPiece>,
-    equal: EqualRuns<'a>,
-    packs: Vec<BufferedPack>,
-}
-
-/// The entries that a batch may write, and packs of them. Without entries, it writes the oldest ones.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Chosen<'a> {
-    pub pieces: Option<&'a [DirtyPiece]>,
-    pub packs: &'a [BufferedPack],
+/// The entries that a batch may write, and packs of them.
+pub(super) struct Prepared {
+    pub pieces: Vec<DirtyPiece>,
+    pub packs: Vec<BufferedPack>,
 }
 
 impl Engine {
@@ -82,8 +74,9 @@ impl Engine {
         self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left())
     }
 
-    /// Prepares a batch. `None` if nothing is buffered that is wanted.
-    fn prepare_batch(&self, head: &Head, wanted: Wanted) -> Option<Prepared<'_>> {
+    /// Prepares a batch; also returns the data in it that is equal to stored blocks. `None` if nothing is buffered that
+    /// is wanted.
+    fn prepare_batch(&self, head: &Head, wanted: Wanted) -> Option<(Prepared, EqualRuns<'_>)> {
         let mut most = self.blocks_of_batch();
         if self.writeback.inline.has(head.id) {
             most = most.min(BATCH_INLINE);
@@ -97,7 +90,7 @@ impl Engine {
         }
         let equal = self.equal_runs_of_batch(head, &pieces);
         let packs = self.packs_of_batch(head, &pieces, &equal);
-        Some(Prepared { pieces, equal, packs })
+        Some((Prepared { pieces, packs }, equal))
     }
 
     /// Prepares a batch of a disk, and writes it. [`Batch::Empty`] if nothing is buffered that is wanted. After
@@ -119,8 +112,8 @@ impl Engine {
         let appends = self.admit_append()?;
         let mut lane = self.writeback.lock();
         let written = match prepared {
-            None => self.write_back(&mut lane, head, Chosen::default(), fetch),
-            Some(prepared) => self.write_prepared(&mut lane, head, prepared, fetch),
+            None => self.write_back(&mut lane, head, None, fetch),
+            Some((prepared, equal)) => self.write_prepared(&mut lane, head, &prepared, equal, fetch),
         };
         match written {
             Err(error) => {
@@ -139,23 +132,31 @@ impl Engine {
         }
     }
 
-    fn write_prepared(&self, lane: &mut Lane, head: &Head, prepared: Prepared<'_>, fetch: &mut Fetch) -> Result<Batch> {
-        let Prepared { pieces, equal, packs } = prepared;
+    fn write_prepared(
+        &self,
+        lane: &mut Lane,
+        head: &Head,
+        prepared: &Prepared,
+        equal: EqualRuns<'_>,
+        fetch: &mut Fetch,
+    ) -> Result<Batch> {
         self.map_equal_runs(head, &equal)?;
         drop(equal);
-        match self.write_back(lane, head, Chosen { pieces: Some(&pieces), packs: &packs }, fetch) {
+        match self.write_back(lane, head, Some(prepared), fetch) {
             // All entries were mapped, or have left the buffer while the batch waited for the gate.
             Ok(Batch::Empty) if !head.lock().layers.is_empty() => Ok(Batch::Done),
             written => written,
         }
     }
 
-    /// Calls `serve` with the disk that has waited longest. If its data may be reduced, disks for which another thread
-    /// prepares a batch wait, unless there are no others. `None` when no buffer has entries.
-    pub(super) fn serve_next<T>(&self, reduces: bool, serve: impl FnOnce(Turn<'_>) -> T) -> Option<T> {
+    /// Writes back a batch of the disk that has waited longest. If its data may be reduced, disks for which another
+    /// thread prepares a batch wait, unless there are no others. False when no buffer has entries.
+    pub(super) fn serve_next(&self, reduces: bool) -> Result<bool> {
+        self.check_running()?;
+        self.pace()?;
         let heads = self.heads_in_turn();
         let mut waiting = heads.iter().filter(|head| !head.lock().layers.is_empty()).peekable();
-        let first = *waiting.peek()?;
+        let Some(first) = waiting.peek().copied() else { return Ok(false) };
         let turn = match reduces {
             true => waiting.find_map(|head| Turn::try_now(self, head)).unwrap_or_else(|| Turn::wait(self, first)),
             false => Turn::plain(first),
@@ -163,7 +164,7 @@ impl Engine {
         // Set before the batch, so that other threads serve other disks meanwhile, and so that the next attempt after a
         // failure does.
         self.writeback.served.store(turn.head.id, Ordering::Relaxed);
-        Some(serve(turn))
+        self.write_back_turn(turn, reduces).map(|()| true)
     }
 }
 
