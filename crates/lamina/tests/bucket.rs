@@ -162,7 +162,7 @@ fn a_disk_is_used_while_its_content_arrives_from_a_bucket() {
     let (here, there, server) = (Store::new(), Store::new(), S3::start());
     disk(&here);
     on(&here, &server, &format!("backup create web@a {PLACE}")).ok();
-    let restore = format!("backup restore {PLACE} web --live --rate 2M");
+    let restore = format!("backup restore {PLACE} web --live --rate 6M");
     {
         // The server would have no credentials after the command.
         let _serving = there.serve("");

@@ -6,7 +6,7 @@
 use super::check::{Report, Root};
 use super::metadata::Sight;
 use super::salvage::merge_ranges;
-use super::scrub::{DamagedPlace, Spans};
+use super::scrub::{DamagedPlace, ReadIndex, Spans, WHOLE_PACKS};
 use crate::Result;
 use crate::space::TABLE_ENTRIES;
 use std::collections::BTreeSet;
@@ -37,6 +37,10 @@ pub struct Affected {
 pub(super) struct Owners<'a>(Vec<(&'a Root, Vec<Range<u64>>)>);
 
 impl Owners<'_> {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// All parts, as far as a finding lists them.
     pub fn places(&self) -> Vec<Affected> {
         let mut places = Vec::new();
@@ -90,12 +94,13 @@ impl Owners<'_> {
 
 impl Sight<'_> {
     /// Finds the parts of disks and snapshots that refer to each of the first `room` of these places, which have room
-    /// in the report. The others are only counted there.
+    /// in the report. The others are only counted there. `read_index` is needed for damaged blocks of packs only.
     pub(super) fn owners_of<'a>(
         &mut self,
         roots: &'a [Root],
         places: &[DamagedPlace],
         room: usize,
+        read_index: ReadIndex<'_>,
     ) -> Result<Vec<Owners<'a>>> {
         let mut owners: Vec<Owners<'a>> = places.iter().map(|_| Owners::default()).collect();
         let places = &places[..places.len().min(room)];
@@ -104,7 +109,7 @@ impl Sight<'_> {
             let mut found = |root: &&'a Root, spans: Spans| {
                 spans.into_iter().for_each(|(place, spans)| owners[place].0.push((*root, spans)));
             };
-            self.search_trees(places, SPANS_MAX, &trees, |root| root.node, &|| true, &mut found)?;
+            self.search_trees(places, SPANS_MAX, read_index, &trees, |root| root.node, &|| true, &mut found)?;
         }
         Ok(owners)
     }
@@ -123,7 +128,7 @@ impl Sight<'_> {
                 owners.0.push((*root, merge_ranges(spans.into_values().flatten().collect())));
             }
         };
-        self.search_trees(&places, SPANS_COUNTED, &trees, |root| root.node, &|| true, &mut found)?;
+        self.search_trees(&places, SPANS_COUNTED, WHOLE_PACKS, &trees, |root| root.node, &|| true, &mut found)?;
         Ok(owners)
     }
 }

@@ -16,7 +16,7 @@ use super::checkpoint::Purpose;
 use super::files::data_file_name;
 use super::metadata::{Effects, Sight, View};
 use super::rebuild::{Damaged, mender};
-use super::scrub::DamagedPlace;
+use super::scrub::{DamagedPlace, WHOLE_PACKS};
 use super::verify::StoreActivity;
 use crate::FILE_BLOCKS;
 use crate::catalog::{Catalog, ObjectState};
@@ -402,7 +402,8 @@ impl Engine {
         let pages: Vec<(u64, &String)> =
             damaged.data_tables.iter().map(|(page, why)| (*page, why)).filter(|(page, _)| is_here(*page)).collect();
         let place = |(number, _): &(u64, &String)| DamagedPlace::Page { file: PageFile::DataTable, number: *number };
-        let owners = sight.owners_of(roots, &pages.iter().map(place).collect::<Vec<_>>(), report.room())?;
+        let owners =
+            sight.owners_of(roots, &pages.iter().map(place).collect::<Vec<_>>(), report.room(), WHOLE_PACKS)?;
         for ((page, why), owners) in pages.into_iter().zip(owners) {
             let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
             let mut done = None;

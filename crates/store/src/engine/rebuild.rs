@@ -14,7 +14,7 @@
 use super::check::{Report, Root, Window};
 use super::log::Unreported;
 use super::metadata::{Meta, Sight, unreleased};
-use super::scrub::DamagedPlace;
+use super::scrub::{DamagedPlace, WHOLE_PACKS};
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::verify::StoreActivity;
@@ -327,7 +327,7 @@ impl Engine {
         report: &mut Report,
     ) -> Result<()> {
         let place = |number: &u64| DamagedPlace::Page { file: PageFile::Map, number: *number };
-        let owners = sight.owners_of(roots, &lost.keys().map(place).collect::<Vec<_>>(), report.room())?;
+        let owners = sight.owners_of(roots, &lost.keys().map(place).collect::<Vec<_>>(), report.room(), WHOLE_PACKS)?;
         for ((id, why), owners) in lost.iter().zip(owners) {
             let named = owners.ranges();
             report.add_at(

@@ -98,7 +98,7 @@ impl Engine {
             let differing = self.compare_run(sight, standing, run, report)?;
             match standing {
                 StoreActivity::Running => doubts.extend(differing.into_iter().map(|(block, _)| block)),
-                StoreActivity::Stopped(_) => report_blocks(sight, differing, report)?,
+                StoreActivity::Stopped(_) => self.report_blocks(sight, differing, report)?,
             }
             if doubts.len() >= DOUBTS_MAX {
                 self.settle_doubts(sight, &mut doubts, report)?;
@@ -215,7 +215,36 @@ impl Engine {
                 still.push((block, found));
             }
         }
-        report_blocks(sight, still, report)
+        self.report_blocks(sight, still, report)
+    }
+
+    /// Reports damaged blocks, with the disks and snapshots that have content in them.
+    fn report_blocks(&self, sight: &mut Sight<'_>, blocks: Vec<(u64, Found)>, report: &mut Report) -> Result<()> {
+        if blocks.is_empty() {
+            return Ok(());
+        }
+        let roots = check_catalog(sight.catalog, &mut Report::default());
+        let places: Vec<DamagedPlace> = blocks.iter().map(|(block, _)| DamagedPlace::Block(*block)).collect();
+        let searched = report.room();
+        let owners = sight.owners_of(&roots, &places, searched, &|pack| self.read_index(pack))?;
+        for (number, ((block, found), owners)) in blocks.into_iter().zip(owners).enumerate() {
+            // The block belongs to a pack, and all contents in this part of the pack were replaced.
+            let is_unused = number < searched && owners.is_empty();
+            let what = match found {
+                Found::Good => {
+                    report.verified += 1;
+                    continue;
+                }
+                _ if is_unused => continue,
+                Found::Unreadable(error) => error,
+                Found::Differs { expected, found } => {
+                    report.verified += 1;
+                    format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x})")
+                }
+            };
+            report.add_at(format!("{what}: {}", owners.offsets()), None, owners.places());
+        }
+        Ok(())
     }
 }
 
@@ -240,29 +269,4 @@ pub(super) fn read_one(read: ReadRun<'_>, block: u64, sum: Option<u32>) -> Found
         Ok(()) => sum.map_or(Found::Good, |sum| compare(sum, &one)),
         Err(error) => Found::Unreadable(error.to_string()),
     }
-}
-
-/// Reports damaged blocks, with the disks and snapshots that have them.
-fn report_blocks(sight: &mut Sight<'_>, blocks: Vec<(u64, Found)>, report: &mut Report) -> Result<()> {
-    if blocks.is_empty() {
-        return Ok(());
-    }
-    let roots = check_catalog(sight.catalog, &mut Report::default());
-    let places: Vec<DamagedPlace> = blocks.iter().map(|(block, _)| DamagedPlace::Block(*block)).collect();
-    let owners = sight.owners_of(&roots, &places, report.room())?;
-    for ((block, found), owners) in blocks.into_iter().zip(owners) {
-        let what = match found {
-            Found::Good => {
-                report.verified += 1;
-                continue;
-            }
-            Found::Unreadable(error) => error,
-            Found::Differs { expected, found } => {
-                report.verified += 1;
-                format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x})")
-            }
-        };
-        report.add_at(format!("{what}: {}", owners.offsets()), None, owners.places());
-    }
-    Ok(())
 }

@@ -90,6 +90,19 @@ impl Index {
         Some(start..start + length)
     }
 
+    /// The blocks of which a part is stored in these bytes of the pack.
+    pub fn blocks_in(&self, bytes: &Range<usize>) -> Range<usize> {
+        let (mut start, mut found) = (HEAD + ENTRY * self.0.len(), 0..0);
+        for (number, fragment) in self.0.iter().enumerate() {
+            let end = start + usize::from(fragment.stored);
+            if start < bytes.end && bytes.start < end {
+                found = if found.is_empty() { number..number + 1 } else { found.start..number + 1 };
+            }
+            start = end;
+        }
+        found
+    }
+
     /// Decodes blocks. `stored` are bytes of the pack that begin at offset `from` and contain the blocks. `out` has
     /// room for all blocks. Returns their checksums.
     pub fn read(&self, stored: &[u8], from: usize, blocks: Range<usize>, out: &mut [u8]) -> Result<Vec<u32>> {

@@ -7,11 +7,12 @@ use super::DamagedPlace;
 use crate::catalog::ObjectState;
 use crate::engine::metadata::{Effects, Sight};
 use crate::engine::{Engine, NODES_PER_QUESTION};
+use crate::pack::Index;
 use crate::pages::PageFile;
-use crate::space::TABLE_ENTRIES;
+use crate::space::{Run, TABLE_ENTRIES};
 use crate::tree::{self, Mapping, NodeId, Visit};
 use crate::{Error, ErrorKind, Result};
-use backend::BLOCK_SIZE;
+use backend::{BLOCK_SIZE, Buffer};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -47,8 +48,14 @@ struct Entered {
     damaged: [Option<usize>; 2],
 }
 
+/// Reads the index of a pack. `None` if it is damaged.
+pub(in crate::engine) type ReadIndex<'a> = &'a dyn Fn(Run) -> Option<Index>;
+
+/// Damage of a stored block of a pack counts for all blocks of the pack.
+pub(in crate::engine) const WHOLE_PACKS: ReadIndex<'static> = &|_| None;
+
 /// The state of a walk.
-struct Search {
+struct Search<'a> {
     /// Damaged data blocks, ascending, with their places in the request.
     blocks: Vec<(u64, usize)>,
     /// Damaged pages of `data.table`.
@@ -67,10 +74,13 @@ struct Search {
     spans: BTreeMap<usize, Vec<Range<u64>>>,
     spans_max: usize,
     visited: u64,
+    read_index: ReadIndex<'a>,
+    /// Indexes of packs with damaged blocks, by the first stored block.
+    indexes: BTreeMap<u64, Option<Index>>,
 }
 
-impl Search {
-    fn new(places: &[DamagedPlace], spans_max: usize, nodes: u64) -> Self {
+impl<'a> Search<'a> {
+    fn new(places: &[DamagedPlace], spans_max: usize, nodes: u64, read_index: ReadIndex<'a>) -> Self {
         let mut search = Self {
             blocks: Vec::new(),
             tables: BTreeMap::new(),
@@ -82,6 +92,8 @@ impl Search {
             spans: BTreeMap::new(),
             spans_max,
             visited: 0,
+            read_index,
+            indexes: BTreeMap::new(),
         };
         for (index, place) in places.iter().enumerate() {
             let replaced = match *place {
@@ -178,9 +190,25 @@ impl Search {
         }
         let mut at = self.blocks.partition_point(|(block, _)| *block < physical.start);
         while let Some((block, index)) = self.blocks.get(at).copied().filter(|(block, _)| *block < physical.end) {
-            self.find(index, mapping.logical_of(block..block + 1));
+            let logical = self.stored_in(mapping, block);
+            if !logical.is_empty() {
+                self.find(index, logical);
+            }
             at += 1;
         }
+    }
+
+    /// The logical blocks of an entry of which a part is in this stored block.
+    fn stored_in(&mut self, mapping: Mapping, block: u64) -> Range<u64> {
+        let whole = mapping.logical_of(block..block + 1);
+        // Without the first stored block, which has the index, no block of the pack can be read.
+        let Some(packed) = mapping.packed.filter(|_| block > mapping.physical) else { return whole };
+        let (pack, read_index) = (Run { start: mapping.physical, blocks: u64::from(packed.stored) }, self.read_index);
+        let Some(index) = self.indexes.entry(pack.start).or_insert_with(|| read_index(pack)) else { return whole };
+        let at = (block - pack.start) as usize * BLOCK_SIZE;
+        let inside = index.blocks_in(&(at..at + BLOCK_SIZE));
+        let logical = |number: usize| (mapping.logical + number as u64).saturating_sub(u64::from(packed.index));
+        logical(inside.start).max(whole.start)..logical(inside.end).min(whole.end)
     }
 
     /// Called for a part of the tree that cannot be read.
@@ -198,17 +226,19 @@ pub(in crate::engine) type Spans = BTreeMap<usize, Vec<Range<u64>>>;
 
 impl Sight<'_> {
     /// Calls `found` for each of the trees, with the places to which it refers: at most `spans_max` ranges for each
-    /// place, of which the last one contains all further ones.
+    /// place, of which the last one contains all further ones. `read_index` reads indexes of packs as long as no block of
+    /// these trees is reused.
     pub(in crate::engine) fn search_trees<T>(
         &mut self,
         places: &[DamagedPlace],
         spans_max: usize,
+        read_index: ReadIndex<'_>,
         trees: &[T],
         root: impl Fn(&T) -> NodeId,
         go_on: &dyn Fn() -> bool,
         found: &mut dyn FnMut(&T, Spans),
     ) -> Result<()> {
-        let search = RefCell::new(Search::new(places, spans_max, self.map.blocks()));
+        let search = RefCell::new(Search::new(places, spans_max, self.map.blocks(), read_index));
         for tree in trees {
             let mut effects = Effects::default();
             let mut visit = |visit: Visit| search.borrow_mut().visit(visit, go_on);
@@ -223,6 +253,13 @@ impl Sight<'_> {
 }
 
 impl Engine {
+    /// Reads the index of a pack from the medium. `None` if it is damaged.
+    pub(in crate::engine) fn read_index(&self, pack: Run) -> Option<Index> {
+        let mut first = Buffer::recycled(1);
+        self.read_run(Run { blocks: 1, ..pack }, &mut first).ok()?;
+        Index::decode(&first, pack.blocks as usize * BLOCK_SIZE).ok()
+    }
+
     /// Finds which disks and snapshots refer to damaged places. Deleted ones do not count. `go_on` is called after each
     /// [`NODES_PER_QUESTION`] nodes, and returns false to stop the search.
     ///
@@ -251,7 +288,9 @@ impl Engine {
                 located.references[index].push(Reference { object: *object, offset, length: end - offset });
             }
         };
-        let searched = view.sight().search_trees(places, 1, &objects, |(_, root, _)| *root, go_on, &mut found);
+        let read_index = |pack| self.read_index(pack);
+        let searched =
+            view.sight().search_trees(places, 1, &read_index, &objects, |(_, root, _)| *root, go_on, &mut found);
         located.references.iter_mut().for_each(|references| references.sort_by_key(|reference| reference.object));
         // If pages of the view were lost, what was found in it is meaningless.
         view.check()?;

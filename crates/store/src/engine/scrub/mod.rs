@@ -26,8 +26,8 @@ mod emptied;
 mod locate;
 mod restore;
 
-pub(super) use locate::Spans;
 pub use locate::{Located, Reference};
+pub(super) use locate::{ReadIndex, Spans, WHOLE_PACKS};
 pub use restore::{Copies, WantedBlock};
 
 use super::Engine;

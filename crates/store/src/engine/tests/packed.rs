@@ -1,6 +1,7 @@
 //! Packs: the content of disks, snapshots and clones stays the same whatever is packed, overwritten, deleted or cut off
 //! in between, and the space of a pack is free when nothing maps it any more.
 
+mod damaged;
 mod fragmented;
 pub(super) mod histories;
 mod written;
@@ -370,41 +371,6 @@ fn a_write_during_packing_is_kept() {
             drop(engine);
             is_kept(&open(&disk).unwrap());
         }
-    }
-}
-
-#[test]
-fn damage_to_a_pack_affects_only_the_blocks_in_the_damaged_part() {
-    let (disk, engine) = made();
-    let mut random = Random(1);
-    let mut expected = Vec::new();
-    for block in 0..32 {
-        let mut buffer = Buffer::zeroed(1);
-        buffer[..2124].copy_from_slice(&random.bytes(2124));
-        expected.push(buffer.to_vec());
-        let data = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
-        engine.write_blocks(&engine.head(1), block, data).unwrap();
-    }
-    quiet(&engine);
-    let (packed, stored) = pack(&engine, 1, 0..32);
-    assert!(packed == 32 && stored > 8);
-    quiet(&engine);
-    let run = place(&engine, 1, 0).0;
-    let (_, offset) = engine.files.locate(Run { start: run.start + 5, blocks: 1 }).unwrap();
-    disk.flip_bit("data.0000", offset + 2000, 3).unwrap();
-    let head = engine.head(1);
-    let read = |block: u64| engine.read_blocks("vm", block..block + 1, &|range| engine.plan_head(&head, range));
-    let failed: Vec<u64> = (0..32).filter(|block| read(*block).is_err()).collect();
-    assert!((1..=3).contains(&failed.len()), "{failed:?}");
-    for block in (0..32).filter(|block| !failed.contains(block)) {
-        assert!(read(block).unwrap()[..] == expected[block as usize][..]);
-    }
-    let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
-    assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
-    engine.close().unwrap();
-    let salvage = Salvage::open(disk.directory()).unwrap();
-    for (block, content) in salvage.contents(1, 0..32).unwrap().into_iter().enumerate() {
-        assert_eq!(content, (!failed.contains(&(block as u64))).then(|| expected[block].clone()), "block {block}");
     }
 }
 

@@ -122,7 +122,7 @@ pub(in crate::engine::tests) fn history(seed: u64, features: Features) -> (u64, 
                 let data = if random.percent(50) {
                     super::mixed(range.clone().map(content))
                 } else {
-                    let bytes: Vec<u8> = range.clone().flat_map(|block| vec![content(block); BLOCK_SIZE]).collect();
+                    let bytes = range.clone().map(|block| [content(block); BLOCK_SIZE]).collect::<Vec<_>>().concat();
                     let length = bytes.len();
                     SharedSlice::new(Arc::new(Buffer::copy_of(&bytes)), 0..length)
                 };
