@@ -24,6 +24,10 @@ const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
+/// Attempts to reserve space that fail because a region is lost, before the reservation fails. While the whole medium
+/// fails, every region would be lost.
+const LOST_MAX: u32 = 8;
+
 /// Catalog pages for which space is reserved beyond the full pages.
 pub(crate) const CATALOG_AHEAD: u64 = 64;
 /// Catalog pages beyond the full pages without whose space an operation is refused: the page that the next record
@@ -51,7 +55,7 @@ impl Engine {
     /// checkpoint takes.
     pub(crate) fn extend(&self, claims: u64) -> Result<()> {
         let mut largest = EXTENSION_MAX;
-        let mut searched = false;
+        let (mut searched, mut lost) = (false, 0);
         while self.headroom_now() < claims {
             // One grant for each reservation, because a thick disk may need any number of reservations.
             let _grant = self.admit(EXTENSION_COST)?;
@@ -63,7 +67,7 @@ impl Engine {
                     self.return_unclaimed_room(true, || self.running.goes_on());
                 }
                 // The table of the region for the new space was lost meanwhile. The next attempt uses another region.
-                Err(error) if is_lost(&error) && self.losses() > losses => {}
+                Err(error) if is_lost(&error) && self.losses() > losses && lost < LOST_MAX => lost += 1,
                 other => other?,
             }
         }

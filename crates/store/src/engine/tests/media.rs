@@ -140,3 +140,17 @@ fn a_read_settles_all_its_suspect_blocks_at_once() {
     assert!(found.unwrap().iter().all(|byte| *byte == 2));
     assert_eq!(plans.get(), 2);
 }
+
+#[test]
+fn a_write_that_needs_space_fails_while_the_whole_medium_fails() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.close().unwrap();
+    // The table of the space is not in memory.
+    let engine = open(&disk).unwrap();
+    disk.cut_after(disk.operations());
+    let error = (0..BLOCKS).find_map(|block| engine.write_blocks(&engine.head(1), block, slice(7, 1)).err()).unwrap();
+    assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+    let regions = engine.meta.lock().data.regions();
+    assert!(regions < 32, "{regions} regions, although none can be used");
+}
