@@ -226,8 +226,8 @@ pub(in crate::engine) type Spans = BTreeMap<usize, Vec<Range<u64>>>;
 
 impl Sight<'_> {
     /// Calls `found` for each of the trees, with the places to which it refers: at most `spans_max` ranges for each
-    /// place, of which the last one contains all further ones. `read_index` reads indexes of packs as long as no block of
-    /// these trees is reused.
+    /// place, of which the last one contains all further ones. No block of the trees may be reused meanwhile, because
+    /// `read_index` reads indexes of packs.
     pub(in crate::engine) fn search_trees<T>(
         &mut self,
         places: &[DamagedPlace],

@@ -1,4 +1,5 @@
-//! Damage to stored blocks of packs: reads fail, and reports name places, only where a content lies in the damaged part.
+//! Damage to stored blocks of packs: reads fail, and reports name places, only where a content lies in the damaged
+//! part.
 
 use super::{mixed, pack, place, quiet};
 use crate::engine::check::Finding;
