@@ -6,7 +6,7 @@
 use super::check::{Report, Root};
 use super::metadata::Sight;
 use super::salvage::merge_ranges;
-use super::scrub::{DamagedPlace, ReadIndex, Spans, WHOLE_PACKS};
+use super::scrub::{DamagedPlace, ReadIndex, Spans, WHOLE_PACKS, Wanted};
 use crate::Result;
 use crate::space::TABLE_ENTRIES;
 use std::collections::BTreeSet;
@@ -109,7 +109,8 @@ impl Sight<'_> {
             let mut found = |root: &&'a Root, spans: Spans| {
                 spans.into_iter().for_each(|(place, spans)| owners[place].0.push((*root, spans)));
             };
-            self.search_trees(places, SPANS_MAX, read_index, &trees, |root| root.node, &|| true, &mut found)?;
+            let wanted = Wanted { places, spans_max: SPANS_MAX, read_index };
+            self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
         }
         Ok(owners)
     }
@@ -128,7 +129,8 @@ impl Sight<'_> {
                 owners.0.push((*root, merge_ranges(spans.into_values().flatten().collect())));
             }
         };
-        self.search_trees(&places, SPANS_COUNTED, WHOLE_PACKS, &trees, |root| root.node, &|| true, &mut found)?;
+        let wanted = Wanted { places: &places, spans_max: SPANS_COUNTED, read_index: WHOLE_PACKS };
+        self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
         Ok(owners)
     }
 }

@@ -54,6 +54,15 @@ pub(in crate::engine) type ReadIndex<'a> = &'a dyn Fn(Run) -> Option<Index>;
 /// Damage of a stored block of a pack counts for all blocks of the pack.
 pub(in crate::engine) const WHOLE_PACKS: ReadIndex<'static> = &|_| None;
 
+/// What a walk searches for.
+#[derive(Clone, Copy)]
+pub(in crate::engine) struct Wanted<'a> {
+    pub places: &'a [DamagedPlace],
+    /// The most ranges of a tree for each place, of which the last one contains all further ones.
+    pub spans_max: usize,
+    pub read_index: ReadIndex<'a>,
+}
+
 /// The state of a walk.
 struct Search<'a> {
     /// Damaged data blocks, ascending, with their places in the request.
@@ -72,15 +81,14 @@ struct Search<'a> {
     /// The logical blocks of the current tree that refer to each place: at most this many ranges, of which the last one
     /// contains all further ones.
     spans: BTreeMap<usize, Vec<Range<u64>>>,
-    spans_max: usize,
+    wanted: Wanted<'a>,
     visited: u64,
-    read_index: ReadIndex<'a>,
     /// Indexes of packs with damaged blocks, by the first stored block.
     indexes: BTreeMap<u64, Option<Index>>,
 }
 
 impl<'a> Search<'a> {
-    fn new(places: &[DamagedPlace], spans_max: usize, nodes: u64, read_index: ReadIndex<'a>) -> Self {
+    fn new(wanted: Wanted<'a>, nodes: u64) -> Self {
         let mut search = Self {
             blocks: Vec::new(),
             tables: BTreeMap::new(),
@@ -90,12 +98,11 @@ impl<'a> Search<'a> {
             entered: Vec::new(),
             found: 0,
             spans: BTreeMap::new(),
-            spans_max,
+            wanted,
             visited: 0,
-            read_index,
             indexes: BTreeMap::new(),
         };
-        for (index, place) in places.iter().enumerate() {
+        for (index, place) in wanted.places.iter().enumerate() {
             let replaced = match *place {
                 DamagedPlace::Block(block) => {
                     search.blocks.push((block, index));
@@ -133,7 +140,7 @@ impl<'a> Search<'a> {
     fn find(&mut self, index: usize, logical: Range<u64>) {
         self.found += 1;
         let spans = self.spans.entry(index).or_default();
-        let is_full = spans.len() >= self.spans_max;
+        let is_full = spans.len() >= self.wanted.spans_max;
         match spans.last_mut() {
             Some(last) if is_full || logical.start <= last.end && last.start <= logical.end => {
                 *last = last.start.min(logical.start)..last.end.max(logical.end);
@@ -203,8 +210,9 @@ impl<'a> Search<'a> {
         let whole = mapping.logical_of(block..block + 1);
         // Without the first stored block, which has the index, no block of the pack can be read.
         let Some(packed) = mapping.packed.filter(|_| block > mapping.physical) else { return whole };
-        let (pack, read_index) = (Run { start: mapping.physical, blocks: u64::from(packed.stored) }, self.read_index);
-        let Some(index) = self.indexes.entry(pack.start).or_insert_with(|| read_index(pack)) else { return whole };
+        let pack = Run { start: mapping.physical, blocks: u64::from(packed.stored) };
+        let index = self.indexes.entry(pack.start).or_insert_with(|| (self.wanted.read_index)(pack));
+        let Some(index) = index else { return whole };
         let at = (block - pack.start) as usize * BLOCK_SIZE;
         let inside = index.blocks_in(&(at..at + BLOCK_SIZE));
         let logical = |number: usize| (mapping.logical + number as u64).saturating_sub(u64::from(packed.index));
@@ -225,20 +233,17 @@ impl<'a> Search<'a> {
 pub(in crate::engine) type Spans = BTreeMap<usize, Vec<Range<u64>>>;
 
 impl Sight<'_> {
-    /// Calls `found` for each of the trees, with the places to which it refers: at most `spans_max` ranges for each
-    /// place, of which the last one contains all further ones. No block of the trees may be reused meanwhile, because
-    /// `read_index` reads indexes of packs.
+    /// Calls `found` for each of the trees, with the places to which it refers. No block of the trees may be reused
+    /// meanwhile, because indexes of packs are read.
     pub(in crate::engine) fn search_trees<T>(
         &mut self,
-        places: &[DamagedPlace],
-        spans_max: usize,
-        read_index: ReadIndex<'_>,
+        wanted: Wanted<'_>,
         trees: &[T],
         root: impl Fn(&T) -> NodeId,
         go_on: &dyn Fn() -> bool,
         found: &mut dyn FnMut(&T, Spans),
     ) -> Result<()> {
-        let search = RefCell::new(Search::new(places, spans_max, self.map.blocks(), read_index));
+        let search = RefCell::new(Search::new(wanted, self.map.blocks()));
         for tree in trees {
             let mut effects = Effects::default();
             let mut visit = |visit: Visit| search.borrow_mut().visit(visit, go_on);
@@ -288,9 +293,8 @@ impl Engine {
                 located.references[index].push(Reference { object: *object, offset, length: end - offset });
             }
         };
-        let read_index = |pack| self.read_index(pack);
-        let searched =
-            view.sight().search_trees(places, 1, &read_index, &objects, |(_, root, _)| *root, go_on, &mut found);
+        let wanted = Wanted { places, spans_max: 1, read_index: &|pack| self.read_index(pack) };
+        let searched = view.sight().search_trees(wanted, &objects, |(_, root, _)| *root, go_on, &mut found);
         located.references.iter_mut().for_each(|references| references.sort_by_key(|reference| reference.object));
         // If pages of the view were lost, what was found in it is meaningless.
         view.check()?;

@@ -27,7 +27,7 @@ mod locate;
 mod restore;
 
 pub use locate::{Located, Reference};
-pub(super) use locate::{ReadIndex, Spans, WHOLE_PACKS};
+pub(super) use locate::{ReadIndex, Spans, WHOLE_PACKS, Wanted};
 pub use restore::{Copies, WantedBlock};
 
 use super::Engine;
