@@ -4,6 +4,7 @@
 use super::*;
 use crate::engine::ScrubPosition;
 use crate::engine::files::ShowingData;
+use backend::simulated::Fault;
 use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Mutex;
@@ -145,10 +146,10 @@ fn a_read_settles_all_its_suspect_blocks_at_once() {
 fn a_write_that_needs_space_fails_while_the_whole_medium_fails() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
-    engine.close().unwrap();
+    packed::quiet(&engine);
     // The table of the space is not in memory.
-    let engine = open(&disk).unwrap();
-    disk.cut_after(disk.operations());
+    engine.meta.lock().pages.drop_clean();
+    [Fault::Read, Fault::Reserve].map(|fault| disk.fail_requests(fault, 0, u64::MAX));
     let error = (0..BLOCKS).find_map(|block| engine.write_blocks(&engine.head(1), block, slice(7, 1)).err()).unwrap();
     assert_eq!(error.kind(), ErrorKind::Io, "{error}");
     let regions = engine.meta.lock().data.regions();
