@@ -149,7 +149,9 @@ fn a_write_that_needs_space_fails_while_the_whole_medium_fails() {
     packed::quiet(&engine);
     // The table of the space is not in memory.
     engine.meta.lock().pages.drop_clean();
-    [Fault::Read, Fault::Reserve].map(|fault| disk.fail_requests(fault, 0, u64::MAX));
+    for fault in [Fault::Read, Fault::Reserve] {
+        disk.fail_requests(fault, 0, u64::MAX);
+    }
     let error = (0..BLOCKS).find_map(|block| engine.write_blocks(&engine.head(1), block, slice(7, 1)).err()).unwrap();
     assert_eq!(error.kind(), ErrorKind::Io, "{error}");
     let regions = engine.meta.lock().data.regions();
