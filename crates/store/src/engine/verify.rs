@@ -235,14 +235,15 @@ impl Engine {
                     report.verified += 1;
                     continue;
                 }
-                _ if is_unused => continue,
                 Found::Unreadable(error) => error,
                 Found::Differs { expected, found } => {
                     report.verified += 1;
                     format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x})")
                 }
             };
-            report.add_at(format!("{what}: {}", owners.offsets()), None, owners.places());
+            if !is_unused {
+                report.add_at(format!("{what}: {}", owners.offsets()), None, owners.places());
+            }
         }
         Ok(())
     }

@@ -96,7 +96,10 @@ impl Index {
         for (number, fragment) in self.0.iter().enumerate() {
             let end = start + usize::from(fragment.stored);
             if start < bytes.end && bytes.start < end {
-                found = if found.is_empty() { number..number + 1 } else { found.start..number + 1 };
+                if found.is_empty() {
+                    found.start = number;
+                }
+                found.end = number + 1;
             }
             start = end;
         }

@@ -2,6 +2,8 @@
 //!
 //! A node that several trees share is walked again only if damage was found below it. So the walk takes as long as
 //! reading each node once, plus the time for the damaged parts of each tree.
+//!
+//! Of a pack, only the blocks count that are stored in a damaged block. The index of the pack says which these are.
 
 use super::DamagedPlace;
 use crate::catalog::ObjectState;
@@ -78,8 +80,7 @@ struct Search<'a> {
     entered: Vec<Entered>,
     /// Finds since the walk began.
     found: u64,
-    /// The logical blocks of the current tree that refer to each place: at most this many ranges, of which the last one
-    /// contains all further ones.
+    /// The logical blocks of the current tree that refer to each place.
     spans: BTreeMap<usize, Vec<Range<u64>>>,
     wanted: Wanted<'a>,
     visited: u64,

@@ -33,7 +33,10 @@ fn damage_to_a_pack_affects_only_the_blocks_in_the_damaged_part() {
         let read = |block: u64| engine.read_blocks("vm", block..block + 1, &|range| engine.plan_head(&head, range));
         let failed: Vec<u64> = (0..32).filter(|block| read(*block).is_err()).collect();
         let is_first = damaged == run.start;
-        assert!(if is_first { failed.len() == 32 } else { failed.len() <= 3 }, "block {damaged}: {failed:?}");
+        assert!(
+            if is_first { failed.len() == 32 } else { (1..=3).contains(&failed.len()) },
+            "block {damaged}: {failed:?}"
+        );
         for block in (0..32).filter(|block| !failed.contains(block)) {
             assert!(read(block).unwrap()[..] == expected[block as usize][..]);
         }
@@ -47,7 +50,7 @@ fn damage_to_a_pack_affects_only_the_blocks_in_the_damaged_part() {
         let named: Vec<u64> = spans.iter().cloned().flatten().collect();
         assert!(failed.iter().all(|block| named.contains(block)), "block {damaged}: {failed:?} of {named:?}");
         assert!(if is_first { named.len() == 32 } else { named.len() <= 4 }, "block {damaged}: {named:?}");
-        assert_eq!(report.findings.len(), spans.len(), "{:?}", report.findings);
+        assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
         drop(engine);
         let salvage = Salvage::open(disk.directory()).unwrap();
         for (block, content) in salvage.contents(1, 0..32).unwrap().into_iter().enumerate() {
