@@ -1,5 +1,6 @@
 //! Files: the operations of every medium, and those of local file systems only.
 
+use crate::BLOCK_SIZE;
 use crate::validate::check_range;
 use std::io;
 use std::ops::Range;
@@ -7,6 +8,10 @@ use std::os::fd::RawFd;
 
 /// The most bytes of one write in `write_zeros`.
 const ZEROS_LENGTH: u64 = 256 << 10;
+
+/// The most blocks that [`File::read_readable_at`] does without. A damaged sector takes one or two, and a device may
+/// need many seconds to fail each.
+const UNREADABLE_MAX: usize = 2;
 
 /// How file contents are cached by the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +60,22 @@ pub trait File: Send + Sync {
 
     /// Fills `buffer` from `offset`; bytes past the end of the file read as zeros.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// As [`File::read_at`], but block by block, and up to [`UNREADABLE_MAX`] blocks of 4 KiB that cannot be read
+    /// become zeros: for a caller that verifies each block, and may not need all of them.
+    fn read_readable_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut unreadable = 0;
+        for (number, block) in buffer.chunks_mut(BLOCK_SIZE).enumerate() {
+            if let Err(error) = self.read_at(block, offset + (number * BLOCK_SIZE) as u64) {
+                unreadable += 1;
+                if unreadable > UNREADABLE_MAX {
+                    return Err(error);
+                }
+                block.fill(0);
+            }
+        }
+        Ok(())
+    }
 
     /// As [`File::read_at`], but only if the page cache has the whole range. `Ok(false)` means that it does not, and
     /// that the content of `buffer` is undefined. A medium without a cache, or without knowledge of it, always returns

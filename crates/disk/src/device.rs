@@ -46,12 +46,29 @@ pub struct Media {
     pub delivered: Range<usize>,
     /// CRC32C of each delivered block, if the device verifies blocks one by one.
     pub verified: Option<Vec<u32>>,
+    /// Whether the device verifies each fetched block, and may not need all of them. Then blocks of 4 KiB that cannot
+    /// be read may be zeros in `buffer`.
+    pub may_lack_blocks: bool,
 }
 
 impl Media {
     /// A part of a file from which the fetched bytes are delivered unchanged.
     pub fn new(file: Arc<dyn File>, offset: u64, length: usize) -> Self {
-        Self { file, offset, length, buffer: None, delivered: 0..length, verified: None }
+        Self { file, offset, length, buffer: None, delivered: 0..length, verified: None, may_lack_blocks: false }
+    }
+
+    /// Reads the bytes into `buffer`, and blocks until they are read.
+    pub fn read_into(&self, buffer: &mut [u8]) -> io::Result<()> {
+        match self.file.read_at(buffer, self.offset) {
+            Err(error) if self.may_lack_blocks => self.read_again_into(buffer, &error),
+            read => read,
+        }
+    }
+
+    /// As [`Media::read_into`], after a read of all bytes has failed with `error`.
+    pub fn read_again_into(&self, buffer: &mut [u8], error: &io::Error) -> io::Result<()> {
+        tracing::warn!(offset = self.offset, length = self.length, %error, "a part of a pack cannot be read");
+        self.file.read_readable_at(buffer, self.offset)
     }
 
     /// The fetched bytes; empty before they are fetched.
@@ -169,7 +186,7 @@ impl ReadPlan {
         for segment in &mut self.segments {
             if let Segment::Media(media) = segment {
                 let mut buffer = Buffer::recycled(media.length.div_ceil(BLOCK_SIZE));
-                media.file.read_at(&mut buffer, media.offset)?;
+                media.read_into(&mut buffer)?;
                 media.buffer = Some(buffer);
             }
         }

@@ -80,7 +80,7 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
         Part::Packed(packed) => {
             let stored = &packed.stored;
             let media = Media::new(Arc::clone(&stored.file), stored.offset, stored.length());
-            Segment::Media(Media { delivered: 0..packed.length(), ..media })
+            Segment::Media(Media { delivered: 0..packed.length(), may_lack_blocks: true, ..media })
         }
     };
     ReadPlan {

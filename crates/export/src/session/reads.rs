@@ -4,7 +4,8 @@
 //! is read through the session's I/O queue. A read is finished when all its segments are in memory and the device has
 //! verified them. If the range changed meanwhile, the read is planned again, a bounded number of times. A read whose
 //! plan needs metadata from the medium is put off until all requests of its batch are submitted, so that the metadata
-//! of all reads of one client is fetched concurrently. Invariants:
+//! of all reads of one client is fetched concurrently. If a read fails of which the device may not need all blocks, its
+//! blocks are read one by one on the session's thread. Invariants:
 //!
 //! 1. A slot belongs to one read from its first operation in flight until its last operation has completed, so that a
 //!    token never refers to another read.
@@ -286,11 +287,20 @@ impl<'a, T> Reads<'a, T> {
         let (slot, index) = ((completion.token >> 32) as usize, (completion.token & 0xffff_ffff) as usize);
         let pending = self.slots.get_mut(slot)?.as_mut()?;
         pending.missing -= 1;
-        if let Err(error) = completion.result {
-            pending.failure = Some(error);
-        }
+        let Completion { mut result, mut buffer, .. } = completion;
         if let Some(Segment::Media(media)) = pending.plan.segments.get_mut(index) {
-            media.buffer = completion.buffer;
+            if let Err(error) = &result
+                && media.may_lack_blocks
+            {
+                // This blocks the thread, because it is rare.
+                let mut again = buffer.take().unwrap_or_else(|| pool.take(media.length));
+                result = media.read_again_into(&mut again, error);
+                buffer = Some(again);
+            }
+            media.buffer = buffer;
+        }
+        if let Err(error) = result {
+            pending.failure = Some(error);
         }
         if pending.missing > 0 {
             return None;
@@ -393,7 +403,7 @@ impl<'a, T> Reads<'a, T> {
             let Segment::Media(media) = segment else { continue };
             if media.buffer.is_none() {
                 let mut buffer = pool.take(media.length);
-                let read = media.file.read_at(&mut buffer, media.offset);
+                let read = media.read_into(&mut buffer);
                 read.during(|| format!("reading {} bytes for {}", media.length, self.device.name()))?;
                 media.buffer = Some(buffer);
             }
@@ -461,11 +471,11 @@ mod tests {
     use super::*;
     use crate::exports::ExportName;
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
-    use backend::{BLOCK_SIZE, Directory, File, IoMode, SharedSlice};
+    use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, SharedSlice};
     use disk::device::{DirtyExtent, FlushTicket, Media, StatusExtent};
 
-    /// A device with one file, of which each read fetches a pack of a megabyte for one block.
-    struct Packs(Arc<dyn File>);
+    /// A device with one file, of which each read fetches a pack of a megabyte for one block. The pack may lack blocks.
+    struct Packs(Arc<dyn File>, bool);
 
     /// The length of a pack.
     const PACK: usize = 1 << 20;
@@ -481,7 +491,8 @@ mod tests {
             true
         }
         fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
-            let media = Media { delivered: 0..length, ..Media::new(Arc::clone(&self.0), 0, PACK) };
+            let media = Media::new(Arc::clone(&self.0), 0, PACK);
+            let media = Media { delivered: 0..length, may_lack_blocks: self.1, ..media };
             Ok(ReadPlan { segments: vec![Segment::Media(media)], skip: 0, length, offset, guard: None })
         }
         fn finish_read(&self, _: &mut ReadPlan) -> Result<Verdict> {
@@ -536,7 +547,7 @@ mod tests {
         let file = directory.create("file", IoMode::Direct).unwrap();
         file.set_len(PACK as u64).unwrap();
         let exports = Queues(directory);
-        let mut reads = Reads::new(Arc::new(Packs(file)), &exports);
+        let mut reads = Reads::new(Arc::new(Packs(file, true)), &exports);
         let (mut pool, mut finished) = (Pool::default(), Vec::new());
         for tag in 0..4 {
             let ask = Ask { tag, offset: 0, length: BLOCK_SIZE, arrived: None };
@@ -547,5 +558,34 @@ mod tests {
             reads.wait(None, &mut pool, &mut finished).unwrap();
         }
         assert!(reads.held() == 0 && finished.len() == 4 && finished.iter().all(|read| read.outcome.is_ok()));
+    }
+
+    #[test]
+    fn a_block_that_cannot_be_read_fails_a_read_unless_the_device_may_do_without_it() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let directory = disk.directory();
+        let file = directory.create("file", IoMode::Direct).unwrap();
+        let mut data = Buffer::zeroed(PACK / BLOCK_SIZE);
+        data.fill(7);
+        file.write_at(&[&data], 0, false).unwrap();
+        let lost = 3 * BLOCK_SIZE..4 * BLOCK_SIZE;
+        disk.fail_reads("file", lost.start as u64..lost.end as u64).unwrap();
+        let exports = Queues(directory);
+        for may_lack_blocks in [false, true] {
+            let mut reads = Reads::new(Arc::new(Packs(Arc::clone(&file), may_lack_blocks)), &exports);
+            let (mut pool, mut finished) = (Pool::default(), Vec::new());
+            let ask = Ask { tag: 0, offset: 0, length: PACK, arrived: None };
+            finished.extend(reads.begin(ask, &mut pool));
+            while reads.pending() > 0 {
+                reads.wait(None, &mut pool, &mut finished).unwrap();
+            }
+            let [Finished { outcome, .. }] = &finished[..] else { panic!("{} reads", finished.len()) };
+            assert_eq!(outcome.is_ok(), may_lack_blocks);
+            if let Ok(plan) = outcome {
+                let content = plan.slices().concat();
+                let wanted = |at: usize| if lost.contains(&at) { 0 } else { 7 };
+                assert!(content.iter().enumerate().all(|(at, byte)| *byte == wanted(at)));
+            }
+        }
     }
 }

@@ -363,7 +363,9 @@ impl Engine {
             self.meta.look(|meta| Ok(meta.entry(run.start)?.suspect || meta.in_flight.contains(run.start)))?;
         let (file, offset) = self.files.locate(run)?;
         let mut bytes = Buffer::zeroed(1);
-        file.read_at(&mut bytes, offset).during(|| format!("{name}: reading block {}", run.start))?;
+        file.read_at(&mut bytes, offset).during(|| format!("{name}: reading block {}", run.start)).inspect_err(
+            |error| tracing::error!(disk = name, offset = logical * BLOCK_SIZE as u64, %error, "read failed"),
+        )?;
         let found = checksum(&bytes);
         if found == planned {
             return Ok(());
@@ -485,8 +487,13 @@ impl Engine {
                     Part::Packed(packed) => {
                         let stored = &packed.stored;
                         let mut pack = Buffer::recycled(stored.checksums.len());
-                        let read = stored.file.read_at(&mut pack, stored.offset);
-                        read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
+                        if let Err(error) = stored.file.read_at(&mut pack, stored.offset) {
+                            // The blocks that the range needs may be readable. The verification reads one that is
+                            // needed again, and returns the error.
+                            tracing::warn!(disk = name, block = stored.block, %error, "a part of a pack cannot be read");
+                            let read = stored.file.read_readable_at(&mut pack, stored.offset);
+                            read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
+                        }
                         packs.insert(packed.fetched(), pack);
                     }
                 }
