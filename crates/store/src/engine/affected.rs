@@ -34,17 +34,22 @@ pub struct Affected {
 
 /// The parts of disks and snapshots that refer to a damaged place.
 #[derive(Default)]
-pub(super) struct Owners<'a>(Vec<(&'a Root, Vec<Range<u64>>)>);
+pub(super) struct Owners<'a> {
+    parts: Vec<(&'a Root, Vec<Range<u64>>)>,
+    /// Whether all disks and snapshots were searched, and could be read.
+    is_whole: bool,
+}
 
 impl Owners<'_> {
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// Whether it is certain that nothing refers to the place.
+    pub fn are_none(&self) -> bool {
+        self.parts.is_empty() && self.is_whole
     }
 
     /// All parts, as far as a finding lists them.
     pub fn places(&self) -> Vec<Affected> {
         let mut places = Vec::new();
-        for (root, spans) in &self.0 {
+        for (root, spans) in &self.parts {
             let listed = spans.len().min(SPANS_MAX);
             places.extend(spans[..listed].iter().map(|span| affected(root, span)));
             if let (Some(last), Some(end)) = (places.last_mut(), spans[listed..].last()) {
@@ -82,11 +87,16 @@ impl Owners<'_> {
     }
 
     fn named(&self, describe: impl Fn(&Root, &[Range<u64>]) -> String) -> String {
-        if self.0.is_empty() {
-            return "nothing that is in use".to_owned();
+        if self.parts.is_empty() {
+            let text = if self.is_whole {
+                "nothing that is in use"
+            } else {
+                "unknown, because a part of the maps cannot be read"
+            };
+            return text.to_owned();
         }
-        let named: Vec<String> = self.0.iter().take(NAMED_MAX).map(|(root, spans)| describe(root, spans)).collect();
-        let more = self.0.len() - named.len();
+        let named: Vec<String> = self.parts.iter().take(NAMED_MAX).map(|(root, spans)| describe(root, spans)).collect();
+        let more = self.parts.len() - named.len();
         let rest = if more > 0 { format!(", and {more} more disks and snapshots") } else { String::new() };
         format!("{}{rest}", named.join(", "))
     }
@@ -107,10 +117,11 @@ impl Sight<'_> {
         if !places.is_empty() {
             let trees: Vec<&Root> = roots.iter().collect();
             let mut found = |root: &&'a Root, spans: Spans| {
-                spans.into_iter().for_each(|(place, spans)| owners[place].0.push((*root, spans)));
+                spans.into_iter().for_each(|(place, spans)| owners[place].parts.push((*root, spans)));
             };
             let wanted = Wanted { places, spans_max: SPANS_MAX, read_index };
-            self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
+            let is_whole = self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
+            owners[..places.len()].iter_mut().for_each(|owners| owners.is_whole = is_whole);
         }
         Ok(owners)
     }
@@ -126,11 +137,11 @@ impl Sight<'_> {
         let mut owners = Owners::default();
         let mut found = |root: &&'a Root, spans: Spans| {
             if !spans.is_empty() {
-                owners.0.push((*root, merge_ranges(spans.into_values().flatten().collect())));
+                owners.parts.push((*root, merge_ranges(spans.into_values().flatten().collect())));
             }
         };
         let wanted = Wanted { places: &places, spans_max: SPANS_COUNTED, read_index: WHOLE_PACKS };
-        self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
+        owners.is_whole = self.search_trees(wanted, &trees, |root| root.node, &|| true, &mut found)?;
         Ok(owners)
     }
 }

@@ -98,7 +98,7 @@ impl Engine {
             let differing = self.compare_run(sight, standing, run, report)?;
             match standing {
                 StoreActivity::Running => doubts.extend(differing.into_iter().map(|(block, _)| block)),
-                StoreActivity::Stopped(_) => self.report_blocks(sight, differing, report)?,
+                StoreActivity::Stopped(_) => self.report_blocks(sight, standing, differing, report)?,
             }
             if doubts.len() >= DOUBTS_MAX {
                 self.settle_doubts(sight, &mut doubts, report)?;
@@ -215,21 +215,29 @@ impl Engine {
                 still.push((block, found));
             }
         }
-        self.report_blocks(sight, still, report)
+        self.report_blocks(sight, StoreActivity::Running, still, report)
     }
 
     /// Reports damaged blocks, with the disks and snapshots that have content in them.
-    fn report_blocks(&self, sight: &mut Sight<'_>, blocks: Vec<(u64, Found)>, report: &mut Report) -> Result<()> {
+    fn report_blocks(
+        &self,
+        sight: &mut Sight<'_>,
+        standing: StoreActivity<'_>,
+        blocks: Vec<(u64, Found)>,
+        report: &mut Report,
+    ) -> Result<()> {
         if blocks.is_empty() {
             return Ok(());
         }
         let roots = check_catalog(sight.catalog, &mut Report::default());
         let places: Vec<DamagedPlace> = blocks.iter().map(|(block, _)| DamagedPlace::Block(*block)).collect();
-        let searched = report.room();
+        // Findings that are left out need no room, so all places are searched for if there is any.
+        let searched = if report.room() > 0 { places.len() } else { 0 };
         let owners = sight.owners_of(&roots, &places, searched, &|pack| self.read_index(pack))?;
-        for (number, ((block, found), owners)) in blocks.into_iter().zip(owners).enumerate() {
-            // The block belongs to a pack, and all contents in this part of the pack were replaced.
-            let is_unused = number < searched && owners.is_empty();
+        for ((block, found), owners) in blocks.into_iter().zip(owners) {
+            // The block belongs to a pack, and all contents in this part of the pack were replaced. The place may have
+            // got another pack since the view was made, whose index was read then: its damage is reported.
+            let is_unused = owners.are_none() && self.is_as_in(sight, standing, block)?;
             let what = match found {
                 Found::Good => {
                     report.verified += 1;
@@ -246,6 +254,18 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// Whether a block has the checksum that it has in a view, so that it was not reused since.
+    fn is_as_in(&self, sight: &mut Sight<'_>, standing: StoreActivity<'_>, block: u64) -> Result<bool> {
+        match standing {
+            StoreActivity::Running => {
+                let now = self.meta.look(|meta| Ok(meta.entry(block)?.checksum))?;
+                Ok(sight.entry(block)?.checksum == now)
+            }
+            // The metadata, which is locked, is the view itself.
+            StoreActivity::Stopped(_) => Ok(true),
+        }
     }
 }
 

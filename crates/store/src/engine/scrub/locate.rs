@@ -38,6 +38,8 @@ pub struct Located {
     pub references: Vec<Vec<Reference>>,
     /// For each disk and snapshot that refers to damage, the number of places.
     pub objects: BTreeMap<u64, u64>,
+    /// Whether all maps could be read. Otherwise references may be missing.
+    pub is_whole: bool,
 }
 
 /// A node that the walk has entered and not left.
@@ -84,6 +86,8 @@ struct Search<'a> {
     spans: BTreeMap<usize, Vec<Range<u64>>>,
     wanted: Wanted<'a>,
     visited: u64,
+    /// Whether a part of a tree could not be read, so that references to places may be missing.
+    is_partial: bool,
     /// Indexes of packs with damaged blocks, by the first stored block.
     indexes: BTreeMap<u64, Option<Index>>,
 }
@@ -101,6 +105,7 @@ impl<'a> Search<'a> {
             spans: BTreeMap::new(),
             wanted,
             visited: 0,
+            is_partial: false,
             indexes: BTreeMap::new(),
         };
         for (index, place) in wanted.places.iter().enumerate() {
@@ -224,6 +229,7 @@ impl<'a> Search<'a> {
     fn lost(&mut self, id: NodeId, logical: Range<u64>) {
         // The nodes above are not clean, even if this damage was not found by the scrub.
         self.found += 1;
+        self.is_partial = true;
         for index in self.damaged_pages(id).into_iter().flatten() {
             self.find(index, logical.clone());
         }
@@ -234,8 +240,9 @@ impl<'a> Search<'a> {
 pub(in crate::engine) type Spans = BTreeMap<usize, Vec<Range<u64>>>;
 
 impl Sight<'_> {
-    /// Calls `found` for each of the trees, with the places to which it refers. No block of the trees may be reused
-    /// meanwhile, because indexes of packs are read.
+    /// Calls `found` for each of the trees, with the places to which it refers. Returns whether all parts of the trees
+    /// and of the catalog could be read. If blocks of packs are reused meanwhile, the index of another pack may be
+    /// read.
     pub(in crate::engine) fn search_trees<T>(
         &mut self,
         wanted: Wanted<'_>,
@@ -243,7 +250,7 @@ impl Sight<'_> {
         root: impl Fn(&T) -> NodeId,
         go_on: &dyn Fn() -> bool,
         found: &mut dyn FnMut(&T, Spans),
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let search = RefCell::new(Search::new(wanted, self.map.blocks()));
         for tree in trees {
             let mut effects = Effects::default();
@@ -254,7 +261,7 @@ impl Sight<'_> {
             search.leave(None);
             found(tree, std::mem::take(&mut search.spans));
         }
-        Ok(())
+        Ok(!search.into_inner().is_partial && self.catalog.lost().is_empty())
     }
 }
 
@@ -281,7 +288,7 @@ impl Engine {
             .filter(|object| object.state != ObjectState::Trash)
             .filter_map(|object| Some((object.id, object.root?, object.capacity)))
             .collect();
-        let mut located = Located { references: vec![Vec::new(); places.len()], objects: BTreeMap::new() };
+        let mut located = Located { references: vec![Vec::new(); places.len()], ..Located::default() };
         let mut found = |(object, _, capacity): &(u64, NodeId, u64), spans: Spans| {
             if !spans.is_empty() {
                 located.objects.insert(*object, spans.len() as u64);
@@ -299,6 +306,6 @@ impl Engine {
         located.references.iter_mut().for_each(|references| references.sort_by_key(|reference| reference.object));
         // If pages of the view were lost, what was found in it is meaningless.
         view.check()?;
-        searched.map(|()| located)
+        Ok(Located { is_whole: searched?, ..located })
     }
 }
