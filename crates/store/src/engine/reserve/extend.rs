@@ -24,9 +24,8 @@ const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
-/// Attempts to reserve space that fail because a region is lost, before the reservation fails. While the whole medium
-/// fails, every region would be lost.
-const LOST_MAX: u32 = 8;
+/// Consecutive attempts to reserve space that fail because a region is lost, before the reservation fails.
+const LOST_MAX: u64 = 8;
 
 /// Catalog pages for which space is reserved beyond the full pages.
 pub(crate) const CATALOG_AHEAD: u64 = 64;
@@ -59,15 +58,23 @@ impl Engine {
         while self.headroom_now() < claims {
             // One grant for each reservation, because a thick disk may need any number of reservations.
             let _grant = self.admit(EXTENSION_COST)?;
+            // A region that is reserved now would be lost too, and the list of regions would grow with each write.
+            if self.reserves.lost_in_a_row() >= LOST_MAX && !self.log.is_medium_readable() {
+                return Err(Error::new(ErrorKind::Io, "no space is reserved while the medium cannot be read"));
+            }
             let losses = self.losses();
-            match self.extend_once(claims, &mut largest) {
+            let reserved = self.extend_once(claims, &mut largest);
+            let is_region_lost = reserved.as_ref().is_err_and(is_lost) && self.losses() > losses;
+            self.reserves.note_lost(is_region_lost);
+            lost = if is_region_lost { lost + 1 } else { 0 };
+            match reserved {
                 // The space that a crash left may be enough.
                 Err(error) if is_full(&error) && !searched && self.reserves.is_search_open() => {
                     searched = true;
                     self.return_unclaimed_room(true, || self.running.goes_on());
                 }
                 // The table of the region for the new space was lost meanwhile. The next attempt uses another region.
-                Err(error) if is_lost(&error) && self.losses() > losses && lost < LOST_MAX => lost += 1,
+                Err(_) if is_region_lost && lost <= LOST_MAX => {}
                 other => other?,
             }
         }

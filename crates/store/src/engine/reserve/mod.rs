@@ -61,6 +61,8 @@ pub struct Reserves {
     search: Mutex<Option<Search>>,
     /// Held by a reservation of space in the file system: one reservation at a time.
     extending: Mutex<()>,
+    /// The number of reservations since the last one whose region was not lost.
+    lost: AtomicU64,
     /// Runs that occupy space of the file system without a record, and that could not be punched while `punching` was
     /// not locked.
     unreturned: Mutex<Vec<Run>>,
@@ -118,6 +120,19 @@ impl Reserves {
     /// Like [`Reserves::lock_extending`], but returns `None` during a reservation.
     pub fn try_extending(&self) -> Option<MutexGuard<'_, ()>> {
         self.extending.try_lock()
+    }
+
+    /// Notes whether the table of the region of a reservation was lost.
+    pub fn note_lost(&self, lost: bool) {
+        match lost {
+            true => self.lost.fetch_add(1, Ordering::Relaxed),
+            false => self.lost.swap(0, Ordering::Relaxed),
+        };
+    }
+
+    /// The number of reservations since the last one whose region was not lost.
+    pub fn lost_in_a_row(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
     }
 
     /// Adds a claim and returns the number of all claimed blocks. The caller compares it with the headroom afterwards.
