@@ -80,7 +80,7 @@ fn made() -> (tempfile::TempDir, std::path::PathBuf) {
 fn a_scrub_starts_at_each_interval() {
     let (_folder, path) = made();
     let world = World::open(&path, 5000);
-    let summary = world.datastore.schedule_scrubs(Some(EVERY), 0).unwrap();
+    let summary = world.datastore.schedule_scrubs(Some(EVERY), Some(0)).unwrap();
     assert_eq!((summary.every, summary.due, summary.state), (Some(EVERY), Some(6000), ScrubState::Never));
     for (time, scrubs) in [(5999, 0), (6000, 1), (6100, 1), (6999, 1), (7000, 2), (9500, 3), (10_499, 3), (10_500, 4)] {
         world.set(time);
@@ -93,24 +93,26 @@ fn a_scrub_starts_at_each_interval() {
     }
     let summary = world.datastore.status().unwrap().scrub;
     assert_eq!((summary.state, summary.started, summary.due), (ScrubState::Done, Some(10_500), Some(11_500)));
-    world.datastore.schedule_scrubs(None, 0).unwrap();
+    world.datastore.schedule_scrubs(None, None).unwrap();
     world.set(50_000);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(world.ended().len(), 4);
     world.close();
     // The schedule is stored with the datastore.
     let world = World::open(&path, 60_000);
-    world.datastore.schedule_scrubs(Some(EVERY), 7).unwrap();
+    world.datastore.schedule_scrubs(Some(EVERY), Some(7)).unwrap();
     world.close();
     let world = World::open(&path, 60_999);
     let summary = world.datastore.status().unwrap().scrub;
     assert_eq!((summary.every, summary.rate, summary.due), (Some(EVERY), 7, Some(61_000)));
-    world.set(61_000);
+    let changed = world.datastore.schedule_scrubs(Some(EVERY + 1), None).unwrap();
+    assert_eq!((changed.every, changed.rate, changed.due), (Some(EVERY + 1), 7, Some(62_000)));
+    world.set(62_000);
     until("the scrub ends", || world.datastore.status().unwrap().scrub.state == ScrubState::Done);
     world.close();
     let error = {
         let datastore = Datastore::open(&path, OPEN_OPTIONS).unwrap();
-        let error = datastore.schedule_scrubs(Some(0), 0).unwrap_err();
+        let error = datastore.schedule_scrubs(Some(0), None).unwrap_err();
         datastore.close().unwrap();
         error
     };
@@ -121,7 +123,7 @@ fn a_scrub_starts_at_each_interval() {
 fn a_scrub_that_fails_is_tried_again_only_after_an_interval() {
     let (_folder, path) = made();
     let world = World::open(&path, 5000);
-    world.datastore.schedule_scrubs(Some(EVERY), 0).unwrap();
+    world.datastore.schedule_scrubs(Some(EVERY), Some(0)).unwrap();
     // A scrub fails at its beginning, because its record cannot replace a folder.
     let record = path.join("scrub");
     std::fs::remove_file(&record).unwrap();

@@ -21,8 +21,8 @@ pub enum ScrubRequest {
     Schedule {
         /// Seconds from the start of a scrub to the start of the next one; `None` for no scrubs.
         every: Option<u64>,
-        /// Bytes per second; 0 for no limit.
-        rate: u64,
+        /// Bytes per second; 0 for no limit. `None` for the rate of the present schedule.
+        rate: Option<u64>,
     },
 }
 

@@ -422,7 +422,9 @@ impl Datastore {
             return Ok(BTreeMap::new());
         }
         let located = self.native.engine.locate_damage(&places, go_on)?;
-        let by_place: BTreeMap<DamagedPlace, _> = places.into_iter().zip(located.references).collect();
+        // Damage whose references may be in a lost part of a map stays in the list as it is.
+        let is_known = |(_, references): &(_, Vec<_>)| located.is_whole || !references.is_empty();
+        let by_place = places.into_iter().zip(located.references).filter(is_known).collect();
         self.scrubs.change(|record| record.set_references(&by_place));
         Ok(located.objects)
     }
@@ -479,7 +481,7 @@ impl Datastore {
 
     /// Has servers scrub the datastore every `every` seconds, at a rate in bytes per second; 0 for no limit. With
     /// `None` they start no scrubs.
-    pub fn schedule_scrubs(&self, every: Option<u64>, rate: u64) -> Result<ScrubSummary> {
+    pub fn schedule_scrubs(&self, every: Option<u64>, rate: Option<u64>) -> Result<ScrubSummary> {
         if let Some(every) = every
             && !(EVERY_MIN..=EVERY_MAX).contains(&every)
         {
@@ -488,7 +490,10 @@ impl Datastore {
         }
         self.scrubs.check_usable()?;
         let since = self.scrubs.now();
-        self.scrubs.change(|record| record.schedule = every.map(|every| ScrubSchedule { every, rate, since }));
+        self.scrubs.change(|record| {
+            let rate = rate.unwrap_or_else(|| record.schedule.as_ref().map_or(0, |schedule| schedule.rate));
+            record.schedule = every.map(|every| ScrubSchedule { every, rate, since });
+        });
         self.scrubs.save(&**self.directory())?;
         self.scrubs.report_schedule();
         Ok(self.summary())

@@ -15,7 +15,7 @@ pub struct ScrubArguments {
     #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     pub every: Option<Interval>,
 
-    /// Rate of the scheduled scrubs in bytes per second, such as 50M.
+    /// Rate of the scheduled scrubs in bytes per second, such as 50M; 0 for no limit. By default it stays as it is.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, requires = "every")]
     pub rate: Option<u64>,
 
@@ -50,7 +50,7 @@ impl ScrubArguments {
             (None, None) => {
                 return Err("give --every TIME, or a command: scrub start, scrub status or scrub cancel".into());
             }
-            (None, Some(Interval(every))) => ScrubRequest::Schedule { every, rate: self.rate.unwrap_or(0) },
+            (None, Some(Interval(every))) => ScrubRequest::Schedule { every, rate: self.rate },
             (Some(ScrubCommand::Start { rate, restart }), None) => {
                 ScrubRequest::Start { rate: *rate, restart: *restart }
             }
