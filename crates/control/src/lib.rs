@@ -44,7 +44,7 @@ pub use message::{
     Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, ImportedMachine, JobEnd, JobInfo,
     JobRequest, JobState, LabelRequest, MachineActivity, MachineBackup, MachineImport, MachineInfo, MachineMemory,
     MachineNotice, MachineReply, MachineRequest, MachineRestore, MachineSnapshot, MachineSummary, MachineVerb,
-    NewMachine, Part, ReceiveRequest, Reconnect, Reply, Request, Resized, RestoredMachine, ScrubRequest, SendHow,
-    SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
+    NewMachine, Part, ReceiveRequest, Reclaimable, Reconnect, Reply, Request, Resized, RestoredMachine, ScrubRequest,
+    SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
 pub use owner::{OPEN_OPTIONS, open_to_serve};

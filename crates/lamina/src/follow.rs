@@ -97,6 +97,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Disk(DiskRequest::PunchZero { .. }) => ("looking for zeros", BYTES),
         Request::Disk(DiskRequest::Wipe { .. }) => ("wiping", BYTES),
         Request::Disk(DiskRequest::Reclaim { .. }) => ("reclaiming", BYTES),
+        Request::Disk(DiskRequest::Reclaimable) => ("reading", BYTES),
         Request::Disk(DiskRequest::Shrink { .. }) => ("shrinking", BYTES),
         Request::Disk(DiskRequest::Optimize { .. }) => ("optimizing", BYTES),
         Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),

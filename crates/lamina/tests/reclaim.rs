@@ -148,6 +148,16 @@ fn what_the_guest_does_not_use_is_given_back_and_its_files_stay() {
     assert!(free > 40 * MIB && of(&would, 1, "reclaimed").abs_diff(free) < MIB, "{would}");
     assert!(of(&would, 3, "free") > 200 * MIB);
     assert_eq!(of(&would, 2, "reclaimed"), MIB);
+    store.run("disk create flat 1M --provisioning zeroedthick").ok();
+    let all = store.run("disk reclaim --all --dry-run --json").json();
+    let [flat, vm] = &all["disks"].as_array().unwrap()[..] else { panic!("{all}") };
+    assert!(flat["error"].as_str().unwrap().contains("is thick") && flat["report"].is_null(), "{all}");
+    assert!(vm["error"].is_null() && vm["report"] == would, "{all}");
+    let client = Client::connect(&store.socket(), "vm").unwrap();
+    let shown = store.run("disk reclaim --all --dry-run").ok();
+    assert!(shown.contains("vm: not examined: ") && shown.contains("flat: not examined: "), "{shown}");
+    drop(client);
+    store.run("disk reclaim --all").fails(2, "--dry-run");
     let shown = store.run("disk reclaim vm --dry-run").ok();
     assert!(shown.contains("swap space") && shown.contains("nothing was changed"), "{shown}");
 

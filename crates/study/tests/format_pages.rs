@@ -161,6 +161,7 @@ const ITEMS: &[Item] = &[
     item("crates/control/src/message/reply.rs", "Reply", REPLIES, &[]),
     item("crates/control/src/message/reply.rs", "MachineNotice", REPLIES, &[]),
     item("crates/control/src/message/reply.rs", "Resized", REPLIES, &[]),
+    item("crates/control/src/message/reply.rs", "Reclaimable", REPLIES, &[]),
     item("crates/backup/src/machine.rs", "MachineCreated", REPLIES, &[]),
     item("crates/backup/src/machine.rs", "MachineBackupInfo", REPLIES, &[]),
     item("crates/control/src/message/reply.rs", "Serving", REPLIES, &[]),

@@ -2,10 +2,11 @@
 
 use super::claims::{self, Deed};
 use super::{Service, Watch};
-use crate::message::{DiskRequest, Reconnect, Reply, Resized};
+use crate::message::{DiskRequest, Reclaimable, Reconnect, Reply, Resized};
 use disk::{DefaultsChange, Progress, Throttled, has_label};
-use error::Result;
+use error::{ErrorKind, Result};
 use export::clients::ClientSelection;
+use work::{WorkPart, WorkPlace};
 
 /// Carries out a request about disks.
 pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
@@ -78,6 +79,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             let refuse = || claims::refuse_to_reclaim(service, &name);
             Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
         }
+        DiskRequest::Reclaimable => Reply::Reclaimable(reclaimable(service, progress)?),
         DiskRequest::Optimize { name, compression, dedup, dedup_memory, rate } => {
             let progress = &Throttled { progress, rate };
             let memory = dedup_memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -104,6 +106,26 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
             Reply::Disk(Box::new(datastore.consolidate_disk(&name, &Throttled { progress, rate })?))
         }
     })
+}
+
+/// What each disk could give back, or why that is not known.
+fn reclaimable(service: &Service, progress: &dyn Progress) -> Result<Vec<Reclaimable>> {
+    let datastore = &*service.datastore;
+    let mut all = Vec::new();
+    let disks = datastore.disks()?;
+    for (index, disk) in disks.iter().map(|disk| disk.name.clone()).enumerate() {
+        let place = WorkPlace::OneOf { index: index as u64, count: disks.len() as u64 };
+        let refuse = || claims::refuse_to_reclaim(service, &disk);
+        let reclaim = || datastore.reclaim(&disk, true, &refuse, &WorkPart { whole: progress, place });
+        match refuse().and_then(|()| reclaim()) {
+            Ok(report) => all.push(Reclaimable { disk, report: Some(report), error: None }),
+            Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
+            // The disk was deleted or renamed meanwhile.
+            Err(_) if datastore.disk(&disk).is_err_and(|error| error.kind() == ErrorKind::NotFound) => {}
+            Err(error) => all.push(Reclaimable { disk, report: None, error: Some(error.to_string()) }),
+        }
+    }
+    Ok(all)
 }
 
 /// Changes the capacity of a disk, and ends the connections of those clients that should reconnect to see the new

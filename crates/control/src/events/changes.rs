@@ -113,6 +113,7 @@ fn of_disk(request: &DiskRequest) -> Changes {
         | DiskRequest::WouldFree { .. }
         | DiskRequest::Space { .. }
         | DiskRequest::Reclaim { dry_run: true, .. }
+        | DiskRequest::Reclaimable
         | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
         DiskRequest::Defaults { change } if *change == DefaultsChange::default() => return Changes::Known(Vec::new()),
         DiskRequest::Defaults { .. } => Change::DefaultsChanged,

@@ -99,6 +99,7 @@ fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
         DiskRequest::Wipe { name } => ("disk wipe", name),
         DiskRequest::Shrink { name } => ("disk shrink", name),
         DiskRequest::Reclaim { name, .. } => ("disk reclaim", name),
+        DiskRequest::Reclaimable => return Some(("disk reclaim", String::new())),
         DiskRequest::Optimize { name, .. } => ("disk optimize", name),
         DiskRequest::Consolidate { name, .. } => ("disk consolidate", name),
         DiskRequest::Migrate { name, .. } => ("disk migrate", name),

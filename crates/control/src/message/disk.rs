@@ -146,6 +146,8 @@ pub enum DiskRequest {
         /// Count only, and change nothing.
         dry_run: bool,
     },
+    /// Show what each guest does not use, and change nothing.
+    Reclaimable,
     /// Compress a native disk and its snapshots, and store equal blocks once.
     Optimize {
         /// The disk's name.
@@ -215,6 +217,7 @@ impl DiskRequest {
             | Self::Wipe { .. }
             | Self::Shrink { .. }
             | Self::Reclaim { .. }
+            | Self::Reclaimable
             | Self::Optimize { .. }
             | Self::Consolidate { .. }
             | Self::Migrate { .. }

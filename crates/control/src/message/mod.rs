@@ -29,7 +29,7 @@ pub use machine::{
     MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
 };
 pub use machine_backup::{BackedUpMachine, MachineBackup, MachineRestore, RestoredMachine};
-pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
+pub use reply::{ExportInfo, MachineNotice, Reclaimable, Reply, Resized, Serving};
 pub use scrub::ScrubRequest;
 pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;

@@ -63,6 +63,8 @@ pub enum Reply {
     },
     /// Reply to `DiskRequest::Reclaim`.
     Reclaim(Box<ReclaimReport>),
+    /// Reply to `DiskRequest::Reclaimable`: all disks by name.
+    Reclaimable(Vec<Reclaimable>),
     /// Reply to `SnapshotRequest::Diff`, after all extents.
     Diff {
         /// Number of extents sent.
@@ -126,6 +128,17 @@ pub enum Reply {
     Jobs(Vec<JobInfo>),
     /// Reply to `JobRequest::Wait` for a job that succeeded.
     JobEnded(Box<JobEnd>),
+}
+
+/// What a disk could give back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reclaimable {
+    /// The disk.
+    pub disk: String,
+    /// What it could give back; `None` if it could not be examined.
+    pub report: Option<ReclaimReport>,
+    /// Why it could not be examined.
+    pub error: Option<String>,
 }
 
 /// A resized disk.

@@ -83,6 +83,7 @@ verbs! {
     "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
     "disk wipe": Request::Disk(DiskRequest::Wipe { .. }),
     "disk reclaim": Request::Disk(DiskRequest::Reclaim { .. }),
+    "disk reclaim --all": Request::Disk(DiskRequest::Reclaimable),
     "disk shrink": Request::Disk(DiskRequest::Shrink { .. }),
     "disk optimize": Request::Disk(DiskRequest::Optimize { .. }),
     "disk consolidate": Request::Disk(DiskRequest::Consolidate { .. }),
@@ -368,7 +369,7 @@ fn disks(face: &Face) {
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));
     let check = Request::Check { data: true, repair: false };
     assert!(matches!(face.done(check), Reply::Check(report) if report.findings.is_empty()));
-    let schedule = ScrubRequest::Schedule { every: Some(604_800), rate: 0 };
+    let schedule = ScrubRequest::Schedule { every: Some(604_800), rate: Some(0) };
     let Reply::ScrubState(state) = face.done(Request::Scrub(schedule)) else { panic!("unexpected reply") };
     assert_eq!((state.every, state.state), (Some(604_800), ScrubState::Never));
     face.fails(Request::Scrub(ScrubRequest::Cancel), ErrorKind::NotFound);
@@ -424,6 +425,7 @@ fn images(face: &Face) {
     let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
     face.disk(DiskRequest::Reclaim { name: text("flat"), dry_run: true });
+    face.disk(DiskRequest::Reclaimable);
     face.disk(DiskRequest::Wipe { name: text("flat") });
     face.disk(DiskRequest::Shrink { name: text("flat") });
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });

@@ -118,7 +118,7 @@ pub enum Command {
     /// Show and manage receptions from other servers.
     #[command(subcommand)]
     Receive(ReceiveCommand),
-    /// Back up snapshots to a folder, a file or a pipe, and restore them.
+    /// Back up snapshots to a folder, an S3 bucket, a file or a pipe, and restore them.
     #[command(subcommand)]
     Backup(BackupCommand),
     /// Show, wait for and cancel jobs: long operations of the server.

@@ -55,6 +55,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
             value
         }
         Reply::Reclaim(report) => json!(report),
+        Reply::Reclaimable(disks) => json!({ "disks": disks }),
         Reply::Image(info) => json!(info),
         Reply::ImageCheck(check) => json!(check),
         Reply::ImageCreated(level) => json!(level),

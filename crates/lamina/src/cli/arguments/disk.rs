@@ -438,14 +438,18 @@ pub enum DiskCommand {
     /// of ext2, ext3, ext4, XFS and NTFS are read; elsewhere, blocks of zeros are given back.
     Reclaim {
         /// The disk.
-        #[arg(value_parser = parse_disk)]
-        name: String,
+        #[arg(value_parser = parse_disk, required_unless_present = "all")]
+        name: Option<String>,
+        /// Show what each disk would give back; with --dry-run only.
+        #[arg(long, requires = "dry_run", conflicts_with = "name")]
+        all: bool,
         /// Show what would be given back, and change nothing.
         #[arg(long)]
         dry_run: bool,
     },
     /// Compress a native disk and its snapshots, and store equal blocks once, while they are in use. Blocks that are
-    /// overwritten later are stored on their own and without compression until the command is repeated.
+    /// overwritten later are stored on their own and without compression until the command is repeated, or the server
+    /// reduces them by the settings of the disk.
     Optimize {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -548,7 +552,10 @@ impl DiskCommand {
             Self::Inflate { name } => DiskRequest::Inflate { name: name.clone() },
             Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
-            Self::Reclaim { name, dry_run } => DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run },
+            Self::Reclaim { name: Some(name), dry_run, .. } => {
+                DiskRequest::Reclaim { name: name.clone(), dry_run: *dry_run }
+            }
+            Self::Reclaim { name: None, .. } => DiskRequest::Reclaimable,
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
             Self::Optimize { name, compression, dedup, dedup_memory, rate } => DiskRequest::Optimize {
                 name: name.clone(),

@@ -157,7 +157,8 @@ pub struct ServeArguments {
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
     /// How long data is not written until it is compressed, on disks with --compression, and compared with other data,
-    /// on disks with --dedup; 'never' for neither by this server. A disk then rests for six times as long.
+    /// on disks with --dedup; 'never' for neither by this server. A disk then rests for six times as long. Whether new
+    /// data is reduced when it is written is a setting of each disk (--compress-at, --dedup-at).
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_interval)]
     pub optimize_after: Interval,
     /// Memory of a deduplication, 144K at the least. With less memory it takes more rounds, each of which reads the

@@ -52,6 +52,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
         Reply::Reclaimed { name, reclaimed } => disk::print_reclaimed(out, request, name, reclaimed),
         Reply::Reclaim(report) => reclaim::print(out, report),
+        Reply::Reclaimable(disks) => reclaim::print_all(out, disks),
         Reply::Image(info) => image::print(out, info),
         Reply::ImageCheck(check) => image::print_check(out, check),
         Reply::ImageCreated(level) => image::print_created(out, level),

@@ -1,7 +1,8 @@
-//! What was reclaimed of a disk, as text.
+//! What was reclaimed of a disk, and what all disks could give back, as text.
 
 use crate::output::human::{count, size};
 use crate::output::table::{Align, Table};
+use control::Reclaimable;
 use disk::{ReclaimMethod, ReclaimPart, ReclaimReport};
 use std::io::{self, Write};
 
@@ -62,4 +63,23 @@ pub fn print(out: &mut dyn Write, report: &ReclaimReport) -> io::Result<()> {
         true => writeln!(out, "{sum} of {mapped} would be given back; nothing was changed"),
         false => writeln!(out, "gave back {sum} of {mapped}"),
     }
+}
+
+/// Prints a row for each disk that could be examined, the sums, and the reasons why the others could not.
+pub fn print_all(out: &mut dyn Write, disks: &[Reclaimable]) -> io::Result<()> {
+    let mut table = Table::new(&[("DISK", Align::Left), ("MAPPED", Align::Right), ("WOULD RECLAIM", Align::Right)]);
+    let (mut mapped, mut reclaimed) = (0u64, 0u64);
+    for report in disks.iter().filter_map(|disk| disk.report.as_ref()) {
+        table.row(vec![report.disk.clone(), size(report.mapped), size(report.reclaimed)]);
+        mapped = mapped.saturating_add(report.mapped);
+        reclaimed = reclaimed.saturating_add(report.reclaimed);
+    }
+    table.row(vec!["(datastore)".into(), size(mapped), size(reclaimed)]);
+    table.print(out)?;
+    for Reclaimable { disk, error, .. } in disks {
+        if let Some(error) = error {
+            writeln!(out, "{disk}: not examined: {error}")?;
+        }
+    }
+    Ok(())
 }
