@@ -3,7 +3,7 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::message::{DiskRequest, Reclaimable, Reconnect, Reply, Resized};
-use disk::{DefaultsChange, Progress, Throttled, has_label};
+use disk::{DefaultsChange, Progress, ReclaimReport, Throttled, has_label};
 use error::{ErrorKind, Result};
 use export::clients::ClientSelection;
 use work::{WorkPart, WorkPlace};
@@ -73,12 +73,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         }
         DiskRequest::Wipe { name } => Reply::Reclaimed { reclaimed: datastore.wipe_disk(&name, progress)?, name },
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
-        DiskRequest::Reclaim { name, dry_run } => {
-            // Waits for clients that are just leaving, which the datastore would refuse.
-            claims::refuse_to_reclaim(service, &name)?;
-            let refuse = || claims::refuse_to_reclaim(service, &name);
-            Reply::Reclaim(Box::new(datastore.reclaim(&name, dry_run, &refuse, progress)?))
-        }
+        DiskRequest::Reclaim { name, dry_run } => Reply::Reclaim(Box::new(reclaim(service, &name, dry_run, progress)?)),
         DiskRequest::Reclaimable => Reply::Reclaimable(reclaimable(service, progress)?),
         DiskRequest::Optimize { name, compression, dedup, dedup_memory, rate } => {
             let progress = &Throttled { progress, rate };
@@ -108,6 +103,14 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     })
 }
 
+/// Gives back what the guest of a disk does not use, or counts it.
+fn reclaim(service: &Service, name: &str, dry_run: bool, progress: &dyn Progress) -> Result<ReclaimReport> {
+    let refuse = || claims::refuse_to_reclaim(service, name);
+    // Waits for clients that are just leaving, which the datastore would refuse.
+    refuse()?;
+    service.datastore.reclaim(name, dry_run, &refuse, progress)
+}
+
 /// What each disk could give back, or why that is not known.
 fn reclaimable(service: &Service, progress: &dyn Progress) -> Result<Vec<Reclaimable>> {
     let datastore = &*service.datastore;
@@ -115,9 +118,7 @@ fn reclaimable(service: &Service, progress: &dyn Progress) -> Result<Vec<Reclaim
     let disks = datastore.disks()?;
     for (index, disk) in disks.iter().map(|disk| disk.name.clone()).enumerate() {
         let place = WorkPlace::OneOf { index: index as u64, count: disks.len() as u64 };
-        let refuse = || claims::refuse_to_reclaim(service, &disk);
-        let reclaim = || datastore.reclaim(&disk, true, &refuse, &WorkPart { whole: progress, place });
-        match refuse().and_then(|()| reclaim()) {
+        match reclaim(service, &disk, true, &WorkPart { whole: progress, place }) {
             Ok(report) => all.push(Reclaimable { disk, report: Some(report), error: None }),
             Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
             // The disk was deleted or renamed meanwhile.

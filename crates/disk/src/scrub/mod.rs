@@ -479,8 +479,8 @@ impl Datastore {
         Ok(self.summary())
     }
 
-    /// Has servers scrub the datastore every `every` seconds, at a rate in bytes per second; 0 for no limit. With
-    /// `None` they start no scrubs.
+    /// Has servers scrub the datastore every `every` seconds, at a rate in bytes per second; 0 for no limit, and `None`
+    /// for the rate of the present schedule. Without an interval they start no scrubs.
     pub fn schedule_scrubs(&self, every: Option<u64>, rate: Option<u64>) -> Result<ScrubSummary> {
         if let Some(every) = every
             && !(EVERY_MIN..=EVERY_MAX).contains(&every)
