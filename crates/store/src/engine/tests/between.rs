@@ -165,12 +165,14 @@ fn a_batch_is_planned_with_the_root_that_a_concurrent_write_has_made() {
     (0..70).for_each(|i| write(&engine, 401 + 2 * i, 4));
     write(&engine, 590, 5);
     let pieces = head.lock().layers.oldest().0.take(0, u64::MAX);
+    // Each plan below moves the allocation cursor, so after some of them fewer blocks would be adjacent.
+    let run = engine.allocate(&mut engine.meta.lock(), 400).unwrap();
+    assert_eq!(run.blocks, 400);
     std::thread::scope(|scope| {
         let mut meta = engine.meta.lock();
         let before = meta.catalog.get(1).unwrap().root;
         let change = scope.spawn(|| {
             let mut meta = engine.meta.lock();
-            let run = engine.allocate(&mut meta, 400).unwrap();
             let checksums = vec![0; run.blocks as usize];
             engine.carry_out(&mut meta, Operation::Map { disk: 1, logical: 0, run, checksums }, 0).unwrap();
             engine.update_headroom(&meta);
