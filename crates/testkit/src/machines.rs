@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Time limit for each step of a guest on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(240);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A line of shell that writes in a guest all the time, and counts its rounds in `/run/rounds`. An error ends the loop,
 /// and the file says `broken`. The count is renamed into place, because a file that the shell has just truncated reads
