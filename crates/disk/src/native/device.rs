@@ -80,7 +80,7 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
         Part::Packed(packed) => {
             let stored = &packed.stored;
             let media = Media::new(Arc::clone(&stored.file), stored.offset, stored.length());
-            Segment::Media(Media { delivered: 0..packed.length(), may_lack_blocks: true, ..media })
+            Segment::Media(Media { delivered: 0..packed.length(), may_lack_blocks: packed.may_lack_blocks(), ..media })
         }
     };
     ReadPlan {
@@ -92,12 +92,59 @@ fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
     }
 }
 
+/// The bytes that were fetched for a segment.
+fn fetched(plan: &ReadPlan, index: usize) -> &[u8] {
+    match plan.segments.get(index) {
+        Some(Segment::Media(media)) => media.fetched(),
+        _ => &[],
+    }
+}
+
 impl NativeDevice {
     fn id(&self) -> u64 {
         match &self.target {
             Target::Head(head) => head.id,
             Target::Snapshot(id) => *id,
         }
+    }
+
+    /// Finishes the packed parts of a read, and verifies all parts.
+    fn finish_packed(&self, plan: &mut ReadPlan, planned: &Planned) -> Result<Verdict> {
+        let mut packs = BTreeMap::new();
+        for (index, part) in planned.parts.iter().enumerate() {
+            if let Part::Packed(packed) = part {
+                packs.entry(packed.fetched()).or_insert(index);
+            }
+        }
+        let fetched = |index: usize| match planned.parts.get(index) {
+            Some(Part::Packed(packed)) => fetched(plan, packs.get(&packed.fetched()).copied().unwrap_or(index)),
+            _ => fetched(plan, index),
+        };
+        let replan = |block: u64| self.plan_blocks(block..block + 1);
+        if !self.engine.verify(&self.name, plan.offset / BLOCK, planned, fetched, &replan)? {
+            return Ok(Verdict::Again);
+        }
+        let mut decoded = Vec::new();
+        for (index, part) in planned.parts.iter().enumerate() {
+            if let Part::Packed(packed) = part {
+                let mut content = Buffer::recycled(packed.length() / BLOCK_SIZE);
+                let sums = packed.decode(&self.name, fetched(index), &mut content)?;
+                self.engine.keep(planned, part, &content);
+                decoded.push((index, content, sums));
+            } else {
+                self.engine.keep(planned, part, fetched(index));
+            }
+        }
+        for (index, content, sums) in decoded {
+            match &mut plan.segments[index] {
+                Segment::Media(media) => (media.buffer, media.verified) = (Some(content), Some(sums)),
+                other => {
+                    let length = content.len();
+                    *other = Segment::Memory(SharedSlice::new(Arc::new(content), 0..length));
+                }
+            }
+        }
+        Ok(Verdict::Good)
     }
 
     fn check_range(&self, offset: u64, length: u64) -> Result<()> {
@@ -197,44 +244,18 @@ impl Device for NativeDevice {
         let mut planned = planned.ok_or_else(|| {
             Error::new(ErrorKind::Invalid, format!("{}: a read was finished that this disk did not plan", self.name))
         })?;
-        let replan = |block: u64| self.plan_blocks(block..block + 1);
-        let mut packs = BTreeMap::new();
-        for (index, part) in planned.parts.iter().enumerate() {
-            if let Part::Packed(packed) = part {
-                packs.entry(packed.fetched()).or_insert(index);
+        if planned.has_packed() {
+            if self.finish_packed(plan, &planned)? == Verdict::Again {
+                return Ok(Verdict::Again);
             }
-        }
-        let fetched = |index: usize| {
-            let index = match planned.parts.get(index) {
-                Some(Part::Packed(packed)) => packs.get(&packed.fetched()).copied().unwrap_or(index),
-                _ => index,
-            };
-            match plan.segments.get(index) {
-                Some(Segment::Media(media)) => media.fetched(),
-                _ => &[],
+        } else {
+            let fetched = |index: usize| fetched(plan, index);
+            let replan = |block: u64| self.plan_blocks(block..block + 1);
+            if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned, fetched, &replan)? {
+                return Ok(Verdict::Again);
             }
-        };
-        if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned, fetched, &replan)? {
-            return Ok(Verdict::Again);
-        }
-        let mut decoded = Vec::new();
-        for (index, part) in planned.parts.iter().enumerate() {
-            if let Part::Packed(packed) = part {
-                let mut content = Buffer::recycled(packed.length() / BLOCK_SIZE);
-                let sums = packed.decode(&self.name, fetched(index), &mut content)?;
-                self.engine.keep(&planned, part, &content);
-                decoded.push((index, content, sums));
-            } else {
+            for (index, part) in planned.parts.iter().enumerate() {
                 self.engine.keep(&planned, part, fetched(index));
-            }
-        }
-        for (index, content, sums) in decoded {
-            match &mut plan.segments[index] {
-                Segment::Media(media) => (media.buffer, media.verified) = (Some(content), Some(sums)),
-                other => {
-                    let length = content.len();
-                    *other = Segment::Memory(SharedSlice::new(Arc::new(content), 0..length));
-                }
             }
         }
         for (segment, part) in plan.segments.iter_mut().zip(&mut planned.parts) {

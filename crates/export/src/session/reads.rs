@@ -291,6 +291,7 @@ impl<'a, T> Reads<'a, T> {
         if let Some(Segment::Media(media)) = pending.plan.segments.get_mut(index) {
             if let Err(error) = &result
                 && media.may_lack_blocks
+                && pending.failure.is_none()
             {
                 // This blocks the thread, because it is rare.
                 let mut again = buffer.take().unwrap_or_else(|| pool.take(media.length));

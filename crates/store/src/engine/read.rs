@@ -40,8 +40,8 @@ pub enum Part {
     Cached(SharedSlice),
     /// The part is in a data file.
     Stored(Stored),
-    /// The part is compressed, in a pack in a data file.
-    Packed(Packed),
+    /// The part is compressed, in a pack in a data file. Boxed, because parts are moved often and few are packed.
+    Packed(Box<Packed>),
 }
 
 /// Adjacent blocks of a data file, and their checksums.
@@ -109,6 +109,11 @@ impl Part {
 type Parts = Vec<(u64, Part)>;
 
 impl Planned {
+    /// Whether a part is compressed.
+    pub fn has_packed(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part, Part::Packed(_)))
+    }
+
     /// A plan of a read of `range`, which is not counted yet.
     fn new(parts: Parts, guard: Arc<()>, changes: u64, range: &Range<u64>) -> Self {
         // Collecting the parts without their logical blocks directly would reuse the memory of `parts` and shrink it,
@@ -126,7 +131,10 @@ impl Engine {
         let mut fetch = Fetch::default();
         loop {
             match self.try_plan_head(head, range.clone(), &mut fetch)? {
-                Ok(planned) => return Ok(self.count_lookups(planned, Some(head))),
+                Ok(mut planned) => {
+                    self.count_lookups(&mut planned, Some(head));
+                    return Ok(planned);
+                }
                 Err(absent) => self.meta.load_pages(absent, &mut fetch)?,
             }
         }
@@ -136,7 +144,10 @@ impl Engine {
     /// cache, and returns `None`.
     pub fn plan_head_at_once(&self, head: &Head, range: Range<u64>) -> Result<Option<Planned>> {
         match self.try_plan_head(head, range, &mut Fetch::default())? {
-            Ok(planned) => Ok(Some(self.count_lookups(planned, Some(head)))),
+            Ok(mut planned) => {
+                self.count_lookups(&mut planned, Some(head));
+                Ok(Some(planned))
+            }
             Err(absent) => {
                 self.meta.read_ahead(&absent);
                 Ok(None)
@@ -208,18 +219,28 @@ impl Engine {
     /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
-        let planned = self.meta.look(|meta| {
+        let mut planned = self.meta.look(|meta| {
             let (guard, changes) = (meta.freed.guard(), meta.read_cache.changes());
             let root = meta.catalog.whole(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), packed::is_short(&range), &mut parts)?;
             Ok(Planned::new(parts, guard, changes, &range))
         })?;
-        Ok(self.count_lookups(planned, None))
+        self.count_lookups(&mut planned, None);
+        Ok(planned)
     }
 
     /// Counts which blocks of a plan were found in the read cache.
-    fn count_lookups(&self, mut planned: Planned, head: Option<&Head>) -> Planned {
+    fn count_lookups(&self, planned: &mut Planned, head: Option<&Head>) {
+        let may_be_cached = |part: &Part| match part {
+            Part::Zero { .. } | Part::Memory(_) => false,
+            Part::Stored(_) => self.meta.read_cache().holds_plain(),
+            Part::Cached(_) | Part::Packed(_) => true,
+        };
+        if !planned.parts.iter().any(may_be_cached) {
+            planned.is_counted = true;
+            return;
+        }
         let begins_with_index = |part: &Part| matches!(part, Part::Packed(packed) if packed.begins_with_index());
         planned.is_counted = !planned.parts.iter().any(begins_with_index);
         if planned.is_counted {
@@ -234,7 +255,6 @@ impl Engine {
         } else {
             planned.disk = head.map(|head| Arc::clone(&head.lookups));
         }
-        planned
     }
 
     /// Blocks of a part that are in the read cache, and blocks that it may hold and that are read from the medium.
@@ -290,7 +310,7 @@ impl Engine {
             at += (part.length() / BLOCK_SIZE) as u64;
             let Some(stored) = part.stored() else { continue };
             // A damaged block of a pack affects all blocks that are read from the pack.
-            let packed = if let Part::Packed(packed) = part { Some(packed) } else { None };
+            let packed = if let Part::Packed(packed) = part { Some(&**packed) } else { None };
             let begins_with_index = packed.is_some_and(Packed::begins_with_index);
             if !begins_with_index && good_pack.is_some() && good_pack == packed.map(Packed::fetched) {
                 continue;
@@ -304,7 +324,9 @@ impl Engine {
                 if checksum(block) != *wanted {
                     is_good = false;
                     // If the damage is in other blocks of the pack, the content of those that are read is proved.
-                    if packed.is_some_and(|packed| packed.is_proved_in(name, bytes)) {
+                    if packed
+                        .is_some_and(|packed| !packed.is_needed(name, bytes, i) || packed.is_proved_in(name, bytes))
+                    {
                         continue;
                     }
                     let here = Run { start: stored.block + i as u64, blocks: 1 };
@@ -487,12 +509,16 @@ impl Engine {
                     Part::Packed(packed) => {
                         let stored = &packed.stored;
                         let mut pack = Buffer::recycled(stored.checksums.len());
+                        let during = || format!("{name}: reading {} bytes", stored.length());
                         if let Err(error) = stored.file.read_at(&mut pack, stored.offset) {
+                            if !packed.may_lack_blocks() {
+                                return Err(error).during(during);
+                            }
                             // The blocks that the range needs may be readable. The verification reads one that is
                             // needed again, and returns the error.
                             tracing::warn!(disk = name, block = stored.block, %error, "a part of a pack cannot be read");
                             let read = stored.file.read_readable_at(&mut pack, stored.offset);
-                            read.during(|| format!("{name}: reading {} bytes", stored.length()))?;
+                            read.during(during)?;
                         }
                         packs.insert(packed.fetched(), pack);
                     }

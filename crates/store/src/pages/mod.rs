@@ -190,8 +190,9 @@ impl Pages {
         self.changes.dirty.len() - self.dirty_unknown
     }
 
-    /// The page. It is read from its file if necessary, unless the cache defers.
-    #[inline]
+    /// The page. It is read from its file if necessary, unless the cache defers. Each request gets several pages, and
+    /// without the attribute the compiler calls a function for each.
+    #[inline(always)]
     pub fn get(&mut self, key: PageKey) -> Result<&Block> {
         if !self.slots.contains_key(&key) {
             self.miss(key)?;

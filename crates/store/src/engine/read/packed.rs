@@ -48,6 +48,22 @@ impl Packed {
         self.cached.is_none() && (self.stored.checksums.len() as u64) < self.pack.blocks
     }
 
+    /// Whether blocks may be fetched that do not hold the content. Then a block that cannot be read may be one of them.
+    pub fn may_lack_blocks(&self) -> bool {
+        self.cached.is_none() && !self.begins_with_index() && self.stored.checksums.len() > 1
+    }
+
+    /// Whether a fetched stored block holds a part of the content, according to the index that was fetched with it.
+    pub(super) fn is_needed(&self, name: &str, bytes: &[u8], stored: usize) -> bool {
+        let index = match &self.cached {
+            None if stored == 0 || checksum(&bytes[..BLOCK_SIZE]) != self.stored.checksums[0] => return true,
+            None => self.index_in(name, bytes).ok(),
+            Some(_) => None,
+        };
+        let place = index.and_then(|index| index.place(&self.indexes()));
+        place.is_none_or(|place| (place.start / BLOCK_SIZE..place.end.div_ceil(BLOCK_SIZE)).contains(&stored))
+    }
+
     /// Whether a stored block belongs to the pack.
     pub(super) fn is_in_pack(&self, block: u64) -> bool {
         (self.pack.start..self.pack.start + self.pack.blocks).contains(&block)

@@ -77,7 +77,7 @@ impl Meta {
                 for (piece, content) in pieces(indexes, cached) {
                     let part = match content {
                         Some(content) => Part::Cached(content),
-                        None => Part::Packed(self.plan_packed(files, run, piece.clone(), is_short)?),
+                        None => Part::Packed(Box::new(self.plan_packed(files, run, piece.clone(), is_short)?)),
                     };
                     out.push((extent.logical + (piece.start - first), part));
                 }
@@ -113,28 +113,43 @@ impl Meta {
             let until = next.as_ref().map_or(end, |(at, _)| *at);
             let part = Run { start: block, blocks: until - block };
             let cached = worth_using(part, self.read_cache.plain(part));
-            for (piece, content) in pieces(block..until, cached) {
-                let (block, at) = (piece.start, logical + (piece.start - run.start));
-                if let Some(content) = content {
-                    out.push((at, Part::Cached(content)));
-                    continue;
-                }
-                let mut stored = self.stored(files, Run { start: block, blocks: piece.end - block })?;
-                // Two extents that are adjacent on the medium become one read.
-                if let Some((before, Part::Stored(last))) = out.last_mut()
-                    && *before + last.checksums.len() as u64 == at
-                    && last.block + last.checksums.len() as u64 == block
-                    && last.offset + last.length() as u64 == stored.offset
-                {
-                    last.checksums.append(&mut stored.checksums);
-                } else {
-                    out.push((at, Part::Stored(stored)));
+            if cached.is_empty() {
+                self.plan_stored(files, logical + (block - run.start), part, out)?;
+            } else {
+                for (piece, content) in pieces(block..until, cached) {
+                    let at = logical + (piece.start - run.start);
+                    match content {
+                        Some(content) => out.push((at, Part::Cached(content))),
+                        None => {
+                            let piece = Run { start: piece.start, blocks: piece.end - piece.start };
+                            self.plan_stored(files, at, piece, out)?;
+                        }
+                    }
                 }
             }
             if let Some((at, slice)) = next {
                 out.push((logical + (at - run.start), Part::Memory(slice)));
             }
             block = until + 1;
+        }
+        Ok(())
+    }
+
+    /// Plans a run of data from the data file; nothing if the run is empty.
+    fn plan_stored(&mut self, files: &DataFiles, at: u64, run: Run, out: &mut Parts) -> Result<()> {
+        if run.blocks == 0 {
+            return Ok(());
+        }
+        let mut stored = self.stored(files, run)?;
+        // Two extents that are adjacent on the medium become one read.
+        if let Some((before, Part::Stored(last))) = out.last_mut()
+            && *before + last.checksums.len() as u64 == at
+            && last.block + last.checksums.len() as u64 == run.start
+            && last.offset + last.length() as u64 == stored.offset
+        {
+            last.checksums.append(&mut stored.checksums);
+        } else {
+            out.push((at, Part::Stored(stored)));
         }
         Ok(())
     }
