@@ -14,7 +14,9 @@
 //!    It is counted again before a refusal, if it may be too high: after discards, failed writes, and writes that were
 //!    charged at the same time.
 //! 3. The use is never too low, except by the blocks at the two ends of a zeroed range, and by the rest of a grain that
-//!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight.
+//!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight. Only the use
+//!    of a disk that cannot be counted, because a part of its map is damaged, is what was known last, or what was
+//!    written since: the damage must not fail writes of what is not damaged, and least of all those of other disks.
 //! 4. `charges` is locked for additions only, never while a disk is counted or the file system is queried.
 
 use crate::device::{Allocation, Device};
@@ -59,7 +61,7 @@ pub struct LimitInfo {
     /// The limits.
     pub limits: Limits,
     /// Bytes that the disks map; `None` if there is no limit, or if the disks are not counted since the datastore was
-    /// opened, or a user has resized or reverted one of them.
+    /// opened, or a user has resized or reverted one of them, or if the map of one of them is damaged.
     pub used: Option<u64>,
     /// Number of disks.
     pub disks: u64,
@@ -79,6 +81,8 @@ struct Use {
     counted: AtomicU64,
     /// Whether `bytes` may be too high.
     stale: AtomicBool,
+    /// Whether the last count failed.
+    unknown: AtomicBool,
     in_flight: AtomicU64,
     /// Bytes that were charged for the writes in flight.
     under_way: AtomicU64,
@@ -107,8 +111,12 @@ impl Budget {
         self.members.iter().fold(0, |sum, (_, of)| sum.saturating_add(of.bytes.load(Ordering::Relaxed)))
     }
 
-    /// The part of the reservation that is not used yet.
+    /// The part of the reservation that is not used yet; nothing if what a disk uses is unknown, because then all other
+    /// disks would have to leave the whole reservation free.
     fn unused_reservation(&self) -> u64 {
+        if self.members.iter().any(|(_, of)| of.unknown.load(Ordering::Relaxed)) {
+            return 0;
+        }
         self.limits.reservation.unwrap_or_default().saturating_sub(self.used())
     }
 
@@ -150,6 +158,9 @@ pub(crate) trait Accounting: Send + Sync {
 
     /// The present name of a disk.
     fn name(&self, uuid: &str) -> Option<String>;
+
+    /// The present names of all disks, by UUID.
+    fn names(&self) -> BTreeMap<String, String>;
 }
 
 /// The limits that concern one disk; `None` if there are none.
@@ -224,8 +235,10 @@ impl Gate {
     /// # Errors
     /// `NoSpace` if a quota does not allow the bytes, or if they would use space reserved for other disks.
     pub fn charge(&self, new: u64) -> Result<Charge> {
-        for budget in self.budgets.iter().chain(&self.reserved) {
-            self.quotas.count_members(budget, false)?;
+        if new > 0 {
+            for budget in self.budgets.iter().chain(&self.reserved) {
+                self.quotas.count_members(budget, false)?;
+            }
         }
         match self.try_charge(new) {
             Err(budget) => {
@@ -290,14 +303,9 @@ impl Gate {
         if new.saturating_add(unused()) <= free {
             return Ok(());
         }
-        let accounting = self.quotas.accounting()?;
-        let names: Vec<String> = self.reserved.iter().map(|budget| budget.title(accounting)).collect();
-        let text = format!(
-            "the last {} of the datastore are reserved for other disks ({}): free some space, or reduce these \
-             reservations",
-            size(free),
-            names.join(", ")
-        );
+        // The client of a disk may be another tenant, so the text has neither the names of other disks nor sizes.
+        let text = "the rest of the datastore's free space is reserved for other disks: free some space, or reduce a \
+                    reservation ('lamina status' lists them)";
         Err(Error::new(ErrorKind::NoSpace, text))
     }
 
@@ -448,10 +456,25 @@ impl Quotas {
                 let _charges = self.charges.lock();
                 (of.charged.load(Ordering::Relaxed), of.under_way.load(Ordering::Acquire))
             };
-            let bytes = match self.accounting()?.count(uuid) {
+            let accounting = self.accounting()?;
+            let bytes = match accounting.count(uuid) {
+                Ok(bytes) => Some(bytes),
                 // The disk was deleted, and the limits are being changed.
-                Err(error) if error.kind() == ErrorKind::NotFound => 0,
-                counted => counted?,
+                Err(error) if error.kind() == ErrorKind::NotFound => Some(0),
+                Err(error) => {
+                    if !of.unknown.load(Ordering::Relaxed) {
+                        let disk = accounting.name(uuid).unwrap_or_else(|| uuid.clone());
+                        tracing::error!(disk, %error, "what a disk with limits maps cannot be counted; they apply to what was known");
+                    }
+                    None
+                }
+            };
+            of.unknown.store(bytes.is_none(), Ordering::Relaxed);
+            let Some(bytes) = bytes else {
+                // It is counted again before a refusal, not for each write.
+                of.stale.store(true, Ordering::Relaxed);
+                of.counted.store(changes + 1, Ordering::Release);
+                continue;
             };
             let _charges = self.charges.lock();
             // The count may or may not include bytes of the writes that were under way when it began, and of those that
@@ -470,19 +493,25 @@ impl Quotas {
     /// high.
     pub fn info(&self, count: bool) -> Result<Vec<LimitInfo>> {
         let budgets = self.current.lock().budgets.clone();
+        if budgets.is_empty() {
+            return Ok(Vec::new());
+        }
+        let names = self.accounting()?.names();
         let mut all = Vec::new();
         for budget in budgets {
             if count {
                 self.count_members(&budget, true)?;
             }
-            let accounting = self.accounting()?;
-            let is_counted = budget.members.iter().all(|(_, of)| of.is_counted());
-            if !budget.is_label && accounting.name(&budget.name).is_none() {
-                // The disk was deleted.
-                continue;
-            }
+            let is_known = |of: &Use| of.is_counted() && !of.unknown.load(Ordering::Relaxed);
+            let is_counted = budget.members.iter().all(|(_, of)| is_known(of));
+            let name = match budget.is_label {
+                true => Some(&budget.name),
+                false => names.get(&budget.name),
+            };
+            // Without a name, the disk was deleted.
+            let Some(name) = name else { continue };
             all.push(LimitInfo {
-                name: budget.title(accounting),
+                name: name.clone(),
                 is_label: budget.is_label,
                 limits: budget.limits,
                 used: is_counted.then(|| budget.used()),

@@ -6,6 +6,7 @@ use crate::names;
 use crate::quota::{Accounting, mapped};
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, IoContext, Result};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 /// The datastore, as far as it is still open.
@@ -32,6 +33,17 @@ impl Accounting for DatastoreAccounting {
         let engine = &datastore.native.engine;
         let room = engine.directory().room().during(|| "querying the free space of the file system".into())?;
         Ok(room.available.saturating_add(engine.counts().data.free * BLOCK_SIZE as u64))
+    }
+
+    fn names(&self) -> BTreeMap<String, String> {
+        let Some(datastore) = self.0.upgrade() else { return BTreeMap::new() };
+        let entries = datastore.foreign.entries();
+        let images: Vec<(String, String)> =
+            entries.iter().map(|entry| (entry.disk.uuid(), entry.disk.name())).collect();
+        datastore.native.engine.with_catalog(|catalog| {
+            let disks = catalog.disks().filter(|disk| crate::native::is_visible(disk));
+            disks.map(|disk| (names::uuid_text(&disk.uuid), disk.name.clone())).chain(images).collect()
+        })
     }
 
     fn name(&self, uuid: &str) -> Option<String> {
