@@ -39,6 +39,9 @@ impl Kind {
     }
 
     /// Encodes a record.
+    ///
+    /// # Errors
+    /// `Invalid` if the file would have more bytes than are read again.
     pub fn encode(&self, record: &impl Serialize) -> Result<Vec<u8>> {
         let Self { word, .. } = self;
         let mut body = serde_json::to_vec_pretty(record)
@@ -46,6 +49,11 @@ impl Kind {
         body.push(b'\n');
         let mut bytes = self.first_line(checksum(&body));
         bytes.append(&mut body);
+        if bytes.len() as u64 > self.length_max {
+            let (length, most) = (bytes.len(), self.length_max);
+            let text = format!("the {word} record cannot grow to {length} bytes: {most} bytes are the most");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         Ok(bytes)
     }
 

@@ -319,6 +319,22 @@ fn records_with_names_instead_of_uuids_are_refused() {
     assert_eq!(decode(&KIND.encode(&record).unwrap()).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
+#[test]
+fn a_record_that_could_not_be_read_again_is_not_written() {
+    let directory = directory();
+    let settings = Settings::open(Arc::clone(&directory));
+    let text = |c: char| c.to_string().repeat(60);
+    let labels: Vec<(String, String)> = ('a'..='z').map(|c| (text(c), text(c))).collect();
+    let labels: Vec<(&str, &str)> = labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    settings.change(ONE, &labelled(&labels)).unwrap();
+    let clones: Vec<String> = (0..20_000).map(|n| format!("{n:08x}-0b0a-4908-8706-050403020101")).collect();
+    let refused = settings.inherit(ONE, &clones).unwrap_err();
+    assert!(refused.to_string().contains("settings record cannot grow"), "{refused}");
+    assert_eq!(settings.of(&clones[0]), DiskSettings::default());
+    assert_eq!(Settings::open(directory).of(ONE), settings.of(ONE));
+    settings.inherit(ONE, &clones[..100]).unwrap();
+}
+
 fn labelled(labels: &[(&str, &str)]) -> SettingsChange {
     let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     SettingsChange { labels, ..SettingsChange::default() }
