@@ -209,6 +209,7 @@ fn a_server_scrubs_at_the_interval_of_the_schedule() {
     assert_eq!(store.run("scrub status --json").json()["last"]["images"], 1);
     assert_eq!(server.stop("TERM"), Some(0));
     store.run("scrub --every 0d").fails(2, "no interval");
+    store.run("scrub --every never --rate 50M").fails(2, "no effect");
     store.run("scrub --every 7d start").fails(2, "no further command");
     store.run("scrub --rate 1M").fails(2, "--every");
     store.run("scrub").fails(2, "scrub start");

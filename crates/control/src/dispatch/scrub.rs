@@ -26,7 +26,7 @@ fn changes(damage: &[ScrubDamage]) -> Vec<Change> {
     let listed = damage.iter().take(EVENTS_MAX).map(|damage| Change::DamageFound {
         problem: damage.problem.clone(),
         repaired: damage.repaired.clone(),
-        objects: damage.references.iter().map(|reference| reference.name.clone()).collect(),
+        objects: damage.disk.iter().chain(damage.references.iter().map(|reference| &reference.name)).cloned().collect(),
     });
     let mut changes: Vec<Change> = listed.collect();
     let more = damage.len() - changes.len();

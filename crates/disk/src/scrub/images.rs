@@ -44,7 +44,7 @@ impl Datastore {
                 Ok(()) => {}
             }
             work.advance(|_, run| run.disk.clone_from(&name));
-            work.save()?;
+            work.save();
         }
         // Damage of images that this scrub has not found again is gone.
         self.scrubs.change(|record| {

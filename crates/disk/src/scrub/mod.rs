@@ -24,6 +24,7 @@ pub use record::ScrubResult;
 pub use report::{DamageReference, ScrubDamage, ScrubReport, ScrubState, ScrubSummary, ScrubTouched};
 
 use crate::Datastore;
+use crate::spare::Spare;
 use backend::{BLOCK_SIZE, Directory, clock};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
@@ -44,6 +45,8 @@ const LOCATE_INTERVAL: Duration = Duration::from_secs(60);
 const WALKED: u64 = NODES_PER_QUESTION * BLOCK_SIZE as u64;
 /// Most damaged places that a status reads again.
 const STATUS_READS_MAX: usize = 256;
+/// How long a status may read them: a failing medium may need seconds for each. Servers show a status when they start.
+const STATUS_TIME_MAX: Duration = Duration::from_secs(1);
 /// How long a cancellation waits for the end of the scrub.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(5);
 /// The shortest interval of a schedule, in seconds.
@@ -167,6 +170,12 @@ impl Scrubs {
         let record = self.state.lock().record.clone();
         record.write(directory)
     }
+
+    /// Writes the record for an action of the owner. On a full file system, the space that the datastore reserves for
+    /// its owner is used.
+    fn save_action(&self, directory: &Arc<dyn Directory>) -> Result<()> {
+        Spare::of(Arc::clone(directory)).lend(|| self.save(&**directory))
+    }
 }
 
 /// The progress of a running scrub. Other requests can end the scrub.
@@ -278,7 +287,7 @@ impl Work<'_> {
                 self.locate()?;
             }
             if self.saved.elapsed() >= SAVE_INTERVAL {
-                self.save()?;
+                self.save();
             }
             // A cancellation is checked at the beginning of the next round.
             let _ = self.throttle.step(done, total, step.read);
@@ -287,9 +296,12 @@ impl Work<'_> {
         Ok(End::Whole)
     }
 
-    fn save(&mut self) -> Result<()> {
+    /// Writes the record. If that fails, the scrub goes on: only its position and the list after a crash are older.
+    fn save(&mut self) {
         self.saved = Instant::now();
-        self.scrubs().save(&**self.datastore.directory())
+        if let Err(error) = self.scrubs().save(&**self.datastore.directory()) {
+            tracing::warn!(%error, "the state of the running scrub is not stored");
+        }
     }
 
     /// Finds which disks and snapshots refer to new damage, and reports it.
@@ -308,7 +320,8 @@ impl Work<'_> {
         }
         self.located = Some(Instant::now());
         self.tell_of(&places);
-        self.save()
+        self.save();
+        Ok(())
     }
 
     /// Reports new damage of these places.
@@ -334,8 +347,14 @@ impl Datastore {
         progress: &dyn Progress,
     ) -> Result<ScrubReport> {
         let (running, ending) = self.scrubs.begin()?;
+        let before = self.scrubs.change(|record| record.clone());
         let rate = self.begin_run(options);
-        self.scrubs.save(&**self.directory())?;
+        // A scrub that could not begin is not continued by the next server.
+        self.scrubs.save_action(self.directory()).inspect_err(|_| {
+            self.scrubs.change(|record| {
+                (record.run, record.damage, record.unlisted) = (before.run, before.damage, before.unlisted);
+            });
+        })?;
         let watched = Watched { progress, running: &running, scrubs: &self.scrubs };
         let mut work = Work {
             datastore: self,
@@ -353,7 +372,7 @@ impl Datastore {
         }
         let unlocated = std::mem::take(&mut work.unlocated);
         work.tell_of(&unlocated);
-        let saved = self.scrubs.save(&**self.directory());
+        let saved = self.scrubs.save_action(self.directory());
         drop(ending);
         match outcome? {
             End::Whole => {}
@@ -374,7 +393,7 @@ impl Datastore {
 
     fn run_scrub(&self, work: &mut Work<'_>) -> Result<End> {
         let scrubber = self.native.engine.scrubber();
-        self.forget_gone(&scrubber, usize::MAX)?;
+        self.forget_gone(&scrubber, usize::MAX, Duration::MAX)?;
         match work.read_store(&scrubber)? {
             End::Whole => {}
             end => return Ok(end),
@@ -429,15 +448,19 @@ impl Datastore {
         Ok(located.objects)
     }
 
-    /// Removes damage from the list that does not exist any more, of the first `most` entries. Returns whether the list
-    /// has changed.
-    fn forget_gone(&self, scrubber: &Scrubber<'_>, most: usize) -> Result<bool> {
+    /// Removes damage from the list that does not exist any more, of the first `most` entries, as far as they can be
+    /// read in this time. Returns whether the list has changed.
+    fn forget_gone(&self, scrubber: &Scrubber<'_>, most: usize, within: Duration) -> Result<bool> {
+        let began = Instant::now();
         let listed: Vec<(DamagedPlace, u64)> = self.scrubs.change(|record| {
             let open = record.damage.iter().filter(|damage| damage.is_open());
             open.filter_map(|damage| Some((damage.place()?, damage.found))).take(most).collect()
         });
         let mut gone = BTreeSet::new();
         for (place, found) in listed {
+            if began.elapsed() >= within {
+                break;
+            }
             if !scrubber.is_still_damaged(place)? {
                 gone.insert((place, found));
             }
@@ -475,7 +498,7 @@ impl Datastore {
             let deadline = Instant::now() + CANCEL_PATIENCE;
             while guard.running.is_some() && !self.scrubs.ended.wait_until(&mut guard, deadline).timed_out() {}
         }
-        self.scrubs.save(&**self.directory())?;
+        self.scrubs.save_action(self.directory())?;
         Ok(self.summary())
     }
 
@@ -490,11 +513,15 @@ impl Datastore {
         }
         self.scrubs.check_usable()?;
         let since = self.scrubs.now();
-        self.scrubs.change(|record| {
+        let before = self.scrubs.change(|record| {
+            let before = record.schedule.clone();
             let rate = rate.unwrap_or_else(|| record.schedule.as_ref().map_or(0, |schedule| schedule.rate));
             record.schedule = every.map(|every| ScrubSchedule { every, rate, since });
+            before
         });
-        self.scrubs.save(&**self.directory())?;
+        self.scrubs
+            .save_action(self.directory())
+            .inspect_err(|_| self.scrubs.change(|record| record.schedule = before))?;
         self.scrubs.report_schedule();
         Ok(self.summary())
     }
@@ -531,7 +558,7 @@ impl Datastore {
     /// The state of scrubs, for a status. Reads a few listed places again.
     pub(crate) fn scrub_summary(&self) -> ScrubSummary {
         // If a place cannot be examined now, it stays in the list.
-        let _ = self.forget_gone(&self.native.engine.scrubber(), STATUS_READS_MAX);
+        let _ = self.forget_gone(&self.native.engine.scrubber(), STATUS_READS_MAX, STATUS_TIME_MAX);
         self.summary()
     }
 
@@ -540,7 +567,7 @@ impl Datastore {
     pub fn scrub_report(&self, progress: &dyn Progress) -> Result<ScrubReport> {
         self.scrubs.check_usable()?;
         let scrubber = self.native.engine.scrubber();
-        let mut changed = self.forget_gone(&scrubber, usize::MAX)?;
+        let mut changed = self.forget_gone(&scrubber, usize::MAX, Duration::MAX)?;
         let places: Vec<DamagedPlace> = self.scrubs.change(|record| {
             let open = record.damage.iter().filter(|damage| damage.is_open());
             open.filter_map(DamageRecord::place).collect()

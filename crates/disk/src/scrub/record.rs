@@ -234,7 +234,9 @@ impl ScrubRecord {
     /// Sets the references to places. A place that only disks and snapshots need leaves the list if none of them refers
     /// to it.
     pub fn set_references(&mut self, located: &BTreeMap<DamagedPlace, Vec<Reference>>) {
-        let mut room = ALL_REFERENCES_MAX;
+        let is_other = |damage: &&DamageRecord| damage.place().is_none_or(|place| !located.contains_key(&place));
+        let others: usize = self.damage.iter().filter(is_other).map(|damage| damage.references.len()).sum();
+        let mut room = ALL_REFERENCES_MAX.saturating_sub(others);
         self.damage.retain_mut(|damage| {
             let Some(references) = damage.place().and_then(|place| located.get(&place)) else { return true };
             let record = |reference: &Reference| ReferenceRecord {
@@ -347,6 +349,21 @@ mod tests {
         record.set_references(&BTreeMap::from([(DamagedPlace::Block(10_000), many), none]));
         assert_eq!((record.damage[1].references.len(), record.damage[1].unlisted), (REFERENCES_MAX, 36));
         assert_eq!((record.damage.len(), record.damage[2].number), (DAMAGE_MAX - 1, 10_002), "no disk refers to it");
+    }
+
+    #[test]
+    fn the_references_of_all_places_are_limited_together() {
+        let mut record = ScrubRecord::default();
+        let places = ALL_REFERENCES_MAX / REFERENCES_MAX + 2;
+        for number in 0..places as u64 {
+            let place = DamagedPlace::Block(number);
+            record.add(DamageRecord::of_place(place, "fails".into(), None, 7));
+            let many = (0..REFERENCES_MAX as u64).map(|object| Reference { object, offset: 0, length: 1 }).collect();
+            record.set_references(&BTreeMap::from([(place, many)]));
+        }
+        let listed: usize = record.damage.iter().map(|damage| damage.references.len()).sum();
+        assert_eq!((listed, record.damage.len()), (ALL_REFERENCES_MAX, places));
+        assert_eq!(record.damage[places - 1].unlisted, REFERENCES_MAX as u64);
     }
 
     #[test]

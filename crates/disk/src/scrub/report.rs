@@ -92,6 +92,9 @@ pub struct ScrubDamage {
     pub file: String,
     /// The number of the page or data block.
     pub number: u64,
+    /// The disk of a damaged image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
     /// What is wrong with the place.
     pub problem: String,
     /// When the damage was found, in seconds since 1970.
@@ -220,6 +223,7 @@ impl Datastore {
             ScrubDamage {
                 file: damage.file.clone(),
                 number: damage.number,
+                disk: damage.disk.clone(),
                 problem: damage.problem.clone(),
                 found: damage.found,
                 repaired: damage.repaired.clone(),

@@ -50,6 +50,9 @@ impl ScrubArguments {
             (None, None) => {
                 return Err("give --every TIME, or a command: scrub start, scrub status or scrub cancel".into());
             }
+            (None, Some(Interval(None))) if self.rate.is_some() => {
+                return Err("--every never ends the schedule, so --rate has no effect".into());
+            }
             (None, Some(Interval(every))) => ScrubRequest::Schedule { every, rate: self.rate },
             (Some(ScrubCommand::Start { rate, restart }), None) => {
                 ScrubRequest::Start { rate: *rate, restart: *restart }
