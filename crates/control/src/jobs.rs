@@ -48,6 +48,8 @@ pub const SERVER_ENDED_MAX: usize = 32;
 /// Longest outcome that is kept: bytes of the request and the reply as JSON.
 pub const OUTCOME_MAX: usize = 256 << 10;
 
+/// Most bytes of the error of an ended job.
+const ERROR_MAX: usize = 8 << 10;
 /// How long started jobs may continue after [`Jobs::stop`] before they are cancelled.
 const GRACE: Duration = Duration::from_secs(5);
 /// Interval at which a wait checks for cancellation and reports progress.
@@ -193,7 +195,8 @@ impl Ending<'_> {
             time: clock::seconds(),
             outcome: match outcome {
                 Ok(reply) => Ok((self.job.request.is_some() && is_short(reply)).then(|| reply.clone())),
-                Err(error) => Err(error.into()),
+                // The text may repeat a name of any length.
+                Err(error) => Err((&Error::new(error.kind(), kind::cut(error.to_string(), ERROR_MAX))).into()),
             },
             cancelled: matches!(outcome, Err(error) if error.kind() == ErrorKind::Interrupted),
         };

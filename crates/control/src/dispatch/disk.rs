@@ -4,7 +4,7 @@ use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::message::{DiskRequest, Reclaimable, Reconnect, Reply, Resized};
 use disk::{DefaultsChange, Progress, ReclaimReport, Throttled, has_label};
-use error::{ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use export::clients::ClientSelection;
 use work::{WorkPart, WorkPlace};
 
@@ -117,12 +117,15 @@ fn reclaimable(service: &Service, progress: &dyn Progress) -> Result<Vec<Reclaim
     let mut all = Vec::new();
     let disks = datastore.disks()?;
     for (index, disk) in disks.iter().map(|disk| disk.name.clone()).enumerate() {
+        if progress.cancelled() {
+            return Err(Error::new(ErrorKind::Interrupted, "the examination was stopped"));
+        }
         let place = WorkPlace::OneOf { index: index as u64, count: disks.len() as u64 };
         match reclaim(service, &disk, true, &WorkPart { whole: progress, place }) {
             Ok(report) => all.push(Reclaimable { disk, report: Some(report), error: None }),
             Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
             // The disk was deleted or renamed meanwhile.
-            Err(_) if datastore.disk(&disk).is_err_and(|error| error.kind() == ErrorKind::NotFound) => {}
+            Err(_) if datastore.uuid_of(&disk).is_err_and(|error| error.kind() == ErrorKind::NotFound) => {}
             Err(error) => all.push(Reclaimable { disk, report: None, error: Some(error.to_string()) }),
         }
     }

@@ -7,6 +7,8 @@ use disk::convert::Address;
 
 /// Most names in the object of a job.
 const NAMES_MAX: usize = 3;
+/// Most bytes of the object of a job. A request may have a name of any length, and ended jobs stay in memory.
+const OBJECT_MAX: usize = 1024;
 
 /// The operation of a job, and the object of that operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +57,18 @@ pub fn of(request: &Request) -> Option<Kind> {
         Request::Backup(request) => backup(request)?,
         Request::Machine(request) => machine(&request.verb)?,
     };
-    Some(Kind { verb, object })
+    Some(Kind { verb, object: cut(object, OBJECT_MAX) })
+}
+
+/// The text, without what exceeds `most` bytes.
+pub(super) fn cut(mut text: String, most: usize) -> String {
+    if text.len() > most {
+        let end = (0..=most).rev().find(|end| text.is_char_boundary(*end)).unwrap_or_default();
+        text.truncate(end);
+        text.shrink_to_fit();
+        text.push_str(" ...");
+    }
+    text
 }
 
 fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::message::ImageRequest;
+use crate::message::{DiskRequest, ImageRequest};
 use disk::convert::ImageOptions;
 
 /// A client that can cancel its request.
@@ -27,6 +27,19 @@ impl Watch for Client {
 
 fn kind() -> Kind {
     Kind { verb: "disk migrate", object: "vm1".into() }
+}
+
+#[test]
+fn a_long_name_is_cut_in_the_list_and_in_the_error() {
+    let name = "ä".repeat(1 << 20);
+    let delete = DiskRequest::Delete { name: name.clone(), promote: false, force: false };
+    let kind = kind::of(&Request::Disk(delete)).unwrap();
+    assert!(kind.object.len() < 1100 && kind.object.ends_with("ä ..."), "{}", kind.object.len());
+    let jobs = Jobs::new().unwrap();
+    let refused = jobs.attached(kind, &Client::default(), |_| Err(Error::new(ErrorKind::NotFound, name.clone())));
+    assert_eq!(refused.unwrap_err().to_string(), name, "the client gets the whole text");
+    let listed = serde_json::to_string(&jobs.list()).unwrap();
+    assert!(listed.len() < 20_000, "{}", listed.len());
 }
 
 /// Works until cancelled.
