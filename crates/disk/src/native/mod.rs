@@ -94,6 +94,9 @@ pub(crate) struct Native {
     idle: idle::IdlePasses,
     /// Held while the disks whose writes are compressed or deduplicated are determined and given to the engine.
     reducing_writes: Mutex<()>,
+    /// Held by a deduplication that a user has started: each needs memory for prints, and several at the same time are
+    /// no faster, because their steps exclude each other.
+    deduplicating: Mutex<()>,
     /// Limit of the memory for the prints of a deduplication, in bytes.
     pub dedup_memory: AtomicUsize,
     this: Weak<Native>,
@@ -117,6 +120,7 @@ impl Native {
             refuse_to_replace: OnceLock::new(),
             idle: idle::IdlePasses::default(),
             reducing_writes: Mutex::default(),
+            deduplicating: Mutex::default(),
             dedup_memory: AtomicUsize::new(crate::DEDUP_MEMORY_DEFAULT),
             this: Weak::clone(this),
         })

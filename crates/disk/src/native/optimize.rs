@@ -12,11 +12,14 @@ use crate::names;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::{ControlFlow, Range};
+use std::time::Duration;
 use store::catalog::{Object, ObjectState, Provisioning};
 use store::engine::{PRINT_BYTES, PackPass, SharePass};
 use store::pack::Packer;
 use work::{Progress, Throttle};
 
+/// How often a deduplication that waits for another one checks whether it was cancelled.
+const TURN_POLL: Duration = Duration::from_millis(100);
 /// A step that only looks at the map counts as a read of one page of it, so that such steps are paced too.
 const LOOK: u64 = 1;
 
@@ -124,6 +127,12 @@ impl Native {
         let memory = memory.unwrap_or_else(|| self.memory_of_prints());
         let reduce = || {
             if !domain.is_empty() {
+                let _only = loop {
+                    if let Some(only) = self.deduplicating.try_lock_for(TURN_POLL) {
+                        break only;
+                    }
+                    steps.step(0, 0)?;
+                };
                 self.deduplicate(domain, memory, &mut steps, &mut reclaimed, &mut || true)?;
             }
             if let Some(codec) = codec {

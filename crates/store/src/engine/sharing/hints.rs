@@ -46,6 +46,8 @@ pub struct Hint {
 pub struct Hints {
     /// Groups of [`SLOTS`] hints: the checksum, and the place in two halves. The place 0 marks a free slot.
     words: Vec<u32>,
+    /// The limit of the memory for which the table was made.
+    limit: usize,
     /// The disk with each number, from 1 on; `None` if it has left its domain.
     members: Vec<Option<Member>>,
     /// The domains in use, by name.
@@ -58,7 +60,19 @@ pub struct Hints {
 impl Hints {
     /// Limits the memory of the table. A new limit drops all hints.
     pub fn resize(&mut self, bytes: usize) {
-        let groups = (bytes / (SLOTS * HINT_BYTES)).clamp(1, u32::MAX as usize);
+        if self.limit == bytes {
+            return;
+        }
+        self.limit = bytes;
+        let mut groups = (bytes / (SLOTS * HINT_BYTES)).clamp(1, u32::MAX as usize);
+        // An allocation that fails would end the process. What the machine cannot have is found by reserving it first.
+        let is_available =
+            |groups: usize| std::hint::black_box(Vec::<u32>::new()).try_reserve_exact(groups * SLOTS * WORDS).is_ok();
+        while groups > 1 && !is_available(groups) {
+            let bytes = groups * SLOTS * HINT_BYTES;
+            tracing::warn!(bytes, "the memory for deduplication is not available: half of it is used");
+            groups /= 2;
+        }
         if self.words.len() != groups * SLOTS * WORDS {
             // The pages of the table take memory only once they are used. Each write uses many of them, so pages of
             // 4 KiB would cost a page fault for every few blocks of a new datastore, and more than the lookup itself
