@@ -249,8 +249,14 @@ impl Switches {
 
     /// Returns `Busy` while clients have the disk or snapshot open.
     pub fn refuse_in_use(&self, identity: &Identity, what: &str) -> Result<()> {
-        match self.get(identity).map_or(0, |switch| switch.clients()) {
-            0 => Ok(()),
+        let Some(switch) = self.get(identity) else { return Ok(()) };
+        let all = switch.clients();
+        match all.saturating_sub(switch.operations.load(Ordering::Acquire)) {
+            0 if all == 0 => Ok(()),
+            0 => Err(Error::new(
+                ErrorKind::Busy,
+                format!("another operation uses {what}: wait until it ends; 'lamina job list' shows it"),
+            )),
             count => Err(Error::new(
                 ErrorKind::Busy,
                 format!("{what} is in use by {count} client(s); disconnect them first"),

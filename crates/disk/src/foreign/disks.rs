@@ -285,7 +285,8 @@ impl Foreign {
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
             // An unreadable disk counts as 0 here; `check` reports it.
             sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
-            sums.allocated += self.allocated(&entry)?;
+            // Its folder may be deleted at this moment.
+            sums.allocated += self.allocated(&entry).unwrap_or(0);
         }
         Ok(sums)
     }
