@@ -14,9 +14,9 @@
 //!    It is counted again before a refusal, if it may be too high: after discards, failed writes, and writes that were
 //!    charged at the same time.
 //! 3. The use is never too low, except by the blocks at the two ends of a zeroed range, and by the rest of a grain that
-//!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight. Only the use
-//!    of a disk that cannot be counted, because a part of its map is damaged, is what was known last, or what was
-//!    written since: the damage must not fail writes of what is not damaged, and least of all those of other disks.
+//!    is larger than a block. So the slack of a quota is two blocks, or a grain, for each request in flight. A disk of
+//!    which a part of the map is damaged cannot be counted. Its use is what was known last and what was written since,
+//!    because the damage must not fail writes of what is not damaged, and least of all those of other disks.
 //! 4. `charges` is locked for additions only, never while a disk is counted or the file system is queried.
 
 use crate::device::{Allocation, Device};

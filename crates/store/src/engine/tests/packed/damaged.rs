@@ -100,6 +100,25 @@ fn a_block_of_a_pack_that_cannot_be_read_affects_only_the_blocks_in_it() {
     }
 }
 
+/// Of two damaged blocks, the error is about the one that the read needs.
+#[test]
+fn a_read_reports_the_damaged_block_of_a_pack_that_it_needs() {
+    let (disk, engine, _, run) = with_a_pack();
+    engine.close().unwrap();
+    let (unreadable, corrupt) = (run.start + 3, run.start + 9);
+    let at = |block: u64| block * BLOCK_SIZE as u64;
+    disk.fail_reads("data.0000", at(unreadable)..at(unreadable + 1)).unwrap();
+    disk.flip_bit("data.0000", at(corrupt) + 2000, 3).unwrap();
+    let engine = Engine::open(disk.directory(), EngineOptions { read_cache: 0, ..options() }).unwrap();
+    let head = engine.head(1);
+    let located = engine.locate_damage(&[DamagedPlace::Block(corrupt)], &|| true).unwrap();
+    let [found] = located.references[0][..] else { panic!("{located:?}") };
+    let (first, end) = (found.offset / BLOCK_SIZE as u64, (found.offset + found.length) / BLOCK_SIZE as u64);
+    let read = |block: u64| engine.read_blocks("vm", block..block + 1, &|range| engine.plan_head(&head, range));
+    let kinds: Vec<ErrorKind> = (first..end).filter_map(|block| read(block).err()).map(|error| error.kind()).collect();
+    assert!(!kinds.is_empty() && kinds.iter().all(|kind| *kind == ErrorKind::Corrupt), "{kinds:?}");
+}
+
 #[test]
 fn damage_in_a_part_of_a_pack_that_was_replaced_is_no_finding_unless_a_map_is_lost() {
     let (disk, engine) = made();
