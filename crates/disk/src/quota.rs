@@ -464,7 +464,10 @@ impl Quotas {
                 Err(error) => {
                     if !of.unknown.load(Ordering::Relaxed) {
                         let disk = accounting.name(uuid).unwrap_or_else(|| uuid.clone());
-                        tracing::error!(disk, %error, "what a disk with limits maps cannot be counted; they apply to what was known");
+                        tracing::error!(
+                            disk, %error,
+                            "what this disk maps cannot be counted: its limits apply to what was known"
+                        );
                     }
                     None
                 }
