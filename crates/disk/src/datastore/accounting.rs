@@ -47,14 +47,6 @@ impl Accounting for DatastoreAccounting {
     }
 
     fn name(&self, uuid: &str) -> Option<String> {
-        let datastore = self.0.upgrade()?;
-        let entries = datastore.foreign.entries();
-        let image = entries.iter().find(|entry| entry.disk.uuid() == uuid).map(|entry| entry.disk.name());
-        image.or_else(|| {
-            datastore.native.engine.with_catalog(|catalog| {
-                let mut disks = catalog.disks().filter(|disk| crate::native::is_visible(disk));
-                disks.find(|disk| names::uuid_text(&disk.uuid) == uuid).map(|disk| disk.name.clone())
-            })
-        })
+        self.0.upgrade()?.named(uuid)
     }
 }

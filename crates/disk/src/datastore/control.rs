@@ -110,14 +110,19 @@ impl Datastore {
         }
     }
 
+    /// The present name of the disk with that UUID.
+    pub(super) fn named(&self, uuid: &str) -> Option<String> {
+        let image = self.foreign.entries().into_iter().find(|entry| entry.disk.uuid() == uuid);
+        let native = || self.native.name_of(&names::parse_uuid(uuid)?);
+        image.map(|entry| entry.disk.name()).or_else(native)
+    }
+
     /// The present name of the disk with that UUID, which had the name `name` before.
     pub fn name_of(&self, uuid: &str, name: &str) -> Result<String> {
         if self.uuid_of(name).is_ok_and(|there| there == uuid) {
             return Ok(name.to_owned());
         }
-        let image = self.foreign.entries().into_iter().find(|entry| entry.disk.uuid() == uuid);
-        let native = || self.native.name_of(&names::parse_uuid(uuid)?);
-        image.map(|entry| entry.disk.name()).or_else(native).ok_or_else(|| {
+        self.named(uuid).ok_or_else(|| {
             let text = format!("disk '{name}' was deleted meanwhile");
             Error::new(ErrorKind::NotFound, text)
         })

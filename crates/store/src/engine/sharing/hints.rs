@@ -60,7 +60,7 @@ pub struct Hints {
 impl Hints {
     /// Limits the memory of the table. A new limit drops all hints.
     pub fn resize(&mut self, bytes: usize) {
-        if self.limit == bytes {
+        if self.limit == bytes && !self.words.is_empty() {
             return;
         }
         self.limit = bytes;
